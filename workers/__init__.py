@@ -1,0 +1,1 @@
+"""Processes that generate, score and train. Importing this package imports nothing else."""
