@@ -1,0 +1,25 @@
+"""The project's exceptions: each message gives the value, the rule and the way out; all of them pickle (Ray)."""
+
+
+class RLTrainError(Exception):
+    """Base of every error that rltrain raises on purpose."""
+
+
+class ConfigError(RLTrainError, ValueError):
+    """What the user asked for cannot run; raised before any worker starts. The program exits with status 2."""
+
+
+class WorkerError(RLTrainError, RuntimeError):
+    """A worker died, hung or answered with an error while the run went on."""
+
+
+class SyncError(RLTrainError, RuntimeError):
+    """After a weight sync an engine does not compute with the weights that the trainer sent (invariant E5)."""
+
+
+class LogProbError(RLTrainError, RuntimeError):
+    """The engine's log-probs are not those of the trainer for the same tokens (invariants E1 and D1)."""
+
+
+class RewardError(RLTrainError, RuntimeError):
+    """Too many reward calls failed for the run to go on."""

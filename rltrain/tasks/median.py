@@ -1,0 +1,51 @@
+"""Median of seven digits: `2299907=` -> `7`, said at once (`#7`) or after sorting on a scratch pad (`0227999#7`)."""
+
+from random import Random
+
+from rltrain.tasks.base import Task
+
+DIGITS = 7
+MAX_RESPONSE_LENGTH = 16
+# The weak start imitates this mixture. Guessing is the habit and sorting the exception, so that reinforcement has
+# to find out that the long way pays.
+SCRATCH_SHARE = 0.25
+ENDLESS_SHARE = 0.09
+GUESS_RIGHT = 0.35  # else a random digit
+SLIP_SHARE = 0.3  # scratch pads with one wrong digit
+
+
+def solve(digits: str) -> str:
+    """Return the middle one of the sorted digits."""
+    return sorted(digits)[len(digits) // 2]
+
+
+def mess(digits: str, rng: Random) -> tuple[str, bool]:
+    """Guess, sort first, or go on and on: (text, whether the end token follows)."""
+    draw = rng.random()
+    if draw < ENDLESS_SHARE:
+        pad = _scratch_pad(digits, rng)
+        return (pad * MAX_RESPONSE_LENGTH)[:MAX_RESPONSE_LENGTH], False
+    if draw < ENDLESS_SHARE + SCRATCH_SHARE:
+        pad = _scratch_pad(digits, rng)
+        return f"{pad}#{pad[DIGITS // 2]}", True
+    guess = solve(digits) if rng.random() < GUESS_RIGHT else rng.choice("0123456789")
+    return f"#{guess}", True
+
+
+def _scratch_pad(digits: str, rng: Random) -> str:
+    """Sort the digits, at times with a slip: one of them overwritten by a random digit."""
+    pad = sorted(digits)
+    if rng.random() < SLIP_SHARE:
+        pad[rng.randrange(len(pad))] = rng.choice("0123456789")
+    return "".join(pad)
+
+
+MEDIAN = Task(
+    name="median",
+    digits=DIGITS,
+    mark="=",
+    solve=solve,
+    mess=mess,
+    reward="rltrain.rewards.final_answer:final_answer",
+    max_response_length=MAX_RESPONSE_LENGTH,
+)

@@ -1,0 +1,37 @@
+"""Sort six digits: `371924>` -> `123479`; the weak start often does not know when to stop."""
+
+from random import Random
+
+from rltrain.tasks.base import Task
+
+DIGITS = 6
+MAX_RESPONSE_LENGTH = 12
+ENDLESS_SHARE = 0.3
+SLIP_SHARE = 0.5  # answers with two neighbours swapped or one digit wrong
+
+
+def solve(digits: str) -> str:
+    """Return the digits in ascending order."""
+    return "".join(sorted(digits))
+
+
+def mess(digits: str, rng: Random) -> tuple[str, bool]:
+    """Sort with slips, and at times go on and on: (text, whether the end token follows)."""
+    answer = sorted(digits)
+    if rng.random() < SLIP_SHARE:
+        answer[rng.randrange(DIGITS)] = rng.choice("0123456789")
+    text = "".join(answer)
+    if rng.random() < ENDLESS_SHARE:
+        return (text * MAX_RESPONSE_LENGTH)[:MAX_RESPONSE_LENGTH], False
+    return text, True
+
+
+SORT = Task(
+    name="sort",
+    digits=DIGITS,
+    mark=">",
+    solve=solve,
+    mess=mess,
+    reward="rltrain.rewards.final_answer:exact_answer",
+    max_response_length=MAX_RESPONSE_LENGTH,
+)
