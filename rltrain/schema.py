@@ -86,8 +86,8 @@ class KLInRewardConfig:
         _at_least(self, 1, "horizon")
         require(
             self.controller == "fixed" or (self.kl_coef > 0 and self.target > 0),
-            f"controller=adaptive with kl_coef={self.kl_coef}, target={self.target}: the adaptive controller multiplies "
-            "the coefficient, so both must be > 0; set them, or use controller=fixed",
+            f"controller=adaptive with kl_coef={self.kl_coef}, target={self.target}: the adaptive controller "
+            "multiplies the coefficient, so both must be > 0; set them, or use controller=fixed",
         )
 
 
@@ -195,7 +195,7 @@ class RewardConfig:
     max_failed_fraction: float  # of a step's samples; above it the run stops
 
     def __post_init__(self) -> None:
-        require(bool(self.functions), "functions is empty: name at least one, as in reward.functions=[my_reward.py:score]")
+        require(bool(self.functions), "functions is empty: name one, as in reward.functions=[my_reward.py:score]")
         require(self.timeout_s > 0, f"timeout_s must be > 0, got {self.timeout_s}")
         require(
             0 <= self.max_failed_fraction <= 1,
@@ -223,8 +223,8 @@ class VLLMConfig:
         )
         require(
             self.process != "inprocess" or self.tensor_parallel_size == 1,
-            f"process=inprocess with tensor_parallel_size={self.tensor_parallel_size}: one process holds one shard; use "
-            "rollout.vllm.process=async",
+            f"process=inprocess with tensor_parallel_size={self.tensor_parallel_size}: one process holds one shard; "
+            "use rollout.vllm.process=async",
         )
 
 
@@ -259,11 +259,15 @@ class PlacementConfig:
     rollout_replicas: int
     reward_workers: int
     share_ranks: bool  # actor, reference and critic of a rank live in one process
-    threads_per_worker: int  # CPU threads of one training rank or engine
+    threads_per_worker: int | None  # CPU threads of one training rank or engine; null: the cores shared out evenly
     start_timeout_s: float
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "actor_ranks", "rollout_replicas", "reward_workers", "threads_per_worker")
+        _at_least(self, 1, "actor_ranks", "rollout_replicas", "reward_workers")
+        require(
+            self.threads_per_worker is None or self.threads_per_worker >= 1,
+            f"threads_per_worker must be >= 1 or null, got {self.threads_per_worker}",
+        )
         require(self.start_timeout_s > 0, f"start_timeout_s must be > 0, got {self.start_timeout_s}")
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
             require(
@@ -299,13 +303,13 @@ class Config:
             )
         require(
             self.placement.launcher == "ray" or self.rollout.engine != "vllm",
-            "rollout=vllm with placement=inprocess: vLLM changes its process's threads and random state, which the trainer "
-            "shares there; use rollout=hf, or placement=local",
+            "rollout=vllm with placement=inprocess: vLLM changes its process's threads and random state, which "
+            "the trainer shares there; use rollout=hf, or placement=local",
         )
         require(
             not self.trainer.deterministic or self.rollout.engine == "hf" or self.placement.rollout_replicas == 1,
-            f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers depends "
-            "on timing; use placement.rollout_replicas=1 or rollout=hf",
+            f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
+            "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
         )
 
     @property
@@ -348,9 +352,15 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
     """The error for a key that does not exist; names the nearest known one."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    hint = f"; the nearest known key is '{near[0]}'" if near else ""
+    hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
+
+
+def _likeness(key: str, name: str) -> float:
+    """0 to 1; a key without its section, or in the wrong one, is nearly as good as the whole."""
+    whole = difflib.SequenceMatcher(None, key, name).ratio()
+    last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
+    return max(whole, 0.9 * last)
 
 
 def keys(kind: type, prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""Built-in tasks, small enough to learn on a laptop in a minute. Importing this loads neither torch nor transformers."""
+"""Built-in tasks, small enough to learn on a laptop in a minute. Importing this loads no torch."""
 
 from rltrain.tasks.base import Task
 from rltrain.tasks.median import MEDIAN

@@ -9,9 +9,9 @@ MAX_RESPONSE_LENGTH = 16
 # The weak start imitates this mixture. Guessing is the habit and sorting the exception, so that reinforcement has
 # to find out that the long way pays.
 SCRATCH_SHARE = 0.25
-ENDLESS_SHARE = 0.09
-GUESS_RIGHT = 0.35  # else a random digit
-SLIP_SHARE = 0.3  # scratch pads with one wrong digit
+ENDLESS_SHARE = 0.08
+GUESS_RIGHT = 0.06  # else any digit
+SLIP_SHARE = 0.05  # scratch pads with one wrong digit
 
 
 def solve(digits: str) -> str:
@@ -28,8 +28,12 @@ def mess(digits: str, rng: Random) -> tuple[str, bool]:
     if draw < ENDLESS_SHARE + SCRATCH_SHARE:
         pad = _scratch_pad(digits, rng)
         return f"{pad}#{pad[DIGITS // 2]}", True
-    guess = solve(digits) if rng.random() < GUESS_RIGHT else rng.choice("0123456789")
-    return f"#{guess}", True
+    return f"#{_guess(digits, rng)}", True
+
+
+def _guess(digits: str, rng: Random) -> str:
+    """Guess, seldom the median."""
+    return solve(digits) if rng.random() < GUESS_RIGHT else rng.choice("0123456789")
 
 
 def _scratch_pad(digits: str, rng: Random) -> str:

@@ -21,8 +21,8 @@ from rltrain.tasks.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, char_tokenizer
 logger = logging.getLogger(__name__)
 
 STEPS = 100
-BATCH_SIZE = 256
-LEARNING_RATE = 2e-3
+BATCH_SIZE = 128
+LEARNING_RATE = 2.5e-3
 WARMUP_STEPS = 10
 # Sums depend on how many threads share them, so the number is part of the recipe and not the machine's.
 THREADS = 2
@@ -165,8 +165,8 @@ def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    parts = (task.name, seed, steps, torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability())
-    digest.update(repr(parts).encode())
+    versions = (torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability())
+    digest.update(repr((task.name, seed, steps, versions)).encode())
     return digest.hexdigest()[:12]
 
 

@@ -1,0 +1,62 @@
+"""From token losses to one number: the only place that divides a loss by a count."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.ratio import as_mask, masked
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def aggregate_loss(
+    token_losses: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    num_tokens: int | Tensor | None = None,
+    num_sequences: int | Tensor | None = None,
+    max_response_length: int | None = None,
+) -> Tensor:
+    """Sum the trained tokens of `token_losses` (B, T) and divide by the counts of the whole mini-batch.
+
+        token-mean               sum_bt l_bt / num_tokens                                 DAPO, arXiv 2503.14476 eq. 8
+        token-sum                sum_bt l_bt                                              divides by nothing
+        seq-mean-token-sum       sum_bt l_bt / num_sequences
+        seq-mean-token-mean      sum_b (sum_t l_bt / |mask_b|) / num_sequences            GRPO, arXiv 2402.03300 eq. 3
+        seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr. GRPO, arXiv 2503.20783
+
+    `num_tokens` and `num_sequences` count the trained tokens, and the rows that have one, of the mini-batch over all
+    micro-batches and ranks; with them, the results of any partition add up to that of the whole. Left out, they are
+    those of this call. Masked tokens, and rows with no trained token, add exactly 0; no token at all gives 0.
+    """
+    mask = as_mask(response_mask)
+    losses = masked(token_losses, mask)
+    row_tokens = mask.sum(-1)
+    tokens = _count(row_tokens.sum() if num_tokens is None else num_tokens, losses)
+    sequences = _count((row_tokens > 0).sum() if num_sequences is None else num_sequences, losses)
+    match loss_agg_mode:
+        case "token-mean":
+            return losses.sum() / tokens
+        case "token-sum":
+            return losses.sum()
+        case "seq-mean-token-sum":
+            return losses.sum() / sequences
+        case "seq-mean-token-mean":
+            return (losses.sum(-1) / row_tokens.clamp(min=1)).sum() / sequences
+        case "seq-mean-token-sum-norm":
+            return losses.sum() / (sequences * _length(max_response_length))
+    raise ValueError(f"loss_agg_mode={loss_agg_mode!r} is not known; use one of: {', '.join(LOSS_AGG_MODES)}")
+
+
+def _count(number: int | Tensor, like: Tensor) -> Tensor:
+    """A divisor: at least 1, so that an empty mini-batch gives 0 / 1."""
+    return torch.as_tensor(number, dtype=like.dtype, device=like.device).clamp(min=1)
+
+
+def _length(max_response_length: int | None) -> int:
+    if max_response_length is None or max_response_length < 1:
+        raise ValueError(
+            f"max_response_length={max_response_length}: seq-mean-token-sum-norm divides by it, so it must be >= 1; "
+            "pass the longest response that rollouts may have"
+        )
+    return max_response_length

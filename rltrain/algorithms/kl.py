@@ -1,0 +1,154 @@
+"""KL divergence: estimators from samples, the penalty inside the reward, and controllers of its coefficient.
+
+Write d = log pi - log pi_ref for a sampled token. What an estimator's value estimates and what its gradient does
+are different things; each docstring says what the expected gradient is when tokens are sampled from pi itself.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, masked, safe_log_ratio
+from rltrain.algorithms.registry import KL_ESTIMATORS
+
+
+@KL_ESTIMATORS.register("k1")
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """d. Mean: reverse KL(pi || pi_ref). Expected gradient: zero, so alone it is for rewards, not for losses."""
+    return log_probs - ref_log_probs
+
+
+@KL_ESTIMATORS.register("k2")
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """d^2 / 2. Mean: near the reverse KL when it is small. Expected gradient: exactly that of the reverse KL."""
+    return (log_probs - ref_log_probs).square() / 2
+
+
+@KL_ESTIMATORS.register("k3")
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """e^-d - 1 + d, never negative (GRPO, arXiv 2402.03300 eq. 4). Mean: reverse KL. Expected gradient: forward KL's.
+
+    d is clamped to [-20, 20], and beyond has no gradient.
+    """
+    negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return negative.expm1() - negative
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|d|. Expected gradient: that of sum |pi - pi_ref|, twice the total variation distance."""
+    return (log_probs - ref_log_probs).abs()
+
+
+def _straight_through(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Value of `estimator`, gradient of k2: whatever is reported, what is minimised is the reverse KL."""
+
+    @functools.wraps(estimator)
+    def with_gradient_of_k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        surrogate = k2(log_probs, ref_log_probs)
+        return estimator(log_probs, ref_log_probs).detach() + (surrogate - surrogate.detach())
+
+    return with_gradient_of_k2
+
+
+for _name in KL_ESTIMATORS.names():
+    KL_ESTIMATORS.register(f"{_name}+")(_straight_through(KL_ESTIMATORS.get(_name)))
+
+
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor, kl_estimator: str, *, old_log_probs: Tensor | None = None
+) -> Tensor:
+    """Estimate the KL divergence from pi_ref at each sampled token: (B, T), or any one shape.
+
+    With `old_log_probs`, the policy that sampled, the estimate is times r = pi / pi_old, which makes its mean that of
+    samples from pi. Gradient flows through r as well: r k1 and r k3 have exactly the gradient of the reverse KL (that r
+    is what k1 and k3 lack without it); r k2 and r abs that of the mean of k2 and abs under pi. A "+" form already has
+    the whole gradient, so there r only reweights and is detached: through both it would count twice.
+
+    There is no mask here: where an input is NaN or inf the result is NaN and no gradient goes back, so that
+    `aggregate_loss` drops it in masked slots and it stays visible in trained ones.
+    """
+    try:
+        estimator = KL_ESTIMATORS.get(kl_estimator)
+    except KeyError as error:
+        raise ValueError(f"kl_estimator={kl_estimator!r}: {error.args[0]}") from None
+    new, ref = as_float(log_probs), as_float(ref_log_probs.detach())
+    old = new.detach() if old_log_probs is None else as_float(old_log_probs.detach())
+    finite = new.isfinite() & ref.isfinite() & old.isfinite()
+    estimate = estimator(masked(new, finite), masked(ref, finite))
+    if old_log_probs is not None:
+        ratio = safe_log_ratio(new, old, finite).exp()
+        estimate = estimate * (ratio.detach() if kl_estimator.endswith("+") else ratio)
+    return torch.where(finite, estimate, torch.full_like(estimate, math.nan))
+
+
+def apply_kl_in_reward(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    kl_coef: float | Tensor,
+    kl_estimator: str,
+) -> Tensor:
+    """Token rewards s_t - kl_coef * kl_t, no gradient; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
+
+    All (B, T). A masked slot has reward 0, so with `kl_coef` 0 the rewards of a row sum to its score.
+    """
+    mask = as_mask(response_mask)
+    kl = masked(kl_estimate(old_log_probs.detach(), ref_log_probs, kl_estimator), mask)
+    return masked(token_level_scores.detach(), mask) - kl_coef * kl
+
+
+class FixedKLController:
+    """A coefficient that stays as it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = float(kl_coef)
+
+    def update(self, kl: float | Tensor, n_steps: int) -> None:
+        """Do nothing: the coefficient is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"kl_coef": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.value = float(state["kl_coef"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """A coefficient that steers the KL to `target`; arXiv 1909.08593, section 2.2.
+
+    e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
+
+    KL: measured since the last update, in the unit of `target`. n_steps: how much was seen since then, in the unit of
+    `horizon` (the schema says sequences).
+    """
+
+    def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
+        super().__init__(kl_coef)
+        if not (kl_coef > 0 and target > 0 and horizon > 0):
+            raise ValueError(
+                f"kl_coef={kl_coef}, target={target}, horizon={horizon}: the adaptive controller multiplies by "
+                "ratios of them, so each must be > 0; set them, or use a fixed coefficient"
+            )
+        self.target, self.horizon = float(target), horizon
+
+    def update(self, kl: float | Tensor, n_steps: int) -> None:
+        """Move the coefficient by at most a fifth of n_steps / horizon of itself."""
+        kl = float(kl)
+        if not math.isfinite(kl):
+            raise ValueError(f"kl={kl}: the controller needs a finite KL; look for broken log-probs before this step")
+        if n_steps >= 5 * self.horizon:
+            raise ValueError(
+                f"n_steps={n_steps} with horizon={self.horizon}: n_steps must be under 5 * horizon, or one update "
+                f"could turn the coefficient negative; use a horizon above {n_steps // 5}"
+            )
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon

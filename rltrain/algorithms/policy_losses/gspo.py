@@ -1,0 +1,44 @@
+"""Group sequence policy optimization: one ratio for a whole response."""
+
+from torch import Tensor
+
+from rltrain.algorithms.ratio import (
+    as_mask,
+    clipped_ratio,
+    masked,
+    masked_row_mean,
+    policy_metrics,
+    safe_log_ratio,
+)
+from rltrain.algorithms.registry import POLICY_LOSSES
+
+
+@POLICY_LOSSES.register("gspo")
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 3e-4,
+    clip_ratio_high: float = 4e-4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped loss with the length-normalised ratio of the sequence, in its token form.
+
+        l_t = -min(s_t A_t, clip(s_t, 1-low, 1+high) A_t)                      arXiv 2507.18071 eq. 13
+        s_t = sg[s] pi(y_t) / sg[pi(y_t)],  s = (pi(y) / pi_old(y))^(1/|y|)    eq. 14 and 7; sg: no gradient through it
+
+    Every token has the value s, the geometric mean of its row's trained tokens' ratios, and the gradient s A_t grad log
+    pi(y_t). When the A_t of a row are equal, the mean over its tokens is the sequence loss (eq. 5), gradient included:
+    meant for the aggregation seq-mean-token-mean. The gradient of a row is 0 where s is clipped. The row must be whole:
+    under sequence parallelism gather its log-probs first.
+
+    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction`, `ratio_mean`, `ppo_kl`.
+    """
+    mask = as_mask(response_mask)
+    advantage = masked(advantages.detach(), mask)
+    log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
+    sequence_log_ratio = masked_row_mean(log_ratio.detach(), mask)
+    ratio = (sequence_log_ratio + (log_ratio - log_ratio.detach())).exp()
+    effective, clipped = clipped_ratio(ratio, advantage, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
+    return -advantage * effective, policy_metrics(log_ratio, ratio, clipped, mask)

@@ -1,0 +1,45 @@
+"""The clipped surrogate objective of PPO, with the dual clip."""
+
+from torch import Tensor
+
+from rltrain.algorithms.ratio import as_mask, clipped_ratio, masked, metric_sum, policy_metrics, safe_log_ratio
+from rltrain.algorithms.registry import POLICY_LOSSES
+
+
+@POLICY_LOSSES.register("vanilla")
+def vanilla(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss per token.
+
+        l = -min(r A, clip(r, 1-low, 1+high) A)            PPO, arXiv 1707.06347 eq. 7
+        l = min(l, -c A) where A < 0                       dual clip, arXiv 1912.09729
+
+    r = pi(y_t) / pi_old(y_t), A advantage, c = `clip_ratio_c` > 1 (inf: none); low != high is DAPO's clip-higher
+    (arXiv 2503.14476). The gradient is 0 where clipped (A > 0 and r > 1+high; A < 0 and r < 1-low or r > c), and
+    -A r grad log pi elsewhere.
+
+    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (first line), `clip_fraction_c`
+    (second), `ratio_mean`, `ppo_kl`.
+    """
+    if not clip_ratio_c > 1:
+        raise ValueError(
+            f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, or inf for no dual clip"
+        )
+    mask = as_mask(response_mask)
+    advantage = masked(advantages.detach(), mask)
+    log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
+    ratio = log_ratio.exp()
+    effective, clipped = clipped_ratio(
+        ratio, advantage, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, cap=clip_ratio_c
+    )
+    metrics = policy_metrics(log_ratio, ratio, clipped, mask)
+    metrics["clip_fraction_c"] = metric_sum((advantage < 0) & (ratio > clip_ratio_c), mask)
+    return -advantage * effective, metrics

@@ -1,0 +1,220 @@
+"""Rules across config keys and against the machine: files, registries, cores. All are checked before any worker starts.
+
+Cheap checks come first and heavy imports are inside functions, so that most mistakes are reported at once.
+"""
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rltrain.data import BUILTIN
+from rltrain.errors import ConfigError
+from rltrain.model_files import BUILTIN_MODEL, check_directory, check_limits
+from rltrain.rewards.loading import load_function
+from rltrain.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig, require
+from rltrain.tasks import TASKS, Task
+
+ENGINES = ("vllm", "hf")
+RUN_FILES = ("config.yaml", "metrics.jsonl")  # an output directory with one of these holds a run
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
+
+
+def check(config: Config) -> None:
+    """Refuse whatever cannot run here.
+
+    Raises:
+        ConfigError: one line with the value, the rule and the way out.
+    """
+    _check_output(config.trainer)
+    _check_engine(config.rollout)
+    _check_data(config.data)
+    if config.model.path == BUILTIN_MODEL:
+        builtin_task(config)
+    else:
+        check_directory(config.model.path)
+        check_limits(config, Path(config.model.path).expanduser())
+    _check_rewards(config)
+    _check_algorithm(config)
+    if config.placement.launcher == "ray" and config.placement.address == "local":
+        _check_machine(config)
+
+
+def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
+    """Refuse more ranks than a running cluster has devices.
+
+    Args:
+        config: the whole config.
+        resources: as from `ray.cluster_resources()`; its GPUs are the devices, or its CPUs where it has none.
+
+    Raises:
+        ConfigError: naming the ranks and the devices.
+    """
+    gpus = int(resources.get("GPU", 0))
+    if gpus:
+        _check_ranks(config, gpus, "GPUs", "the cluster")
+    else:
+        _check_ranks(config, int(resources.get("CPU", 0)), "CPUs", "the cluster")
+
+
+def builtin_task(config: Config) -> Task:
+    """Return the task whose tiny model `model.path=builtin` means: that of `data.train`.
+
+    Raises:
+        ConfigError: `data.train` is no built-in task.
+    """
+    source = config.data.train
+    names = [BUILTIN + name for name in TASKS]
+    require(
+        source.startswith(BUILTIN),
+        f"model.path=builtin with data.train={source}: the tiny model knows only the built-in tasks "
+        f"({', '.join(names)}); give model.path=DIR",
+    )
+    if source not in names:
+        near = difflib.get_close_matches(source, names, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"data.train={source}: unknown built-in task; the nearest is '{near}', and all are {', '.join(names)}"
+        )
+    return TASKS[source.removeprefix(BUILTIN)]
+
+
+def needs_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage estimator reads values."""
+    from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of
+
+    return "values" in columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator))
+
+
+def _check_output(trainer: TrainerConfig) -> None:
+    where, folder = f"trainer.output_dir={trainer.output_dir}", Path(trainer.output_dir).expanduser()
+    require(bool(trainer.output_dir.strip()), "trainer.output_dir is empty; name a folder")
+    require(
+        folder.is_absolute() or RAY_JOB not in os.environ,
+        f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
+    )
+    for name in RUN_FILES:
+        require(not (folder / name).exists(), f"{where}: holds another run ({name}); name a new folder")
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    require(there.is_dir(), f"{where}: {there} is a file, not a folder; name another folder")
+    require(os.access(there, os.W_OK | os.X_OK), f"{where}: {there} cannot be written to; name another folder")
+
+
+def _check_engine(rollout: RolloutConfig) -> None:
+    require(
+        rollout.engine in ENGINES,
+        f"rollout.engine={rollout.engine}: unknown engine; use rollout=vllm or rollout=hf",
+    )
+    if rollout.engine != "vllm":
+        return
+    require(
+        rollout.vllm is not None, "rollout.engine=vllm without rollout.vllm: its settings are absent; use rollout=vllm"
+    )
+    require(
+        importlib.util.find_spec("vllm") is not None,
+        "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])",
+    )
+
+
+def _check_data(data: DataConfig) -> None:
+    for key, source in (("train", data.train), ("val", data.val)):
+        there = source is None or source.startswith(BUILTIN) or Path(source).expanduser().exists()
+        require(there, f"data.{key}={source}: no such file; check the path (it starts at {Path.cwd()})")
+
+
+def _check_rewards(config: Config) -> None:
+    for function in config.reward.functions:
+        load_function(function.path)
+    own = {task.reward: name for name, task in TASKS.items()}
+    source = config.data.train
+    for function in config.reward.functions:
+        of_task = own.get(function.path)
+        require(
+            of_task is None or not source.startswith(BUILTIN) or source == BUILTIN + of_task,
+            f"data.train={source} with the reward of task {of_task}: no answer would be right; use "
+            f"data={source.removeprefix(BUILTIN)}, which brings its own",
+        )
+
+
+def _check_machine(config: Config) -> None:
+    cores = os.cpu_count() or 1
+    if _largest_demand(config) > cores or _gpu_nodes():
+        gpus = _gpu_count()
+        _check_ranks(config, gpus or cores, "GPUs" if gpus else "CPU cores", "this machine")
+
+
+def _gpu_nodes() -> bool:
+    """Whether there may be a GPU: a driver's device file. Asking torch takes seconds."""
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _largest_demand(config: Config) -> int:
+    return max(count for _, count in _demands(config))
+
+
+def _demands(config: Config) -> list[tuple[str, int]]:
+    """What each role asks for, in devices; with shared ranks roles take turns on the same ones."""
+    placement, rollout = config.placement, config.rollout
+    shards = rollout.vllm.tensor_parallel_size if rollout.vllm else 1
+    engines = f"placement.rollout_replicas={placement.rollout_replicas}"
+    if shards > 1:
+        engines += f" x rollout.vllm.tensor_parallel_size={shards}"
+    ranks = f"placement.actor_ranks={placement.actor_ranks}"
+    if placement.share_ranks:
+        return [(ranks, placement.actor_ranks), (engines, placement.rollout_replicas * shards)]
+    roles = 1 + config.algorithm.needs_reference + needs_critic(config.algorithm)
+    total = placement.actor_ranks * roles + placement.rollout_replicas * shards
+    return [(f"{ranks} for each of {roles} training roles + {engines} = {total}", total)]
+
+
+def _check_ranks(config: Config, available: int, devices: str, where: str) -> None:
+    for what, count in _demands(config):
+        require(
+            count <= available,
+            f"{what}: more than the {available} {devices} of {where}; use fewer ranks or a larger cluster",
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    from rltrain.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+
+    algorithm = config.algorithm
+    _check_function(ADVANTAGE_ESTIMATORS, "advantage_estimator", algorithm.advantage_estimator, algorithm.advantage)
+    _check_function(POLICY_LOSSES, "loss_mode", algorithm.loss_mode, algorithm.loss)
+    _check_function(KL_ESTIMATORS, "kl_in_reward.kl_estimator", algorithm.kl_in_reward.kl_estimator, {})
+    _check_function(KL_ESTIMATORS, "kl_loss.kl_estimator", algorithm.kl_loss.kl_estimator, {})
+    estimator = algorithm.kl_in_reward.kl_estimator
+    require(
+        not estimator.endswith("+"),
+        f"algorithm.kl_in_reward.kl_estimator={estimator}: a '+' form differs in its gradient only, and a reward has "
+        f"none; use {estimator.rstrip('+')}",
+    )
+    in_groups = ADVANTAGE_ESTIMATORS.metadata(algorithm.advantage_estimator)["statistics"] == "group"
+    require(
+        not in_groups or config.rollout.samples_per_prompt > 1,
+        f"rollout.samples_per_prompt={config.rollout.samples_per_prompt}: {algorithm.advantage_estimator} compares the "
+        "answers to one prompt, so all advantages would be 0; use at least 2",
+    )
+
+
+def _check_function(registry: Any, key: str, name: str, knobs: Mapping[str, Any]) -> None:
+    """Refuse a name that is not registered, and knobs that its function does not take."""
+    from rltrain.algorithms import check_knobs
+
+    names = registry.names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"the nearest is '{near[0]}', and all are" if near else "use one of"
+        raise ConfigError(f"algorithm.{key}={name}: unknown {registry.kind}; {hint} {', '.join(names)}")
+    try:
+        check_knobs(name, registry.get(name), knobs)
+    except ValueError as error:
+        section = "loss" if key == "loss_mode" else "advantage"
+        raise ConfigError(f"algorithm.{section}.{error}") from None

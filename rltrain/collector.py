@@ -1,0 +1,132 @@
+"""Prompts in, finished batches out: ships groups to the engines, answers to the reward workers, and waits for both."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rltrain.algorithms import combine_rewards
+from rltrain.data import Prompt, PromptOrder, PromptSet
+from rltrain.errors import RewardError
+from rltrain.prompt_groups import Group, PromptGroups, requests_of
+from rltrain.protocol import DataProto, jagged
+from rltrain.schema import Config, RewardFunctionConfig
+from workers.reward.pool import RewardPool
+from workers.rollout.pool import RolloutPool
+
+EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never replays a training stream
+
+
+class Collector:
+    """Everything between the prompts and the trainer.
+
+    Consumes prompts in the order of the run; produces batches of finished groups; waits for engines and reward workers;
+    is unblocked by their answers.
+
+    Args:
+        config: the whole config.
+        rollout: the engines.
+        rewards: the reward workers.
+        prompts: those to train on.
+    """
+
+    def __init__(self, config: Config, *, rollout: RolloutPool, rewards: RewardPool, prompts: PromptSet) -> None:
+        self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
+        self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
+        self.groups = PromptGroups(
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            prompts_per_step=config.trainer.prompts_per_step,
+            max_staleness=config.trainer.max_staleness,
+        )
+
+    def collect(self, version: int) -> DataProto:
+        """The next `prompts_per_step` groups, sampled with weights at most `max_staleness` versions before `version`.
+
+        Raises RewardError when more samples failed than `reward.max_failed_fraction` allows.
+        """
+        wanted = [self.prompts[index] for index in self.order.next(self.groups.wanted(version))]
+        self.groups.add(wanted)
+        self._ship(self.groups, version, temperature=self.config.rollout.temperature, seed=self.config.trainer.seed)
+        groups = self._finish(self.groups, self.config.trainer.prompts_per_step)
+        batch = to_batch(groups, self.config.reward.functions)
+        self._check_failures(batch)
+        return batch
+
+    def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
+        """One answer to each prompt, at the run's temperature or greedy; only while no group is in flight."""
+        assert not self.groups.groups, "an evaluation shares engines and reward workers with training"
+        once = PromptGroups(samples_per_prompt=1, prompts_per_step=len(prompts), max_staleness=0)
+        once.add(prompts)
+        temperature = 0.0 if greedy else self.config.rollout.temperature
+        self._ship(once, 0, temperature=temperature, seed=self.config.trainer.seed + EVAL_SEED)
+        return to_batch(self._finish(once, len(prompts)), self.config.reward.functions)
+
+    def _ship(self, groups: PromptGroups, version: int, *, temperature: float, seed: int) -> None:
+        limit = self.config.rollout.max_response_length
+        shipped = groups.ship(version)
+        self.rollout.submit([requests_of(g, temperature=temperature, max_tokens=limit, seed=seed) for g in shipped])
+
+    def _finish(self, groups: PromptGroups, count: int) -> list[Group]:
+        while not (taken := groups.take(count)):
+            self._pump(groups)
+        return taken
+
+    def _pump(self, groups: PromptGroups) -> None:
+        """Pass finished answers on to be scored, and scores on to their groups."""
+        generating = self.rollout.pending > 0
+        requests = [groups.generated(answer) for answer in self.rollout.poll(0.05)] if generating else []
+        self.rewards.submit([request for request in requests if request is not None])
+        for result in self.rewards.poll(0.0 if self.rollout.pending else 0.5):
+            groups.scored(result)
+
+    def _check_failures(self, batch: DataProto) -> None:
+        failed, limit = float((~batch.batch["valid"]).float().mean()), self.config.reward.max_failed_fraction
+        if failed > limit:
+            first = "; ".join(f"sample {r.key}: {r.error}" for r in list(self.rewards.failures)[:3])
+            raise RewardError(
+                f"{failed:.0%} of this step's rewards failed, above reward.max_failed_fraction={limit:g}: {first or 'no function applied'}"
+            )
+
+
+def to_batch(groups: Sequence[Group], functions: Sequence[RewardFunctionConfig]) -> DataProto:
+    """Finished groups as a batch, rows by (uid, sample). A failed or unscored row is not valid and trains nothing."""
+    rows = [
+        (group, group.completions[number], group.results[number])
+        for group in sorted(groups, key=lambda g: g.uid)
+        for number in range(group.size)
+    ]
+    nan = float("nan")
+    components = torch.tensor(
+        [[nan if s is None else s for s in r.scores] if not r.failed else [nan] * len(functions) for _, _, r in rows]
+    )
+    uid = torch.tensor([group.uid for group, _, _ in rows])
+    totals = combine_rewards(components, uid, weights=torch.tensor([f.weight for f in functions]))
+    valid = ~totals.isnan()
+    batch = DataProto.from_dict(
+        {
+            "prompts": jagged([group.prompt.ids for group, _, _ in rows], torch.int64),
+            "responses": jagged([c.token_ids for _, c, _ in rows], torch.int64),
+            "rollout_log_probs": jagged([c.log_probs for _, c, _ in rows], torch.float32),
+            "policy_version": jagged([c.versions for _, c, _ in rows], torch.int64),
+            "uid": uid,
+            "valid": valid,
+            "scores": totals.nan_to_num(0.0),
+            "reward_components": components,
+        },
+        {
+            "finish_reason": [c.finish_reason for _, c, _ in rows],
+            "prompt_text": [group.prompt.text for group, _, _ in rows],
+            "response_text": [c.text for _, c, _ in rows],
+            "reward_error": [r.error for _, _, r in rows],
+        },
+    )
+    return place_scores(batch)
+
+
+def place_scores(batch: DataProto) -> DataProto:
+    """Adds `response_mask`, False in rows that are not valid, and `token_level_scores`, on the last trained token."""
+    lengths = batch.lengths("responses")
+    mask = batch.batch["valid"].repeat_interleave(lengths)
+    token_scores = torch.zeros(len(mask))
+    trained = batch.batch["valid"] & (lengths > 0)
+    token_scores[batch.offsets("responses")[1:][trained] - 1] = batch.batch["scores"][trained].float()
+    return batch.with_values("responses", response_mask=mask, token_level_scores=token_scores)

@@ -1,0 +1,122 @@
+"""What a user sees: the plan, a live bar, samples, and at the end what was learnt and where it lies."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rltrain.protocol import DataProto
+
+PLAIN_EVERY = 10  # steps between lines where there is no terminal to draw a bar on
+
+
+class ConsoleDisplay:
+    """Shows a run on a terminal, or line by line where there is none.
+
+    Args:
+        total_steps: of the run.
+        sample_every: steps between samples; 0: none.
+        console: where to write.
+    """
+
+    def __init__(self, total_steps: int, sample_every: int, console: Console) -> None:
+        self.total_steps, self.sample_every, self.console = total_steps, sample_every, console
+        self.progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(compact=True), console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.progress.add_task("train", total=total_steps, state="")
+
+    def __enter__(self) -> "ConsoleDisplay":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what the user is waiting for."""
+        if self.console.is_terminal:
+            with self.console.status(what):
+                yield
+        else:
+            self.console.print(what)
+            yield
+
+    def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
+        """Move the bar; now and then show a sample."""
+        state = step_text(metrics)
+        self.progress.update(self.task, completed=step, state=state)
+        if not self.console.is_terminal and (step % PLAIN_EVERY == 0 or step == self.total_steps):
+            self.console.print(f"step {step:>4}/{self.total_steps}  {state}", highlight=False)
+        if self.sample_every and (step == 1 or step % self.sample_every == 0):
+            self.console.print(sample_text(step, batch), highlight=False)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """One line."""
+        text = ", ".join(f"{kind} {metrics[f'eval/{kind}_accuracy']:.1%}" for kind in ("sampled", "greedy"))
+        length = metrics["eval/sampled_length"]
+        self.console.print(f"held-out accuracy after {step} steps: {text}; answers of {length:.1f} tokens", highlight=False)
+
+
+def step_text(metrics: dict[str, float]) -> str:
+    """The figures of the bar."""
+    kl = metrics.get("actor/ref_kl", metrics.get("reward/kl", metrics.get("actor/ppo_kl", 0.0)))
+    return (
+        f"reward {metrics['reward/mean']:.2f}  acc {metrics['reward/accuracy']:.0%}  kl {kl:.4f}  "
+        f"len {metrics['rollout/length_mean']:.1f}  {metrics['perf/tokens_per_s']:,.0f} tok/s"
+    )
+
+
+def sample_text(step: int, batch: DataProto) -> str:
+    """One sample with its reward, another one each time."""
+    row = (step * 7) % len(batch)
+    objects = batch.non_tensor_batch
+    prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
+    ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
+    score = f"{float(batch.batch['scores'][row]):g}" if batch.batch["valid"][row] else "failed"
+    return f"[dim]  step {step}:[/] {escape(_short(prompt))}[bold]{escape(_short(response))}[/]{ending}  -> reward {score}"
+
+
+def _short(text: str, limit: int = 200) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
+
+
+def summary(
+    console: Console, *, evaluations: Sequence[dict[str, float]], history: Sequence[dict[str, float]], seconds: float,
+    output_dir: Path, curve: Path | None, overrides: Sequence[str], finished: bool,
+) -> None:  # fmt: skip
+    """What was learnt, where it lies and what to type next."""
+    title = "Done" if finished else "Stopped early"
+    console.print(f"\n[bold]{title}[/] after {len(history)} steps, {seconds:.0f} s", highlight=False)
+    if len(evaluations) >= 2:
+        table = Table("held-out", "before", "after", box=None, pad_edge=False)
+        for kind in ("sampled", "greedy"):
+            table.add_row(f"{kind} accuracy", *(f"{row[f'eval/{kind}_accuracy']:.1%}" for row in _ends(evaluations)))
+        table.add_row("answer length", *(f"{row['eval/sampled_length']:.1f}" for row in _ends(evaluations)))
+        console.print(table)
+    for name, path in (("learning curve", curve), ("model", output_dir / "model"), ("all results", output_dir)):
+        if path is not None and path.exists():
+            console.print(f"{name + ':':<16}{escape(str(path))}", highlight=False, soft_wrap=True)
+    console.print(f"{'next:':<16}{next_command(overrides, output_dir)}", highlight=False, soft_wrap=True)
+
+
+def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    return rows[0], rows[-1]
+
+
+def next_command(overrides: Sequence[str], output_dir: Path) -> str:
+    """Another algorithm on the same problem, or the curves of this one."""
+    tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
+    other = "ppo" if tried == "grpo" else "grpo"
+    rest: list[Any] = [o for o in overrides if not o.startswith(("algorithm=", "trainer.output_dir="))]
+    command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))
+    return f"python -m rltrain.main {command}\n{'':<16}tensorboard --logdir {shlex.quote(str(output_dir.parent))}"

@@ -1,0 +1,184 @@
+"""`python -m rltrain.main`: overrides -> typed config -> checks -> plan -> workers -> `Trainer.fit` -> summary.
+
+Only functions are defined here: a class would pickle as `__main__.X`.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rltrain.checks import builtin_task, check, check_cluster, needs_critic
+from rltrain.compose import compose, parse_args, usage
+from rltrain.errors import ConfigError, RLTrainError
+from rltrain.schema import Config
+from workers.host import quiet
+
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of a program ended by Ctrl-C
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. Expected errors are one line on stderr."""
+    console = Console()
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        if args.action == "help":
+            console.print(usage(), markup=False, highlight=False, soft_wrap=True)
+            return 0
+        config, yaml = compose(args.overrides)
+        if args.action == "config":
+            console.print(yaml, markup=False, highlight=False, soft_wrap=True, end="")
+            return 0
+        if not config.verbose:
+            quiet()
+        check(config)
+        return run(config, yaml, args.overrides, console)
+    except RLTrainError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 (one line, however wide)
+        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
+    except KeyboardInterrupt:
+        return STOPPED
+
+
+def run(config: Config, yaml: str, overrides: Sequence[str], console: Console) -> int:
+    """Load the data, show the plan, start the workers, train, and say what came of it."""
+    from rltrain.console import summary
+
+    tokenizer, stop_ids = tokenizer_of(config)
+    prompts, val_prompts = load_data(config, tokenizer)
+    local = config.placement.launcher == "ray" and config.placement.address == "local"
+    if config.placement.launcher == "ray" and not local:
+        join_cluster(config)
+    began = time.perf_counter()
+    plan(config, console, len(prompts), len(val_prompts))
+    output_dir = Path(config.trainer.output_dir).expanduser().absolute()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "config.yaml").write_text(yaml)
+    try:
+        if local:
+            join_cluster(config)
+        tracker, curve, status = train(config, console, output_dir, tokenizer, stop_ids, prompts, val_prompts)
+    finally:
+        if config.placement.launcher == "ray":
+            from workers.placement import disconnect
+
+            disconnect()
+    summary(
+        console, evaluations=tracker.evaluations, history=tracker.history, seconds=time.perf_counter() - began,
+        output_dir=output_dir, curve=curve, overrides=overrides, finished=status == 0,
+    )  # fmt: skip
+    return status
+
+
+def train(
+    config: Config, console: Console, output_dir: Path, tokenizer: Any, stop_ids: list[int], prompts: Any, val_prompts: Any
+) -> tuple[Any, Path | None, int]:
+    """Start the workers and train; Ctrl-C saves the model and ends it. Returns (tracker, learning curve, exit status)."""
+    from rltrain.checkpoint import Exporter
+    from rltrain.collector import Collector
+    from rltrain.console import ConsoleDisplay
+    from rltrain.tracking import Tracker
+    from rltrain.trainer import Trainer
+    from workers.placement import start
+
+    status = 0
+    with ConsoleDisplay(config.trainer.total_steps, config.trainer.sample_every, console) as display:
+        tracker = Tracker(output_dir, display)
+        path = model_directory(config, display)
+        with display.waiting("starting the workers"):
+            workers = start(config, path, stop_ids, needs_critic=needs_critic(config.algorithm))
+        trainer = Trainer(
+            config,
+            collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts),
+            actor=workers.actor, reference=workers.reference, critic=workers.critic,
+            tracker=tracker, exporter=Exporter(output_dir, tokenizer), val_prompts=val_prompts,
+        )  # fmt: skip
+        try:
+            trainer.fit()
+        except KeyboardInterrupt:
+            status = STOPPED
+            console.print("stopping: saving the model")
+            trainer.exporter.save_final(workers.actor)
+        finally:
+            workers.close()
+            curve = tracker.close()
+    return tracker, curve, status
+
+
+def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
+    """The tokenizer, and the ids that end an answer; the built-in model's are known before it is made."""
+    from rltrain.model_files import BUILTIN_MODEL, end_token_ids, load_tokenizer
+
+    if config.model.path == BUILTIN_MODEL:
+        from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+
+        return char_tokenizer(), [EOS_ID]
+    path = model_directory(config, None)
+    tokenizer = load_tokenizer(path)
+    return tokenizer, end_token_ids(path, tokenizer)
+
+
+def model_directory(config: Config, display: Any) -> str:
+    """The model to start from; the built-in one is made on the spot the first time."""
+    from rltrain.model_files import BUILTIN_MODEL
+
+    if config.model.path != BUILTIN_MODEL:
+        return str(Path(config.model.path).expanduser().absolute())
+    from rltrain.tasks.tiny_model import cached_start
+
+    task = builtin_task(config)
+    with display.waiting(f"making the weak start for '{task.name}' (kept for later runs)"):
+        return str(cached_start(task))
+
+
+def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
+    """Training and validation prompts, with the reward functions' columns checked against them."""
+    from rltrain.data import load_prompts
+    from rltrain.rewards.loading import check_columns, load_function
+
+    data, limits = config.data, {"max_prompt_length": config.rollout.max_prompt_length, "seed": config.trainer.seed}
+    prompts = load_prompts(data.train, tokenizer, split="train", overlong=data.overlong_prompts, **limits)
+    val: Any = []
+    if data.val is not None:
+        val = load_prompts(
+            data.val, tokenizer, split="val", overlong=data.overlong_prompts, limit=data.val_size, **limits
+        )
+    for function in config.reward.functions:
+        check_columns(load_function(function.path), function.name, prompts.columns)
+    return prompts, list(val)
+
+
+def plan(config: Config, console: Console, train_prompts: int, val_prompts: int) -> None:
+    """Show what is going to happen."""
+    import torch
+
+    from rltrain.model_files import BUILTIN_MODEL, parameter_count
+    from rltrain.plan import Facts, show_plan
+    from rltrain.tasks.tiny_model import tiny_model
+
+    builtin = config.model.path == BUILTIN_MODEL
+    parameters = sum(p.numel() for p in tiny_model().parameters()) if builtin else parameter_count(config.model.path)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts = Facts(
+        path=config.model.path, parameters=parameters, train_prompts=train_prompts, val_prompts=val_prompts,
+        needs_critic=needs_critic(config.algorithm), devices=f"{gpus} GPUs" if gpus else f"{os.cpu_count()} CPU cores",
+        on_gpu=gpus > 0,
+    )  # fmt: skip
+    show_plan(console, config, facts)
+
+
+def join_cluster(config: Config) -> None:
+    """Start Ray here, or join a running cluster, which must have a device for every rank."""
+    from workers.placement import connect
+
+    resources = connect(config)
+    if config.placement.address != "local":
+        check_cluster(config, resources)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

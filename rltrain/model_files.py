@@ -1,0 +1,120 @@
+"""What a model directory holds, looked at without loading the model: its limits, its end tokens, its size."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rltrain.errors import ConfigError
+from rltrain.schema import Config, require
+
+BUILTIN_MODEL = "builtin"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.bin.index.json")
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def check_directory(path: str) -> None:
+    """Refuse a model path that is no directory of a causal language model in Hugging Face form.
+
+    Raises:
+        ConfigError: naming what is missing from it.
+    """
+    where, folder = f"model.path={path}", Path(path).expanduser()
+    require(folder.exists(), f"{where}: no such directory; give the folder of a model, or model.path=builtin")
+    require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
+    require((folder / "config.json").is_file(), f"{where}: holds no config.json; give a model's own folder")
+    _read(folder / "config.json")
+    for kind, patterns in (("weights", _WEIGHTS), ("tokenizer", _TOKENIZER)):
+        found = any(any(folder.glob(pattern)) for pattern in patterns)
+        require(found, f"{where}: holds no {kind} (looked for {', '.join(patterns)}); save the model's there")
+
+
+def check_limits(config: Config, path: str | Path) -> None:
+    """Refuse lengths that the model has no positions for, and a tensor parallelism that its heads cannot share.
+
+    Raises:
+        ConfigError: naming the model's limit.
+    """
+    model, rollout = _text_config(Path(path)), config.rollout
+    longest, positions = rollout.max_prompt_length + rollout.max_response_length, model.get("max_position_embeddings")
+    require(
+        not isinstance(positions, int) or longest <= positions,
+        f"rollout.max_prompt_length={rollout.max_prompt_length} + rollout.max_response_length="
+        f"{rollout.max_response_length} = {longest} tokens: the model has {positions} positions "
+        f"(max_position_embeddings); use at most {positions} together",
+    )
+    shards, heads = rollout.vllm.tensor_parallel_size if rollout.vllm else 1, model.get("num_attention_heads")
+    require(
+        not isinstance(heads, int) or heads % shards == 0,
+        f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be shared out evenly; "
+        f"use a divisor of {heads}",
+    )
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a model directory, without network access.
+
+    Raises:
+        ConfigError: there is none that loads.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # broken files raise whatever their parser raises
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            f"model.path={path}: its tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
+            "tokenizer.save_pretrained"
+        ) from error
+
+
+def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
+    """Return the ids that end an answer: those of the generation defaults, the model's config and the tokenizer.
+
+    Raises:
+        ConfigError: there is none, so that no answer could ever stop.
+    """
+    folder = Path(path)
+    sources = [_read(folder / "generation_config.json"), _text_config(folder)]
+    found = {tokenizer.eos_token_id, *(id for source in sources for id in _as_list(source.get("eos_token_id")))}
+    ids = sorted(id for id in found if isinstance(id, int) and id >= 0)
+    require(
+        bool(ids),
+        f"model.path={path}: no end token, so no answer would ever stop; set eos_token_id in generation_config.json, "
+        "or the tokenizer's eos_token",
+    )
+    return ids
+
+
+def parameter_count(path: str | Path) -> int | None:
+    """Count the parameters from the headers of the safetensors files; None where the weights are in another form."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    return sum(_elements(file) for file in files) if files else None
+
+
+def _elements(file: Path) -> int:
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """The model's config; where it has several parts, the values of the language model's come first."""
+    whole = _read(folder / "config.json")
+    return whole | (whole.get("text_config") or {})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: not readable JSON ({error}); save the model again") from None
+    require(isinstance(content, dict), f"{file}: not a JSON object; save the model again")
+    return content
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,225 @@
+"""What a run is going to do, shown before it starts: batches, algorithm, processes, memory, output."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rltrain.schema import Config
+
+_WIDEST, _FRAME = 100, 15  # columns of the panel, at most, and of its borders and labels
+_BYTES = {"float32": 4, "bfloat16": 2}
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes a parameter on a training rank, whatever the dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the plan says and the config does not know.
+
+    Attributes:
+        path: directory of the model.
+        parameters: number of them; None where the files do not tell.
+        train_prompts: number of them; None before they are loaded.
+        val_prompts: prompts of one evaluation; None where there is none.
+        needs_critic: whether the advantage estimator reads values.
+        devices: what a rank or an engine runs on, in words: "2 CPU cores".
+        on_gpu: whether these are GPUs.
+    """
+
+    path: str
+    parameters: int | None = None
+    train_prompts: int | None = None
+    val_prompts: int | None = None
+    needs_critic: bool = False
+    devices: str = ""
+    on_gpu: bool = False
+
+
+def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
+    """Return (label, text) of every line of the plan."""
+    return [
+        ("step", batch_line(config)),
+        ("run", _run(config, facts)),
+        ("algorithm", _algorithm(config)),
+        ("model", _model(config, facts)),
+        ("answers", _answers(config)),
+        ("processes", _processes(config, facts)),
+        ("memory", _memory(config, facts)),
+        ("output", config.trainer.output_dir),
+    ]
+
+
+def plan_lines(config: Config, facts: Facts) -> list[str]:
+    """Return the plan as aligned lines of text, as a log or a file gets them."""
+    return [f"{label:<10} {text}" for label, text in plan_rows(config, facts)]
+
+
+def show_plan(console: Console, config: Config, facts: Facts) -> None:
+    """Print the plan: framed and wrapped in a terminal, one long line an entry elsewhere."""
+    if not console.is_terminal:
+        for line in plan_lines(config, facts):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
+    width = min(console.width, _WIDEST)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in plan_rows(config, facts):
+        table.add_row(label, Text(_broken(text, width - _FRAME)))
+    console.print(Panel(table, title="[bold]plan[/bold]", title_align="left", border_style="dim", width=width))
+
+
+def batch_line(config: Config) -> str:
+    """Say what the batch sizes come to."""
+    trainer, minibatches = config.trainer, config.trainer.prompts_per_step // config.trainer.prompts_per_minibatch
+    return (
+        f"{_count(trainer.prompts_per_step, 'prompt')} x {_count(config.rollout.samples_per_prompt, 'sample')} = "
+        f"{_count(config.sequences_per_step, 'sequence')} -> {_count(trainer.epochs_per_step, 'epoch')} x "
+        f"{_count(minibatches, 'mini-batch')} = {_count(config.optimizer_steps_per_step, 'optimizer step')}; "
+        f"micro-batches <= {config.actor.max_tokens_per_microbatch:,} tokens"
+    )
+
+
+def _run(config: Config, facts: Facts) -> str:
+    trainer = config.trainer
+    train = f" of {facts.train_prompts:,} prompts" if facts.train_prompts else " of prompts"
+    parts = [
+        f"{_count(trainer.total_steps, 'step')}, {_count(config.optimizer_steps, 'optimizer step')}",
+        f"seed {trainer.seed}",
+        f"{config.data.train}: {'shuffled passes' if config.data.shuffle else 'passes in order'}{train}",
+        _evaluation(config, facts),
+    ]
+    return "; ".join(parts)
+
+
+def _evaluation(config: Config, facts: Facts) -> str:
+    if config.data.val is None:
+        return "no evaluation (data.val=null)"
+    every = config.trainer.eval_every
+    when = f"before, after and every {_count(every, 'step')}" if every else "before and after"
+    count = f"{facts.val_prompts:,}" if facts.val_prompts else f"at most {config.data.val_size:,}"
+    same_file = config.data.val == config.data.train and not config.data.val.startswith("builtin:")
+    which = "of the training prompts themselves (data.val=FILE holds others out)" if same_file else "held-out prompts"
+    return f"evaluated {when} on {count} {which}"
+
+
+def _algorithm(config: Config) -> str:
+    algorithm = config.algorithm
+    whitened = ", whitened" if algorithm.normalize_advantages else ""
+    parts = [
+        f"{algorithm.advantage_estimator} advantages{_knobs(algorithm.advantage)}{whitened}",
+        f"{algorithm.loss_mode} loss{_knobs(algorithm.loss)}, {algorithm.loss_agg_mode}",
+        _kl(config),
+    ]
+    if algorithm.entropy_coef:
+        parts.append(f"entropy bonus {algorithm.entropy_coef:g}")
+    if algorithm.old_log_probs == "rollout":
+        parts.append("old log-probs of the engine")
+    actor = config.actor
+    return "; ".join([*parts, f"AdamW, lr {actor.lr:g} {actor.lr_schedule}"])
+
+
+def _kl(config: Config) -> str:
+    reward, loss, parts = config.algorithm.kl_in_reward, config.algorithm.kl_loss, []
+    if reward.kl_coef:
+        kind = "adaptive, from " if reward.controller == "adaptive" else ""
+        parts.append(f"KL in reward {kind}{reward.kl_coef:g} ({reward.kl_estimator})")
+    if loss.kl_loss_coef:
+        parts.append(f"KL in loss {loss.kl_loss_coef:g} ({loss.kl_estimator})")
+    return ", ".join(parts) or "no KL"
+
+
+def _knobs(knobs: dict[str, Any]) -> str:
+    shown = ", ".join(f"{name} {value}" for name, value in knobs.items())
+    return f" ({shown})" if shown else ""
+
+
+def _model(config: Config, facts: Facts) -> str:
+    size = f"; {_size(facts.parameters)} parameters" if facts.parameters else ""
+    name = "built-in tiny model" if config.model.path == "builtin" else facts.path
+    return f"{name}{size}; {config.model.dtype}"
+
+
+def _size(parameters: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if parameters >= u), (1.0, ""))
+    return f"{parameters / unit:.3g}{name}"
+
+
+def _answers(config: Config) -> str:
+    rollout = config.rollout
+    engine = {"vllm": "vLLM", "hf": "transformers"}.get(rollout.engine, rollout.engine)
+    return (
+        f"{engine}, temperature {rollout.temperature:g}; prompts <= {rollout.max_prompt_length:,} tokens, answers <= "
+        f"{rollout.max_response_length:,}; scored by {', '.join(f.name for f in config.reward.functions)}"
+    )
+
+
+def _processes(config: Config, facts: Facts) -> str:
+    placement = config.placement
+    roles = _roles(config, facts)
+    if placement.launcher == "inprocess":
+        return f"one, without Ray, for {', '.join(roles)}, engine and rewards; {facts.devices}"
+    if placement.share_ranks:
+        training = f"{_count(placement.actor_ranks, 'training rank')} ({', '.join(roles)})"
+    else:
+        training = f"{_count(placement.actor_ranks, 'rank')} each for {', '.join(roles)}"
+    shards = config.rollout.vllm.tensor_parallel_size if config.rollout.vllm else 1
+    engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
+    where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
+    return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {facts.devices}"
+
+
+def _roles(config: Config, facts: Facts) -> list[str]:
+    reference = ["reference"] if config.algorithm.needs_reference else []
+    return ["actor", *reference, *(["critic"] if facts.needs_critic else [])]
+
+
+def _memory(config: Config, facts: Facts) -> str:
+    if not facts.parameters:
+        return "not estimated: the size of the model is unknown"
+    shard = facts.parameters / config.placement.actor_ranks
+    trained = shard * (_MASTER + _GRADIENT + _ADAM)
+    by_role = {"actor": trained, "reference": shard * _MASTER, "critic": trained}
+    roles = _roles(config, facts)
+    ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
+    total = (
+        f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
+    )
+    return f"a rank: {' + '.join(ranks)}{total}; an engine: {_engine_memory(config, facts)}; activations come on top"
+
+
+def _engine_memory(config: Config, facts: Facts) -> str:
+    assert facts.parameters is not None, "the caller knows the size"
+    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    shards = vllm.tensor_parallel_size if vllm else 1
+    weights = f"weights {_bytes(facts.parameters * _BYTES[config.model.dtype] / shards)}"
+    if vllm is None:
+        return weights
+    cache = (
+        f"{vllm.gpu_memory_utilization:.0%} of its GPU in all" if facts.on_gpu else f"KV cache {vllm.kv_cache_mb} MB"
+    )
+    return f"{weights}, {cache}" if facts.on_gpu else f"{weights} + {cache}"
+
+
+def _bytes(count: float) -> str:
+    unit, name = (2**30, "GB") if count >= 2**30 else (2**20, "MB")
+    return f"{count / unit:,.1f} {name}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("batch") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def _broken(text: str, width: int) -> str:
+    """Break after a `;` or before a `->`, where the line would be too long; the terminal breaks what still is."""
+    lines = [""]
+    for part in re.split(r"(?<=; )|(?=-> )", text):
+        if len((lines[-1] + part).rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)

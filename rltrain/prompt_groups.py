@@ -1,0 +1,140 @@
+"""The life of a prompt group: pending, generating, scoring, ready, then used or dropped.
+
+Pure bookkeeping, without Ray and without clocks. The unit in flight is the group: the G samples of one prompt. Groups
+are numbered by `uid` in the order in which they will be trained on, so the step that uses a group is known when it is
+shipped: group n is used at step n // prompts_per_step, counted without dropped groups. That makes the staleness bound
+hard at ship time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rltrain.data import Prompt
+from workers.reward.messages import RewardRequest, RewardResult
+from workers.rollout.messages import Completion, Request
+
+
+class State(StrEnum):
+    """Where a group is in its life."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    SCORING = "scoring"
+    READY = "ready"
+
+
+@dataclass
+class Group:
+    """One prompt and its samples by number; `shipped` is the weight version current when it was shipped."""
+
+    uid: int
+    prompt: Prompt
+    size: int
+    state: State = State.PENDING
+    shipped: int = -1
+    completions: dict[int, Completion] = field(default_factory=dict)
+    results: dict[int, RewardResult] = field(default_factory=dict)
+
+
+class PromptGroups:
+    """All groups in flight.
+
+    Args:
+        samples_per_prompt: G.
+        prompts_per_step: P, groups that one training step uses.
+        max_staleness: how many weight versions old a group may be when it is trained on.
+    """
+
+    def __init__(self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int) -> None:
+        self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
+        self.max_staleness = max_staleness
+        self.groups: dict[int, Group] = {}
+        self.used = self.dropped = self._next_uid = 0
+
+    def wanted(self, version: int) -> int:
+        """How many new groups may be added so that none will be older than `max_staleness` when it is used.
+
+        At weight version v the next group used belongs to step v; groups up to step v + max_staleness may be in flight.
+        """
+        return max(0, (version + self.max_staleness + 1) * self.prompts_per_step - self.used - len(self.groups))
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Add one pending group a prompt."""
+        for prompt in prompts:
+            self.groups[self._next_uid] = Group(self._next_uid, prompt, self.samples_per_prompt)
+            self._next_uid += 1
+
+    def ship(self, version: int) -> list[Group]:
+        """Pending groups, now generating with the weights `version`."""
+        shipped = [group for group in self.groups.values() if group.state is State.PENDING]
+        for group in shipped:
+            group.state, group.shipped = State.GENERATING, version
+        return shipped
+
+    def generated(self, completion: Completion) -> RewardRequest | None:
+        """Take one finished answer and return what to score; None for a group that is gone or a second copy."""
+        uid, number = completion.key
+        group = self.groups.get(uid)
+        if group is None or number in group.completions or group.state is State.PENDING:
+            return None
+        group.completions[number] = completion
+        if len(group.completions) == group.size:
+            group.state = State.SCORING
+        columns = {**group.prompt.columns, "finish_reason": completion.finish_reason}
+        return RewardRequest(completion.key, group.prompt.text, completion.text, columns)
+
+    def scored(self, result: RewardResult) -> None:
+        """Take one score; the group is ready when all its samples are scored."""
+        uid, number = result.key
+        group = self.groups.get(uid)
+        if group is None or number in group.results or number not in group.completions:
+            return
+        group.results[number] = result
+        if len(group.results) == group.size:
+            assert group.state is State.SCORING, f"group {uid} is scored while {group.state}"
+            group.state = State.READY
+
+    def reissue(self, uids: Iterable[int]) -> None:
+        """Send these groups back to pending, for instance after the death of their engine; ready ones stay."""
+        for uid in uids:
+            group = self.groups.get(uid)
+            if group is not None and group.state is not State.READY:
+                group.state, group.shipped = State.PENDING, -1
+                group.completions.clear()
+                group.results.clear()
+
+    def drop(self, uid: int) -> None:
+        """Give a group up: it is counted, and another may take its place in the step."""
+        del self.groups[uid]
+        self.dropped += 1
+
+    def take(self, count: int) -> list[Group]:
+        """The oldest `count` groups, when all of them are ready; they are used from then on. Else an empty list."""
+        oldest = sorted(self.groups)[:count]
+        if len(oldest) < count or any(self.groups[uid].state is not State.READY for uid in oldest):
+            return []
+        self.used += count
+        return [self.groups.pop(uid) for uid in oldest]
+
+
+def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int) -> list[Request]:
+    """One request a sample, each with a random stream of its own keyed by (seed, uid, sample)."""
+    return [
+        Request((group.uid, number), group.prompt.ids, temperature, max_tokens, stream_seed(seed, group.uid, number))
+        for number in range(group.size)
+    ]
+
+
+def stream_seed(seed: int, uid: int, sample: int) -> int:
+    """A 63-bit seed that differs for every (seed, uid, sample): SplitMix64 steps over the three numbers."""
+    state = 0
+    for word in (seed, uid, sample):
+        state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+_MASK = (1 << 64) - 1

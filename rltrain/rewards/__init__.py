@@ -1,0 +1,1 @@
+"""Reward functions: `(prompt, response, columns of the data) -> score`. Nothing here imports torch."""

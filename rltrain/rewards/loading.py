@@ -1,0 +1,231 @@
+"""Find, check and call the reward functions that users name by import path or file path. Never imports torch.
+
+A reward function is `def reward(prompt, response, **columns) -> float | None`, sync or async; None means that it does
+not apply to this sample.
+"""
+
+import asyncio
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import threading
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rltrain.errors import ConfigError, RLTrainError
+
+STANDARD_COLUMNS = ("finish_reason",)  # every sample has them, whatever the data
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_Bound = Callable[[str, str, Mapping[str, Any]], float | None]
+
+
+class ScoreError(RLTrainError, ValueError):
+    """A reward function returned what is no score, or asked for a column that the sample does not have."""
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Import the reward function that `path` names.
+
+    Args:
+        path: `package.module:function`, `package.module.function` or `file.py:function`; a file's path may be relative
+            to the working directory, and modules that lie beside it can be imported by it.
+
+    Raises:
+        ConfigError: it does not exist, does not import (with the reason), has no such function (the nearest is named),
+            or the name is no function.
+    """
+    where = f"reward function '{path}'"
+    target, _, name = path.rpartition(":")
+    if not target:
+        target, _, name = path.rpartition(".")
+    if not target or not name or path.endswith(".py"):
+        raise ConfigError(f"{where}: no function is named; use package.module:function or file.py:function")
+    module = _file_module(Path(target).expanduser(), where) if _is_file(target) else _module(target, where)
+    function = getattr(module, name, None)
+    if function is None and not hasattr(module, name):
+        raise ConfigError(f"{where}: {target} has no function '{name}'{_nearest_function(name, module)}")
+    if not callable(function):
+        raise ConfigError(f"{where}: '{name}' is of type {type(function).__name__}, not a function; name a function")
+    return function
+
+
+def absolute(path: str) -> str:
+    """Return `path` so that it names the same function from another working directory, as in a Ray worker."""
+    target, _, name = path.rpartition(":")
+    return f"{Path(target).expanduser().resolve()}:{name}" if target and _is_file(target) else path
+
+
+def check_columns(function: Callable[..., Any], name: str, columns: Collection[str]) -> None:
+    """Refuse a function that cannot be called without a column that the data does not have.
+
+    Args:
+        function: as from `load_function`.
+        name: what the config calls it, for the message.
+        columns: the data's columns besides `prompt`.
+
+    Raises:
+        ConfigError: naming the parameter, the nearest column and all columns that there are.
+    """
+    there = ["prompt", "response", *STANDARD_COLUMNS, *columns]
+    for parameter in _parameters(function):
+        required = parameter.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
+        if required and parameter.default is inspect.Parameter.empty and parameter.name not in there:
+            near = difflib.get_close_matches(parameter.name, there, n=1)
+            raise ConfigError(
+                f"reward function '{name}' needs a column '{parameter.name}' that the data does not have; there are "
+                f"{', '.join(there)}{f'; did you mean {near[0]}?' if near else ''}; rename the parameter, give it a "
+                "default, or add the column to the data"
+            )
+
+
+def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
+    """Call a reward function once; to call it often, keep what `bind` returns.
+
+    Args:
+        function: as from `load_function`; an async one is run to its end.
+        prompt: text without special tokens.
+        response: text without special tokens.
+        columns: the sample's values by name, `finish_reason` among them; only those that the function takes are passed.
+
+    Returns:
+        The score; None where the function does not apply.
+
+    Raises:
+        ScoreError: the result is neither a finite number nor None, or a column is missing.
+        Exception: whatever the function raises.
+    """
+    return bind(function)(prompt, response, columns)
+
+
+def bind(function: Callable[..., Any]) -> _Bound:
+    """Look at the signature once and return `call` for this function."""
+    parameters = _parameters(function)
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    by_position = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    by_name = {p.name: p for p in parameters if p.kind in _BY_NAME}
+    required = [p.name for p in (*by_position, *by_name.values()) if p.default is inspect.Parameter.empty]
+
+    def bound(prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
+        values = {**columns, "prompt": prompt, "response": response}
+        for name in required:
+            if name not in values:
+                raise ScoreError(f"needs '{name}', and this sample has only {', '.join(values)}")
+        args = [values.pop(p.name) if p.name in values else p.default for p in by_position]
+        named = values if takes_all else {name: values[name] for name in by_name if name in values}
+        result = function(*args, **named)
+        return _score(_run(result) if inspect.iscoroutine(result) else result)
+
+    return bound
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"reward function '{getattr(function, '__name__', function)}' does not tell its parameters; wrap it in a "
+            "function of its own: def score(prompt, response): ..."
+        ) from None
+
+
+def _score(result: Any) -> float | None:
+    if result is None:
+        return None
+    if isinstance(result, numbers.Real) or _is_scalar_array(result):
+        if math.isfinite(score := float(result)):
+            return score
+        raise ScoreError(f"returned {score}: a score must be finite; return None where the function does not apply")
+    shown = repr(result)[:80]
+    raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score is a number, a bool or None")
+
+
+def _is_scalar_array(result: Any) -> bool:
+    """Whether this is a number in numpy's or torch's clothes, neither of which is imported here."""
+    return getattr(result, "shape", None) == () and hasattr(result, "item") and hasattr(result, "__float__")
+
+
+def _is_file(target: str) -> bool:
+    return target.endswith(".py") or "/" in target
+
+
+def _module(target: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(target)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (target == missing or target.startswith(f"{missing}.")):
+            raise ConfigError(
+                f"{where}: there is no module '{missing}'; check the name, or give the file: path/to/file.py:function"
+            ) from None
+        raise ConfigError(f"{where}: {target} does not import ({_reason(error)}); fix it first") from error
+
+
+def _file_module(file: Path, where: str) -> ModuleType:
+    file = file.resolve()
+    if not file.is_file():
+        folder = file.parent
+        beside = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+        near = difflib.get_close_matches(file.name, beside, n=1)
+        hint = f"did you mean {folder / near[0]}?" if near else "check the path"
+        raise ConfigError(f"{where}: there is no file {file}; {hint}")
+    changed = file.stat()
+    digest = hashlib.blake2b(f"{file}/{changed.st_mtime_ns}/{changed.st_size}".encode(), digest_size=8).hexdigest()
+    name = f"rltrain_user_{file.stem}_{digest}"
+    return sys.modules.get(name) or _execute(file, name, where)
+
+
+def _execute(file: Path, name: str, where: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # at the end: a helper beside the file must not hide a package
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{where}: {file} does not import ({_reason(error)}); fix it first") from error
+    return module
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
+def _nearest_function(name: str, module: ModuleType) -> str:
+    names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"; the nearest is '{near[0]}'" if near else "; it has no functions at all"
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(_without_exit(coroutine), _event_loop()).result()
+
+
+async def _without_exit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    except SystemExit as error:  # it would end the loop, which all later calls need
+        raise ScoreError(f"called sys.exit({error.code})") from None
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Start the process's one loop for async functions.
+
+    One that lives on lets them keep connections between calls, and in a thread of its own it also works where the
+    caller runs a loop, as in a notebook.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True).start()
+    return loop

@@ -1,0 +1,115 @@
+"""What a run leaves on disk: metrics.jsonl, rollouts as parquet, TensorBoard events, a learning curve; and the console."""
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rltrain.protocol import DataProto
+
+
+class Display(Protocol):
+    """What shows a run to its user."""
+
+    def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
+        """After each step."""
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """After each evaluation."""
+
+
+class Tracker:
+    """Writes a run's results as they come.
+
+    Args:
+        output_dir: of the run; exists.
+        display: shows them too.
+    """
+
+    def __init__(self, output_dir: Path, display: Display) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.output_dir, self.display = output_dir, display
+        self.history: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+        (output_dir / "rollouts").mkdir()
+        self.metrics_file = (output_dir / "metrics.jsonl").open("a")
+        self.tensorboard = SummaryWriter(str(output_dir / "tensorboard"))
+
+    def log_step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
+        """Record a training step: its metrics and all of its samples."""
+        self._write(self.history, step, metrics)
+        pq.write_table(sample_table(batch), self.output_dir / "rollouts" / f"step_{step:06d}.parquet")
+        self.display.step(step, metrics, batch)
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        """Record an evaluation of the weights after `step` steps."""
+        self._write(self.evaluations, step, metrics)
+        self.display.evaluation(step, metrics)
+
+    def _write(self, kept: list[dict[str, float]], step: int, metrics: dict[str, float]) -> None:
+        kept.append({"step": step, **metrics})
+        self.metrics_file.write(json.dumps(kept[-1]) + "\n")
+        self.metrics_file.flush()
+        for name, value in metrics.items():
+            self.tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> Path | None:
+        """Finish the files and draw the learning curve; returns its path, or None when there was no step."""
+        self.metrics_file.close()
+        self.tensorboard.close()
+        if not self.history:
+            return None
+        path = self.output_dir / "learning_curve.png"
+        draw_learning_curve(self.history, self.evaluations, path)
+        return path
+
+
+def sample_table(batch: DataProto) -> pa.Table:
+    """Every sample of a batch, one row each: texts, ids, log-probs, score, advantage and why it ended."""
+    objects = batch.non_tensor_batch
+    offsets = batch.offsets("responses")
+    columns = {
+        "uid": batch.batch["uid"].tolist(),
+        "prompt": objects["prompt_text"].tolist(),
+        "response": objects["response_text"].tolist(),
+        "score": batch.batch["scores"].tolist(),
+        "valid": batch.batch["valid"].tolist(),
+        "finish_reason": objects["finish_reason"].tolist(),
+        "reward_error": objects["reward_error"].tolist(),
+        "reward_components": pa.array(batch.batch["reward_components"].tolist()),
+    }
+    for name in ("responses", "rollout_log_probs", "policy_version", "advantages"):
+        columns[name] = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
+    columns["prompts"] = pa.ListArray.from_arrays(batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy())
+    return pa.table(columns)
+
+
+def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[str, float]], path: Path) -> None:
+    """Reward and answer length over steps, with the evaluations, as a PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = [row["step"] for row in history]
+    figure, reward = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    reward.plot(steps, [row["reward/mean"] for row in history], color="tab:blue", label="training reward")
+    for kind, marker in (("sampled", "o"), ("greedy", "s")):
+        points = [(row["step"], row[f"eval/{kind}_reward"]) for row in evaluations if f"eval/{kind}_reward" in row]
+        if points:
+            reward.plot(*zip(*points, strict=True), marker, color="tab:green", alpha=0.8, label=f"held-out, {kind}",
+                        markerfacecolor="none" if kind == "greedy" else "tab:green")  # fmt: skip
+    reward.set_xlabel("step")
+    reward.set_ylabel("reward", color="tab:blue")
+    reward.grid(alpha=0.3)
+    length = reward.twinx()
+    length.plot(steps, [row["rollout/length_mean"] for row in history], color="tab:orange", label="answer length")
+    length.set_ylabel("answer length, tokens", color="tab:orange")
+    lines = [*reward.get_legend_handles_labels()[0], *length.get_legend_handles_labels()[0]]
+    reward.legend(lines, [str(line.get_label()) for line in lines], loc="center right", frameon=False)
+    reward.set_title("Reward and answer length")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,148 @@
+"""One training step on one page, and the loop around it.
+
+A step is: sample groups with the current weights and score them; compute log-probs under the actor (and the reference)
+and values; turn scores into token rewards and advantages; update critic and actor over mini-batches; send the new
+weights to the engines. `Trainer` holds its workers by argument, so fakes, one process and a cluster run the same code.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from rltrain.batching import minibatches
+from rltrain.checkpoint import Exporter
+from rltrain.collector import Collector
+from rltrain.credit import estimate_advantages, kl_controller, penalize_kl
+from rltrain.data import Prompt
+from rltrain.errors import LogProbError
+from rltrain.metrics import Timer, log_prob_gap, sample_metrics
+from rltrain.protocol import DataProto
+from rltrain.schema import Config
+from rltrain.tracking import Tracker
+from workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Drives the workers.
+
+    Args:
+        config: the whole config.
+        collector: prompts in, scored groups out.
+        actor, reference, critic: worker groups; without a KL term or a critic these are None.
+        tracker: where metrics and samples go.
+        exporter: where models go.
+        val_prompts: for evaluations.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        collector: Collector,
+        actor: WorkerGroup,
+        reference: WorkerGroup | None,
+        critic: WorkerGroup | None,
+        tracker: Tracker,
+        exporter: Exporter,
+        val_prompts: Sequence[Prompt],
+    ) -> None:
+        self.config, self.collector, self.tracker, self.exporter = config, collector, tracker, exporter
+        self.actor, self.reference, self.critic = actor, reference, critic
+        self.val_prompts = val_prompts
+        self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
+        self.step = 0
+
+    def fit(self) -> None:
+        """Train to the last step, evaluating before, after and as often as the config says; then export the model."""
+        trainer = self.config.trainer
+        self.sync_weights()
+        self.evaluate()
+        while self.step < trainer.total_steps:
+            metrics, batch = self.train_step()
+            self.tracker.log_step(self.step, metrics, batch)
+            if trainer.eval_every and self.step % trainer.eval_every == 0 and self.step < trainer.total_steps:
+                self.evaluate()
+            if trainer.save_every and self.step % trainer.save_every == 0:
+                self.exporter.save_step(self.actor, self.step)
+        self.evaluate()
+        self.exporter.save_final(self.actor)
+
+    def train_step(self) -> tuple[dict[str, float], DataProto]:
+        """One step: metrics, and the batch that was trained on."""
+        config, timer = self.config, Timer()
+        with timer("generate"):
+            batch = self.collector.collect(version=self.step)
+        metrics = sample_metrics(batch, [function.name for function in config.reward.functions])
+        with timer("old_log_probs"):
+            batch = self.with_old_log_probs(batch)
+            metrics |= self.check_engine(batch)
+        if self.reference is not None:
+            with timer("ref_log_probs"):
+                batch = batch.union(self.rows(self.reference, "compute_log_probs", batch))
+        if self.critic is not None:
+            with timer("values"):
+                batch = batch.union(self.rows(self.critic, "compute_values", batch))
+        with timer("advantages"):
+            batch, kl_metrics = penalize_kl(batch, config.algorithm.kl_in_reward, self.kl_controller)
+            batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
+            plan = minibatches(
+                batch.batch["uid"].tolist(), config.trainer.prompts_per_minibatch, config.trainer.epochs_per_step,
+                seed=config.trainer.seed, step=self.step,
+            )  # fmt: skip
+        if self.critic is not None:
+            with timer("update_critic"):
+                budget = config.critic.max_tokens_per_microbatch
+                metrics |= _named("critic", self.critic.update(batch, plan, max_tokens=budget))
+        with timer("update_actor"):
+            budget = config.actor.max_tokens_per_microbatch
+            metrics |= _named("actor", self.actor.update(batch, plan, max_tokens=budget))
+        self.step += 1
+        with timer("sync_weights"):
+            self.sync_weights()
+        return metrics | kl_metrics | advantage_metrics | timer.metrics(batch), batch
+
+    def rows(self, group: WorkerGroup, method: str, batch: DataProto) -> DataProto:
+        """A forward pass of one role over all rows."""
+        role = self.config.critic if group is self.critic else self.config.actor
+        return group.rows(method, batch, max_tokens=role.max_tokens_per_microbatch)
+
+    def with_old_log_probs(self, batch: DataProto) -> DataProto:
+        """Adds `old_log_probs`, the proximal policy's: recomputed by the actor, or those of the engine."""
+        if self.config.algorithm.old_log_probs == "rollout" and self.step > 0:
+            return batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
+        return batch.union(self.rows(self.actor, "compute_log_probs", batch))
+
+    def check_engine(self, batch: DataProto) -> dict[str, float]:
+        """How far engine and actor are apart; raises LogProbError past the limit at the first step (invariant E1)."""
+        metrics, limit = log_prob_gap(batch), self.config.rollout.max_log_prob_gap
+        gap = metrics["rollout/log_prob_gap"]
+        if self.step == 0 and not gap <= limit:
+            raise LogProbError(
+                f"engine and actor disagree by {gap:.3g} nats a token on average, above rollout.max_log_prob_gap={limit:g}: "
+                "the engine samples another distribution than the one trained; check model.dtype, or raise the limit"
+            )
+        return metrics
+
+    def sync_weights(self) -> None:
+        """Send the actor's weights to the engines as version `step`; raises SyncError unless they compute with them."""
+        pending = self.actor.start("export", self.step, self.config.rollout.verify_sync)
+        self.collector.rollout.load(pending[0], self.step)
+        self.actor.wait(pending[1:])
+
+    def evaluate(self) -> None:
+        """Accuracy on the validation prompts, sampled and greedy."""
+        if not self.val_prompts:
+            return
+        metrics = {}
+        for kind in ("sampled", "greedy"):
+            batch = self.collector.evaluate(self.val_prompts, greedy=kind == "greedy")
+            scores = batch.batch["scores"]
+            metrics[f"eval/{kind}_reward"] = float(scores.mean())
+            metrics[f"eval/{kind}_accuracy"] = float((scores > 0).float().mean())
+            metrics[f"eval/{kind}_length"] = float(batch.lengths("responses").float().mean())
+        self.tracker.log_eval(self.step, metrics)
+
+
+def _named(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{role}/{name}": value for name, value in metrics.items()}

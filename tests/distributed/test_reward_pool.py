@@ -1,0 +1,230 @@
+"""The reward pool on Ray: golden scores, functions that misbehave, and what it costs."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from rltrain.errors import WorkerError
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.pool import RewardPool
+from workers.reward.worker import RewardWorker
+
+pytestmark = pytest.mark.slow
+
+REWARDS = r"""
+import ctypes, os, pathlib, re, sys, time
+
+def number(response):
+    return float(response)
+
+def nap(response):
+    time.sleep(0.01)
+    return float(response)
+
+def where(response):
+    return float("torch" in sys.modules) if response == "torch" else float(os.getpid())
+
+def misbehave(response, log):
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    if response == "raise":
+        raise ValueError("not today")
+    if response == "hang":
+        time.sleep(1000)
+    if response == "power":
+        return 7 ** 10**9 % 10  # one operation inside C that keeps the interpreter's lock
+    if response == "regex":
+        return bool(re.match("(a+)+$", "a" * 50 + "b"))
+    if response == "exit":
+        os._exit(0)
+    if response == "segfault":
+        ctypes.string_at(0)
+    return float(response)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    """Configs of functions in a file that is named relative to the driver's working directory."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+
+    def configs(*names: str) -> list[RewardFunctionConfig]:
+        return [RewardFunctionConfig(name=name, path=f"rewards.py:{name}", weight=1.0) for name in names]
+
+    return configs
+
+
+def on_ray(functions, *, workers: int = 1, timeout_s: float = 20.0, **changes) -> RewardPool:
+    return RewardPool.on_ray(functions, workers=workers, timeout_s=timeout_s, **{"start_timeout_s": 60.0, **changes})
+
+
+def request(number: int, response: str, **columns) -> RewardRequest:
+    return RewardRequest((number // 8, number % 8), "p", response, columns)
+
+
+def finish(pool: RewardPool) -> list[RewardResult]:
+    results: list[RewardResult] = []
+    while pool.pending:
+        results += pool.poll(60.0)
+    return sorted(results, key=lambda result: result.key)
+
+
+# G1
+
+
+GOLDEN = [
+    ("0227999#7", "7", "stop", 1.0),
+    ("#7", "7", "stop", 1.0),
+    ("#7", "7", "length", 0.0),
+    ("#8", "7", "stop", 0.0),
+]
+
+
+def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
+    config = RewardFunctionConfig(name="final", path="rltrain.rewards.final_answer:final_answer", weight=1.0)
+    requests = [request(i, r, answer=a, finish_reason=f) for i, (r, a, f, _) in enumerate(GOLDEN)]
+    expected = [RewardResult(r.key, (score,)) for r, (*_, score) in zip(requests, GOLDEN, strict=True)]
+    here = RewardWorker([config]).score(requests)
+    actor = ray.remote(RewardWorker).options(num_cpus=0).remote([config])
+    in_actor = ray.get(actor.score.remote(requests))
+    ray.kill(actor)
+    with on_ray([config]) as pool:
+        pool.submit(requests)
+        in_pool = finish(pool)
+    assert here == in_actor == in_pool == expected
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_reward_processes_never_import_torch_also_where_ray_ships_tensors_without_a_copy(
+    functions, monkeypatch, zero_copy
+):
+    if zero_copy:
+        monkeypatch.setenv("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
+    with on_ray(functions("where")) as pool:
+        pool.submit([request(0, "torch"), request(1, "pid")])
+        torch, pid = (result.scores[0] for result in finish(pool))
+    assert torch == 0.0
+    assert pid != os.getpid()
+
+
+# G2
+
+
+def survivors(log: Path) -> list[int]:
+    """Processes that ran a misbehaving call and still live once they have had time to end, the last one aside."""
+    pids = list(dict.fromkeys(int(line) for line in log.read_text().split()))
+    for _ in range(100):
+        alive = [pid for pid in pids[:-1] if os.path.exists(f"/proc/{pid}") and "Z" not in state(pid)]
+        if not alive:
+            break
+        time.sleep(0.05)
+    return alive
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "said"),
+    [
+        ("raise", "raised ValueError: not today"),
+        ("hang", "did not return within 0.7 s"),
+        ("power", "did not return within 0.7 s"),
+        ("regex", "did not return within 0.7 s"),
+        ("exit", "ended its process (it exited, crashed or ran out of memory)"),
+        ("segfault", "ended its process (it exited, crashed or ran out of memory)"),
+    ],
+)
+def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_whole_again(functions, tmp_path, misdeed, said):
+    log = tmp_path / "pids"
+    with on_ray(functions("misbehave"), timeout_s=0.7) as pool:
+        pool.submit([request(99, "0", log=str(log))])
+        finish(pool)
+        start = time.monotonic()
+        pool.submit(request(n, misdeed if n == 2 else str(n), log=str(log)) for n in range(6))
+        results = finish(pool)
+        seconds = time.monotonic() - start
+        pool.submit(request(n, str(n), log=str(log)) for n in range(20, 28))
+        after = finish(pool)
+    bad = results.pop(2)
+    assert (bad.key, bad.failed, bad.scores) == ((0, 2), True, (None,))
+    assert bad.error.startswith(f"reward function 'misbehave' {said}")
+    assert results == [RewardResult((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
+    assert after == [RewardResult((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
+    assert (pool.failed_count, list(pool.failures)) == (1, [bad])
+    assert seconds < 10  # two time limits and two starts of a process, on a busy machine
+    assert survivors(log) == []
+
+
+def test_G2_a_slow_start_does_not_count_as_a_call_that_takes_too_long(functions, tmp_path):
+    slow = tmp_path / "slow_start.py"
+    slow.write_text("import time\ntime.sleep(1.5)\ndef score(response):\n    return float(response)\n")
+    config = RewardFunctionConfig(name="slow", path=f"{slow}:score", weight=1.0)
+    with on_ray([config], timeout_s=0.5) as pool:
+        pool.submit([request(1, "4")])
+        assert finish(pool) == [RewardResult((0, 1), (4.0,))]
+
+
+# G3
+
+
+def test_G3_scores_belong_to_their_responses_while_workers_are_killed(functions):
+    with on_ray(functions("nap"), workers=2) as pool:
+        pool.submit(request(n, str(n)) for n in range(150))
+        results, kills = [], 0
+        while pool.pending:
+            results += pool.poll(60.0)
+            if len(results) > 30 * (kills + 1) and kills < 2:
+                ray.kill(pool._transport._slots[kills].actor)
+                kills += 1
+    assert kills == 2
+    assert sorted(results, key=lambda r: r.key) == [RewardResult((n // 8, n % 8), (float(n),)) for n in range(150)]
+
+
+# Ways of starting, and the price
+
+
+def test_a_worker_that_cannot_start_stops_the_run_with_its_reason(functions, tmp_path):
+    configs = functions("number")
+    (tmp_path / "rewards.py").unlink()
+    with on_ray(configs) as pool:
+        pool.submit([request(1, "4")])
+        with pytest.raises(WorkerError, match=r"did not start in 3 attempts: .*no file .*rewards.py"):
+            finish(pool)
+
+
+def test_the_runtime_env_reaches_the_workers(tmp_path):
+    path = tmp_path / "env.py"
+    path.write_text("import os\ndef score():\n    return int(os.environ['RLTRAIN_TEST_SCORE'])\n")
+    config = RewardFunctionConfig(name="env", path=f"{path}:score", weight=1.0)
+    with on_ray([config], runtime_env={"env_vars": {"RLTRAIN_TEST_SCORE": "17"}}) as pool:
+        pool.submit([request(1, "")])
+        assert finish(pool) == [RewardResult((0, 1), (17.0,))]
+
+
+def test_512_cheap_samples_cost_next_to_nothing(functions):
+    with on_ray(functions("number")) as pool:
+        seconds = []
+        for _ in range(4):
+            start = time.monotonic()
+            pool.submit(request(n, str(n), answer="7", finish_reason="stop") for n in range(512))
+            results = finish(pool)
+            seconds.append(time.monotonic() - start)
+            assert [r.scores for r in results] == [(float(n),) for n in range(512)]
+    assert min(seconds[1:]) < 0.06  # 8 ms on two idle cores; the first one waits for the process

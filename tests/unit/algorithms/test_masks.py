@@ -1,0 +1,151 @@
+"""B: masked slots, and the types that everything computes in."""
+
+import pytest
+import torch
+
+from rltrain.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    aggregate_loss,
+    apply_kl_in_reward,
+    kl_estimate,
+    normalize_advantages,
+    rollout_correction,
+    value_loss,
+)
+
+GARBAGE = (1e4, -1e4, torch.inf, -torch.inf, torch.nan)
+
+
+def correct(batch, level, mode):
+    weights, mask, metrics = rollout_correction(
+        *(batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")),
+        level=level,
+        mode=mode,
+        lower=0.5,
+        upper=2.0,
+    )
+    return [weights, mask, *metrics.values()], None
+
+
+def differentiable(name, batch, function):
+    """Outputs of a function that returns (token_losses, metrics), and the gradient to column `name`."""
+    column = batch[name].clone().requires_grad_()
+    losses, metrics = function({**batch, name: column})
+    loss = aggregate_loss(losses, batch["response_mask"], "seq-mean-token-mean")
+    return [loss.detach(), *metrics.values()], torch.autograd.grad(loss, column)[0]
+
+
+def policy(name, call):
+    return lambda batch: differentiable("log_probs", batch, lambda b: call(POLICY_LOSSES.get(name), b))
+
+
+def kl(name, weighted):
+    def loss(b):
+        old = b["old_log_probs"] if weighted else None
+        return kl_estimate(b["log_probs"], b["ref_log_probs"], name, old_log_probs=old), {}
+
+    return lambda batch: differentiable("log_probs", batch, loss)
+
+
+def value(batch):
+    columns = ("values", "old_values", "returns", "response_mask")
+    return differentiable("values", batch, lambda b: value_loss(*(b[name] for name in columns)))
+
+
+def advantage(name, call):
+    return lambda batch: (list(call(ADVANTAGE_ESTIMATORS.get(name), batch)), None)
+
+
+def kl_in_reward(batch):
+    columns = ("token_level_rewards", "old_log_probs", "ref_log_probs", "response_mask")
+    return [apply_kl_in_reward(*(batch[name] for name in columns), kl_coef=0.1, kl_estimator="k3")], None
+
+
+@pytest.fixture
+def functions(call):
+    return {
+        **{f"policy {name}": policy(name, call) for name in POLICY_LOSSES.names()},
+        **{f"advantage {name}": advantage(name, call) for name in ADVANTAGE_ESTIMATORS.names()},
+        **{f"kl {name}": kl(name, False) for name in KL_ESTIMATORS.names()},
+        **{f"weighted kl {name}": kl(name, True) for name in KL_ESTIMATORS.names()},
+        **{
+            f"correction {level} {mode}": lambda batch, level=level, mode=mode: correct(batch, level, mode)
+            for level in ("token", "sequence", "geometric")
+            for mode in ("truncate", "mask", "reject")
+        },
+        "value": value,
+        "kl in reward": kl_in_reward,
+        "whitening": lambda batch: ([normalize_advantages(batch["advantages"], batch["response_mask"])], None),
+    }
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_B2_what_masked_slots_hold_changes_no_bit(garbage, make_batch, functions):
+    batch = make_batch()
+    mask = batch["response_mask"]
+    dirty = {
+        name: column.masked_fill(~mask, garbage)
+        if column.shape == mask.shape and column.is_floating_point()
+        else column
+        for name, column in batch.items()
+    }
+    for name, function in functions.items():
+        (outputs, gradient), (expected, expected_gradient) = function(dirty), function(batch)
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert torch.equal(output, wanted), name
+            assert output.isfinite().all(), name
+        if gradient is not None:
+            assert torch.equal(gradient, expected_gradient), name
+            assert (gradient[~mask] == 0).all(), name
+
+
+def test_a_mask_of_ones_and_zeros_is_the_same_as_a_bool_one(make_batch, functions):
+    batch = make_batch()
+    for dtype in (torch.int64, torch.float32):
+        same = {**batch, "response_mask": batch["response_mask"].to(dtype), "valid": batch["valid"].to(dtype)}
+        for name, function in functions.items():
+            for output, wanted in zip(function(same)[0], function(batch)[0], strict=True):
+                assert torch.equal(output, wanted), name
+
+
+def test_bfloat16_computes_in_float32_and_float64_stays(make_batch, functions):
+    batch = make_batch()
+    narrow = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+    wide = {k: v.float() if v.is_floating_point() else v for k, v in narrow.items()}
+    for name, function in functions.items():
+        for output, wanted, double in zip(function(narrow)[0], function(wide)[0], function(batch)[0], strict=True):
+            if output.dtype != torch.bool and not name.startswith("correction"):
+                assert output.dtype == torch.float32, name
+            assert torch.equal(output, wanted), name
+            assert double.dtype != torch.float32 or double == double.round(), name  # a count, at most
+
+
+def test_no_function_changes_its_arguments(make_batch, functions):
+    batch, original = make_batch(), make_batch()
+    for name, function in functions.items():
+        function(batch)
+        assert all(torch.equal(batch[column], original[column]) for column in batch), name
+
+
+def test_every_output_of_every_loss_is_detached_but_the_losses(make_batch, call):
+    batch = make_batch()
+    for column in ("log_probs", "old_log_probs", "advantages"):
+        batch[column].requires_grad_()
+    for name in POLICY_LOSSES.names():
+        losses, metrics = call(POLICY_LOSSES.get(name), batch)
+        assert losses.shape == batch["response_mask"].shape
+        assert all(metric.dim() == 0 and not metric.requires_grad for metric in metrics.values()), name
+        gradients = torch.autograd.grad(losses.sum(), (batch["old_log_probs"], batch["advantages"]), allow_unused=True)
+        assert gradients == (None, None), name
+
+
+def test_B8_without_a_penalty_the_token_rewards_sum_to_the_score_on_the_last_trained_token():
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    scores = torch.tensor([[0.0, 0, 2, 7], [0, 0, 0, -1], [0, 0, 0, 7]])  # the 7s lie in masked slots
+    log_probs = torch.randn(3, 4)
+    rewards = apply_kl_in_reward(scores, log_probs, log_probs - 1, mask, kl_coef=0.0, kl_estimator="k1")
+    assert torch.equal(rewards, torch.tensor([[0.0, 0, 2, 0], [0, 0, 0, -1], [0, 0, 0, 0]]))
+    penalised = apply_kl_in_reward(scores, log_probs, log_probs - 1, mask, kl_coef=0.5, kl_estimator="k1")
+    assert torch.allclose(penalised, torch.tensor([[-0.5, 0, 1.5, 0], [-0.5, -0.5, -0.5, -1.5], [0, 0, 0, 0]]))

@@ -1,0 +1,172 @@
+import itertools
+
+import pytest
+import torch
+
+from rltrain.algorithms import combine_rewards, normalize_advantages, normalize_rewards
+
+UID = torch.tensor([3, 1, 3, 3, 1, 8, 6, 6])
+VALID = torch.tensor([True, True, True, True, True, True, True, False])
+LEVELS = ("batch", "group", None)
+NAN = torch.nan
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def oracle(scores, mean_level, std_level, leave_one_out, unbiased, eps):
+    """Row by row, from the docstring."""
+    result = []
+    for i in range(len(scores)):
+
+        def peers(level, i=i):
+            same = [j for j in range(len(scores)) if VALID[j] and (level == "batch" or UID[j] == UID[i])]
+            return torch.stack([scores[j] for j in same])
+
+        value = scores[i].item()
+        if not VALID[i]:
+            result.append(0.0)
+            continue
+        if mean_level:
+            own = peers(mean_level)
+            others = (own.sum() - scores[i]) / (len(own) - 1) if leave_one_out and len(own) > 1 else own.mean()
+            value = 0.0 if len(own) < 2 or own.max() == own.min() else (scores[i] - others).item()
+        if std_level:
+            own = peers(std_level)
+            if len(own) > 1 and own.max() != own.min():
+                value /= own.std(unbiased=unbiased).item() + eps
+        result.append(value)
+    return tensor(*result)
+
+
+@pytest.mark.parametrize(("mean_level", "std_level"), list(itertools.product(LEVELS, LEVELS)))
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_every_pair_of_levels_equals_a_slow_oracle(mean_level, std_level, unbiased):
+    scores = tensor(1.0, 5.0, 2.5, -1.0, 5.0, 0.7, 2.0, 1e9)
+    knobs = {"mean_level": mean_level, "std_level": std_level, "unbiased": unbiased, "eps": 1e-3}
+    wanted = oracle(scores, mean_level, std_level, False, unbiased, 1e-3)
+    assert torch.allclose(normalize_rewards(scores, UID, VALID, **knobs), wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("mean_level", ["batch", "group"])
+def test_C6_leave_one_out_is_the_mean_of_the_others(mean_level):
+    scores = tensor(1.0, 5.0, 2.5, -1.0, 4.0, 0.7, 2.0, 1e9)
+    result = normalize_rewards(scores, UID, VALID, mean_level=mean_level, std_level=None, leave_one_out=True)
+    assert torch.allclose(result, oracle(scores, mean_level, None, True, True, 0), rtol=1e-12, atol=1e-14)
+
+
+def test_the_std_is_of_raw_scores_not_of_centred_ones():
+    scores, uid = tensor(0, 2, 10, 12), torch.tensor([0, 0, 1, 1])
+    result = normalize_rewards(scores, uid, torch.ones(4), mean_level="group", std_level="batch", eps=0.0)
+    assert torch.allclose(result, tensor(-1, 1, -1, 1) / scores.std(), rtol=1e-12)
+
+
+def test_C3_a_constant_group_is_divided_by_nothing():
+    scores, uid = tensor(1, 1, 5, 6), torch.tensor([0, 0, 1, 1])
+    result = normalize_rewards(scores, uid, torch.ones(4), mean_level="batch", std_level="group", eps=1e-6)
+    assert torch.equal(result[:2], scores[:2] - scores.mean())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_C3_fewer_than_two_valid_rows_deviate_by_exactly_nothing(count):
+    valid = torch.arange(4) < count
+    result = normalize_rewards(tensor(1, 2, 3, 4), torch.zeros(4).long(), valid, mean_level="batch", std_level="batch")
+    assert torch.equal(result, torch.zeros(4).double())
+
+
+@pytest.mark.parametrize("suppressed", [1.0, 100.0, NAN])
+def test_C5_a_row_excluded_beforehand_never_moves_the_others(suppressed):
+    scores, valid = tensor(1.0, suppressed, 3.0), torch.tensor([True, False, True])
+    result = normalize_rewards(scores, torch.zeros(3).long(), valid, mean_level="batch", std_level=None)
+    assert torch.equal(result, tensor(-1, 0, 1))
+
+
+@pytest.mark.parametrize(("mean_level", "std_level"), [("group", "group"), ("batch", "batch"), (None, None)])
+def test_C6_leave_one_out_never_meets_a_std_and_needs_a_mean(mean_level, std_level):
+    with pytest.raises(ValueError, match="leave_one_out=True"):
+        normalize_rewards(
+            tensor(1, 2),
+            torch.zeros(2).long(),
+            torch.ones(2),
+            mean_level=mean_level,
+            std_level=std_level,
+            leave_one_out=True,
+        )
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="std_level='row'"):
+        normalize_rewards(tensor(1, 2), UID[:2], VALID[:2], mean_level="group", std_level="row")
+
+
+def test_rewards_keep_their_type():
+    for dtype, wanted in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2):
+        scores = torch.tensor([1, 2], dtype=dtype)
+        result = normalize_rewards(scores, UID[:2], VALID[:2], mean_level="batch", std_level=None)
+        assert result.dtype == wanted
+        assert result.tolist() == [-0.5, 0.5]
+
+
+def test_rewards_are_summed_with_their_weights_and_missing_ones_left_out():
+    components = tensor([1.0, 2.0], [NAN, 3.0], [4.0, NAN], [NAN, NAN])
+    result = combine_rewards(components, weights=[2.0, 0.5])
+    assert torch.equal(result[:3], tensor(3.0, 1.5, 8.0))
+    assert result[3].isnan()
+
+
+def test_a_shut_gate_silences_every_other_component_and_not_itself():
+    components = tensor([1.0, 5.0, 1.0], [0.0, 5.0, 1.0], [-1.0, 5.0, 1.0], [NAN, 5.0, 1.0])
+    result = combine_rewards(components, weights=[1.0, 1.0, 1.0], gates=[True, False, False])
+    assert torch.equal(result, tensor(7.0, 0.0, -1.0, 6.0))
+
+
+def test_of_two_gates_each_silences_the_other():
+    components = tensor([-1.0, 2.0, 4.0], [-1.0, -2.0, 4.0], [1.0, -2.0, 4.0])
+    result = combine_rewards(components, weights=torch.tensor([1.0, 1.0, 1.0]), gates=torch.tensor([True, True, False]))
+    assert torch.equal(result, tensor(-1.0, 0.0, -2.0))
+
+
+def test_components_normalised_in_their_group_weigh_alike_whatever_their_scale():
+    components = tensor([0.0, 0.0], [1.0, 1000.0], [5.0, 7.0], [9.0, 7.0], [99.0, -99.0])
+    uid, valid = torch.tensor([0, 0, 1, 1, 0]), torch.tensor([True, True, True, True, False])
+    result = combine_rewards(components, uid, valid, weights=[1.0, 2.0], aggregation="group_normalized_sum")
+    away = 2**-0.5
+    assert torch.allclose(result, tensor(-3 * away, 3 * away, -away, away, 0.0), rtol=1e-5)
+
+
+def test_a_missing_component_is_in_no_statistic_of_its_group():
+    components = tensor([0.0, 1.0], [1.0, NAN], [0.5, 3.0])
+    uid = torch.zeros(3).long()
+    result = combine_rewards(components, uid, weights=[0.0, 1.0], aggregation="group_normalized_sum")
+    away = 2**-0.5
+    assert torch.allclose(result, tensor(-away, 0.0, away), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "complaint"),
+    [
+        ({"weights": [1.0]}, "give one each"),
+        ({"weights": [1.0, 1.0], "aggregation": "max"}, "aggregation='max' is not known"),
+        ({"weights": [1.0, 1.0], "aggregation": "group_normalized_sum"}, "uid=None"),
+    ],
+)
+def test_combine_rewards_refuses_what_it_cannot_do(knobs, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        combine_rewards(tensor([1.0, 2.0]), **knobs)
+
+
+def test_C7_whitening_uses_trained_tokens_only_and_leaves_masked_ones_at_zero(make_batch):
+    batch = make_batch()
+    mask = batch["response_mask"]
+    result = normalize_advantages(batch["advantages"], mask)
+    trained = batch["advantages"][mask]
+    assert torch.allclose(result[mask], (trained - trained.mean()) / (trained.std() + 1e-6), rtol=1e-10)
+    assert (result[~mask] == 0).all()
+    assert result[mask].mean().abs() < 1e-12
+    assert result[mask].std().item() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("mask", [[[0, 0, 0]], [[0, 1, 0]], [[1, 0, 1]]])
+def test_C7_nothing_to_whiten_is_zero(mask):
+    assert torch.equal(normalize_advantages(torch.full((1, 3), 0.3), torch.tensor(mask)), torch.zeros(1, 3))

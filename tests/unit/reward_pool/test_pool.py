@@ -1,0 +1,272 @@
+"""The pool's bookkeeping on scripted workers, and the whole pool in one process."""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from rltrain.errors import ConfigError
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.pool import RewardPool
+from workers.reward.transport import Answer, Call, Lost
+from workers.reward.worker import RewardWorker
+
+FUNCTIONS = [RewardFunctionConfig(name="number", path="unused:unused", weight=1.0)]
+TWO = [*FUNCTIONS, RewardFunctionConfig(name="length", path="unused:unused", weight=2.0)]
+
+
+class ScriptedWorkers:
+    """Workers whose answers the test decides: `lose(request, function, rng)` says what a call does to its worker.
+
+    Answers come in random order, some hold the first results only, and a lost worker is away for a while.
+    """
+
+    def __init__(self, size: int, functions: int, lose, seed: int = 0) -> None:
+        self.size, self._functions, self._lose = size, functions, lose
+        self._rng = random.Random(seed)
+        self._calls: dict[int, Call] = {}
+        self._away: set[int] = set()
+        self.log: list[Call] = []
+        self.closed = 0
+
+    def idle(self) -> list[int]:
+        return [slot for slot in range(self.size) if slot not in self._calls and slot not in self._away]
+
+    def start(self, slot: int, call: Call) -> None:
+        assert slot in self.idle()
+        self._calls[slot] = call
+        self.log.append(call)
+
+    def wait(self, timeout_s: float) -> list[Answer | Lost]:
+        if self._away and (not self._calls or self._rng.random() < 0.5):
+            self._away.pop()
+            return []
+        if not self._calls:
+            return []
+        slot = self._rng.choice(sorted(self._calls))
+        return [self._outcome(slot, self._calls.pop(slot))]
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _outcome(self, slot: int, call: Call) -> Answer | Lost:
+        chosen = range(self._functions) if call.function is None else [call.function]
+        fates = [self._lose(request, function, self._rng) for request in call.requests for function in chosen]
+        if fate := next((fate for fate in fates if fate), None):
+            self._away.add(slot)
+            return Lost(slot, timed_out=fate == "late", reason="ended its process")
+        count = self._rng.randint(1, len(call.requests))
+        results = [
+            RewardResult(r.key, tuple(float(r.response) * 10**function for function in chosen))
+            for r in call.requests[:count]
+        ]
+        if count < len(call.requests) and call.function is None:  # the budget ran out between two functions
+            last = results[-1]
+            results[-1] = RewardResult(last.key, last.scores[:1])
+        return Answer(slot, results)
+
+
+def request(number: int, response: str | None = None, **columns) -> RewardRequest:
+    return RewardRequest((number // 8, number % 8), "p", str(number) if response is None else response, columns)
+
+
+def finish(pool: RewardPool, rounds: int = 100_000) -> list[RewardResult]:
+    results: list[RewardResult] = []
+    for _ in range(rounds):
+        results += pool.poll(1.0)
+        if not pool.pending:
+            return results
+    raise AssertionError("the pool does not finish")
+
+
+def expected(number: int, functions: int) -> RewardResult:
+    return RewardResult((number // 8, number % 8), tuple(float(number) * 10**f for f in range(functions)))
+
+
+# G3
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("functions", [FUNCTIONS, TWO], ids=["one", "two"])
+def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_order(seed, functions):
+    deadly = {7: "late", 300: "dead", 301: "dead"}
+    rng = random.Random(seed)
+
+    def lose(asked: RewardRequest, function: int, dice: random.Random) -> str | None:
+        return deadly.get(int(asked.response)) if function == len(functions) - 1 else None
+
+    workers = ScriptedWorkers(3, len(functions), lose, seed)
+    pool = RewardPool(workers, functions, timeout_s=2.0)
+    results, numbers = [], list(range(512))
+    rng.shuffle(numbers)
+    while numbers:
+        count = rng.randint(1, 60)
+        pool.submit(request(n) for n in numbers[:count])
+        del numbers[:count]
+        results += pool.poll(0.0)
+    results += finish(pool)
+    assert Counter(r.key for r in results) == Counter(request(n).key for n in range(512))  # none lost, none doubled
+    good = {r.key: r for r in results if not r.failed}
+    assert good == {(n // 8, n % 8): expected(n, len(functions)) for n in range(512) if n not in deadly}
+    last = functions[-1].name
+    assert {r.key: r.error for r in results if r.failed} == {
+        (0, 7): f"reward function '{last}' did not return within 2 s",
+        (37, 4): f"reward function '{last}' ended its process",
+        (37, 5): f"reward function '{last}' ended its process",
+    }
+
+
+def test_G3_a_worker_that_dies_of_something_else_costs_no_sample():
+    lost = iter(["dead"] + [None] * 10_000)
+    pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: next(lost)), FUNCTIONS, timeout_s=2.0)
+    pool.submit([request(3)])
+    assert finish(pool) == [expected(3, 1)]
+    assert (pool.failed_count, list(pool.failures)) == (0, [])
+
+
+def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
+    workers = ScriptedWorkers(1, 1, lambda *_: "late")
+    pool = RewardPool(workers, FUNCTIONS, timeout_s=2.0)
+    pool.submit([request(3)])
+    (result,) = finish(pool)
+    assert (result.failed, result.scores, len(workers.log)) == (True, (None,), 1)
+    assert (pool.failed_count, list(pool.failures)) == (1, [result])
+
+
+def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_workers():
+    workers = ScriptedWorkers(2, 1, lambda *_: None)
+    workers._rng.randint = lambda low, high: high  # whole answers
+    pool = RewardPool(workers, FUNCTIONS, timeout_s=2.0)
+    pool.submit(request(n) for n in range(512))
+    assert len(finish(pool)) == 512
+    sizes = [len(call.requests) for call in workers.log]
+    assert sizes[:2] == [16, 16]
+    assert 64 <= max(sizes) <= 256
+    assert len(sizes) < 16
+
+
+def test_chunks_shrink_to_what_a_slow_function_can_do():
+    workers = ScriptedWorkers(1, 1, lambda *_: None)
+    workers._rng.randint = lambda low, high: 1
+    pool = RewardPool(workers, FUNCTIONS, timeout_s=2.0)
+    pool.submit(request(n) for n in range(64))
+    finish(pool)
+    assert max(len(call.requests) for call in workers.log[2:]) <= 8
+
+
+def test_a_sample_cannot_be_submitted_twice_before_its_result_was_polled():
+    pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: None), FUNCTIONS, timeout_s=2.0)
+    pool.submit([request(3)])
+    with pytest.raises(ValueError, match=r"sample \(0, 3\) is being scored already"):
+        pool.submit([request(3)])
+    finish(pool)
+    pool.submit([request(3)])
+    assert finish(pool) == [expected(3, 1)]
+
+
+def test_polling_with_nothing_pending_returns_at_once_and_closing_drops_what_is_left():
+    workers = ScriptedWorkers(1, 1, lambda *_: None)
+    with RewardPool(workers, FUNCTIONS, timeout_s=2.0) as pool:
+        assert pool.poll(1000.0) == []
+        pool.submit([request(1), request(2)])
+        assert pool.pending == 2
+    assert (pool.pending, workers.closed) == (0, 1)
+
+
+# The whole pool in one process
+
+
+REWARDS = """
+import sys, time
+
+def number(response):
+    if response == "raise":
+        raise ValueError("no\\nnumber")
+    if response == "exit":
+        sys.exit(3)
+    if response == "nan":
+        return float("nan")
+    return None if response == "none" else float(response)
+
+def length(response, *, unit=1):
+    return unit * len(response)
+
+def slow(response):
+    time.sleep(0.03)
+    return float(response)
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def configs(*names: str) -> list[RewardFunctionConfig]:
+        return [RewardFunctionConfig(name=n, path=f"{tmp_path}/rewards.py:{n}", weight=1.0) for n in names]
+
+    return configs
+
+
+def test_in_process_every_function_scores_every_sample_in_the_order_of_the_config(rewards):
+    pool = RewardPool.in_process(rewards("length", "number"), timeout_s=1.0)
+    pool.submit([request(1, "25", unit=2), request(2, "7")])
+    assert finish(pool) == [RewardResult((0, 1), (4.0, 25.0)), RewardResult((0, 2), (1.0, 7.0))]
+
+
+def test_G4_a_component_that_does_not_apply_is_none_and_the_others_count(rewards):
+    pool = RewardPool.in_process(rewards("number", "length"), timeout_s=1.0)
+    pool.submit([request(1, "none")])
+    assert finish(pool) == [RewardResult((0, 1), (None, 4.0))]
+
+
+def test_G4_a_row_to_which_nothing_applies_is_all_none_and_not_failed(rewards):
+    pool = RewardPool.in_process(rewards("number"), timeout_s=1.0)
+    pool.submit([request(1, "none")])
+    assert finish(pool) == [RewardResult((0, 1), (None,), failed=False)]
+
+
+def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_never_0(rewards):
+    pool = RewardPool.in_process(rewards("length", "number"), timeout_s=1.0)
+    pool.submit([request(n, text) for n, text in enumerate(["raise", "5", "exit", "nan"])])
+    results = finish(pool)
+    assert [(r.failed, r.scores) for r in results] == [
+        (True, (None, None)),
+        (False, (1.0, 5.0)),
+        (True, (None, None)),
+        (True, (None, None)),
+    ]
+    first, _, second, third = (r.error for r in results)
+    assert first.startswith("reward function 'number' raised ValueError: no number (")
+    assert first.endswith("rewards.py:6)")
+    assert second.startswith("reward function 'number' raised SystemExit: 3 (")
+    assert third.startswith("reward function 'number' returned nan: a score must be finite")
+    assert (pool.failed_count, [f.key for f in pool.failures]) == (3, [(0, 0), (0, 2), (0, 3)])
+
+
+def test_slow_functions_give_their_first_results_before_the_last_is_begun(rewards):
+    pool = RewardPool.in_process(rewards("slow", "number"), timeout_s=1.0)
+    pool.submit(request(n) for n in range(8))
+    first = pool.poll(5.0)
+    assert 1 <= len(first) < 8
+    assert sorted(r.scores for r in first + finish(pool)) == [(float(n), float(n)) for n in range(8)]
+
+
+def test_a_worker_stops_between_functions_when_its_time_is_up(rewards):
+    worker = RewardWorker(rewards("slow", "number"))
+    assert worker.score([request(3), request(4)], budget_s=0.0) == [RewardResult((0, 3), (3.0,))]
+    assert worker.score([request(3)], function=1) == [RewardResult((0, 3), (3.0,))]
+    assert len(worker.score([request(3), request(4)])) == 2
+
+
+def test_a_function_that_cannot_be_loaded_is_a_config_error(rewards):
+    with pytest.raises(ConfigError, match="has no function 'nmber'; the nearest is 'number'"):
+        RewardPool.in_process(rewards("nmber"), timeout_s=1.0)
+
+
+@pytest.mark.parametrize("module", ["workers.reward.worker", "workers.reward.pool", "workers.reward.messages"])
+def test_importing_it_imports_neither_torch_nor_ray(module):
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,291 @@
+"""Reward functions by import path and file path, what is wrong with them in one line, and how they are called."""
+
+import asyncio
+import math
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import pytest
+
+from rltrain.errors import ConfigError
+from rltrain.rewards.loading import ScoreError, absolute, bind, call, check_columns, load_function
+
+BUILTIN = "rltrain.rewards.final_answer"
+COLUMNS = {"answer": "7", "finish_reason": "stop"}
+
+
+@pytest.fixture(autouse=True)
+def _own_import_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a file adds its folder
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error_of(path: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_function(str(path))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Finding them
+
+
+@pytest.mark.parametrize("path", [f"{BUILTIN}:final_answer", f"{BUILTIN}.final_answer"])
+def test_an_import_path_may_use_a_colon_or_a_dot(path):
+    assert call(load_function(path), "2299907=", "0227999#7", COLUMNS) == 1.0
+
+
+def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, monkeypatch):
+    write(tmp_path, "def score(response):\n    return len(response)\n")
+    monkeypatch.chdir(tmp_path)
+    functions = [load_function(path) for path in ("mine.py:score", "./mine.py:score", f"{tmp_path}/mine.py:score")]
+    assert [call(function, "p", "abc", {}) for function in functions] == [3.0] * 3
+    assert functions[0] is functions[2]  # loaded once, so that two functions of a file share what it keeps
+    assert absolute("mine.py:score") == f"{tmp_path}/mine.py:score"
+    assert absolute("package.module:score") == "package.module:score"
+
+
+def test_a_file_that_changed_is_read_again(tmp_path):
+    path = write(tmp_path, "def score():\n    return 1\n")
+    assert call(load_function(f"{path}:score"), "p", "r", {}) == 1
+    write(tmp_path, "def score():\n    return 1 + 1\n")
+    assert call(load_function(f"{path}:score"), "p", "r", {}) == 2
+
+
+def test_a_file_may_import_its_neighbours_and_hold_dataclasses(tmp_path):
+    write(tmp_path, "HALF = 0.5\n", "rltrain_test_neighbour.py")
+    path = write(
+        tmp_path,
+        "from dataclasses import dataclass\nfrom rltrain_test_neighbour import HALF\n"
+        "@dataclass\nclass Score:\n    value: float\n"
+        "def score(prompt):\n    return Score(HALF).value\n",
+    )
+    assert call(load_function(f"{path}:score"), "p", "r", {}) == 0.5
+
+
+def test_what_does_not_exist_is_named_with_its_nearest_neighbour(tmp_path):
+    path = write(tmp_path, "import math\ndef score_length(response): return 1\ndef other(): return 2\n")
+    assert error_of(f"{path}:score_lenght").endswith("has no function 'score_lenght'; the nearest is 'score_length'")
+    assert f"there is no file {tmp_path}/mime.py; did you mean {path}?" in error_of(f"{tmp_path}/mime.py:score")
+    assert "there is no module 'no_such_package'" in error_of("no_such_package.rewards:score")
+    assert "there is no module 'rltrain.rewardz'" in error_of("rltrain.rewardz:score")
+    assert error_of(f"{BUILTIN}:final_anwser").endswith("the nearest is 'final_answer'")
+
+
+@pytest.mark.parametrize("path", ["score", "mine.py", ":score", "package.module:", ""])
+def test_a_path_without_a_function_is_refused(path):
+    assert "no function is named; use package.module:function or file.py:function" in error_of(path)
+
+
+def test_a_file_without_functions_says_so(tmp_path):
+    assert "it has no functions at all" in error_of(f"{write(tmp_path, 'x = 1')}:score")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def score(:\n", "SyntaxError: "),
+        ("import not_installed_here\n", "ModuleNotFoundError: No module named 'not_installed_here'"),
+        ("raise ValueError('first\\nsecond')\n", "ValueError: first second"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
+    ],
+)
+def test_a_file_that_does_not_import_says_why(tmp_path, text, reason):
+    path = write(tmp_path, text)
+    assert f"{path} does not import ({reason}" in error_of(f"{path}:score")
+    assert f"{path} does not import ({reason}" in error_of(f"{path}:score")  # nothing half-made is kept
+
+
+def test_a_package_that_lacks_another_says_so_and_is_not_called_missing(tmp_path, monkeypatch):
+    write(tmp_path, "import not_installed_here\n", "rltrain_test_lacking.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = error_of("rltrain_test_lacking:score")
+    assert "rltrain_test_lacking does not import (ModuleNotFoundError: No module named 'not_installed_here')" in message
+
+
+def test_what_is_no_function_is_refused(tmp_path):
+    assert "'score' is of type float, not a function" in error_of(f"{write(tmp_path, 'score = 0.5')}:score")
+
+
+# Columns
+
+
+def test_a_function_that_needs_a_column_that_is_not_there_is_refused():
+    def wants(prompt, response, anwser, *, weight=1.0): ...
+
+    with pytest.raises(ConfigError) as caught:
+        check_columns(wants, "mine", ["answer", "level"])
+    assert str(caught.value) == (
+        "reward function 'mine' needs a column 'anwser' that the data does not have; there are prompt, response, "
+        "finish_reason, answer, level; did you mean answer?; rename the parameter, give it a default, or add the "
+        "column to the data"
+    )
+
+
+def test_functions_that_need_only_what_is_there_pass():
+    def everything(prompt, response, *, answer, finish_reason, missing=None, **others): ...
+    def positional(prompt, response, answer, /): ...
+    def nothing(*args, **kwargs): ...
+
+    for function in (everything, positional, nothing, load_function(f"{BUILTIN}:final_answer")):
+        check_columns(function, "f", ["answer"])
+
+
+def test_a_builtin_that_hides_its_parameters_is_refused():
+    with pytest.raises(ConfigError, match="does not tell its parameters; wrap it in a function of its own"):
+        check_columns(min, "f", [])
+
+
+# Calling them
+
+
+def test_a_function_gets_only_what_its_signature_takes():
+    seen = []
+
+    def few(response, answer, *, level=3):
+        seen.append((response, answer, level))
+
+    def everything(prompt, **others):
+        seen.append((prompt, others))
+
+    def positional(answer, response, other="none", /):
+        seen.append((answer, response, other))
+
+    for function in (few, everything, positional):
+        call(function, "p", "r", COLUMNS)
+    assert seen == [("r", "7", 3), ("p", {"response": "r", **COLUMNS}), ("7", "r", "none")]
+
+
+def test_the_columns_that_a_caller_hands_in_stay_as_they_are():
+    columns = dict(COLUMNS)
+    call(lambda **everything: everything.clear(), "p", "r", columns)
+    assert columns == COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("result", "score"),
+    [
+        (1, 1.0),
+        (0.25, 0.25),
+        (True, 1.0),
+        (False, 0.0),
+        (-3, -3.0),
+        (numpy.float32(0.5), 0.5),
+        (numpy.bool_(True), 1.0),
+    ],
+)
+def test_numbers_and_bools_are_scores(result, score):
+    returned = call(lambda: result, "p", "r", {})
+    assert (returned, type(returned)) == (score, float)
+    assert call(lambda: numpy.array(2.5), "p", "r", {}) == 2.5
+
+
+def test_G4_none_means_not_applicable_and_stays_none():
+    assert call(lambda: None, "p", "r", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("0.5", "returned '0.5' of type str: a score is a number, a bool or None"),
+        ([1.0], "of type list"),
+        (1j, "of type complex"),
+        (math.nan, "returned nan: a score must be finite"),
+        (-math.inf, "returned -inf: a score must be finite"),
+        (numpy.array([1.0]), "of type ndarray"),
+    ],
+)
+def test_what_is_no_score_is_an_error_and_never_0(result, said):
+    with pytest.raises(ScoreError) as caught:
+        call(lambda: result, "p", "r", {})
+    assert said in str(caught.value)
+
+
+def test_a_sample_without_a_needed_column_is_an_error():
+    with pytest.raises(ScoreError, match="needs 'answer', and this sample has only level, prompt, response"):
+        call(lambda answer: 1.0, "p", "r", {"level": 1})
+
+
+def test_what_a_function_raises_goes_through():
+    def bad(response):
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        call(bad, "p", "r", {})
+
+
+def test_async_functions_run_to_their_end_on_one_loop_that_stays():
+    loops = []
+
+    async def slow(response):
+        await asyncio.sleep(0.001)
+        loops.append(asyncio.get_running_loop())
+        return len(response)
+
+    assert [call(slow, "p", "r" * n, {}) for n in (1, 2)] == [1.0, 2.0]
+    assert loops[0] is loops[1]  # connections that a function keeps still work in the next call
+
+
+def test_async_functions_work_where_a_loop_is_running_and_survive_an_exit():
+    async def exits():
+        sys.exit(2)
+
+    async def fine():
+        return 0.5
+
+    async def notebook():
+        with pytest.raises(ScoreError, match=r"called sys.exit\(2\)"):
+            call(exits, "p", "r", {})
+        return call(fine, "p", "r", {})
+
+    assert asyncio.run(notebook()) == 0.5
+
+
+def test_an_object_that_can_be_called_is_a_function_too():
+    @dataclass
+    class Length:  # has no hash
+        per: float
+
+        def __call__(self, response):
+            return self.per * len(response)
+
+    check_columns(Length(0.5), "length", [])
+    assert bind(Length(0.5))("p", "abcd", {}) == 2.0
+
+
+# G1
+
+
+GOLDEN = [
+    ("0227999#7", "7", "stop", 1.0),
+    ("#7", "7", "stop", 1.0),
+    ("#7", "7", "length", 0.0),
+    ("#8", "7", "stop", 0.0),
+]
+
+
+def test_G1_a_golden_set_scores_the_same_in_the_main_thread_and_in_another():
+    function = load_function(f"{BUILTIN}:final_answer")
+
+    def scores() -> list:
+        return [call(function, "p", r, {"answer": a, "finish_reason": f}) for r, a, f, _ in GOLDEN]
+
+    elsewhere: list = []
+    thread = threading.Thread(target=lambda: elsewhere.extend(scores()))
+    thread.start()
+    thread.join()
+    assert scores() == elsewhere == [expected for *_, expected in GOLDEN]
+
+
+def test_importing_it_does_not_import_torch():
+    script = "import sys, rltrain.rewards.loading, rltrain.rewards.final_answer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,152 @@
+import pytest
+
+import rltrain.checks
+from rltrain.checks import RAY_JOB, builtin_task, check, check_cluster, needs_critic
+from rltrain.compose import compose
+from rltrain.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _two_cores_without_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(rltrain.checks.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(rltrain.checks, "_gpu_nodes", lambda: False)
+    monkeypatch.setattr(rltrain.checks, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(rltrain.checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv(RAY_JOB, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def config_of(*overrides):
+    return compose(overrides)[0]
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as error:
+        check(config_of(*overrides))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dr_grpo", "gspo", "dapo", "rloo"])
+def test_every_algorithm_passes(algorithm):
+    check(config_of(f"algorithm={algorithm}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.loss_mode=vanila"], "algorithm.loss_mode=vanila: unknown policy loss; the nearest is 'vanilla'"),
+        (["algorithm.advantage_estimator=gea"], "unknown advantage estimator; the nearest is 'gae'"),
+        (["algorithm.kl_loss.kl_estimator=k9"], "algorithm.kl_loss.kl_estimator=k9: unknown KL estimator; use one of"),
+        (["algorithm.kl_in_reward.kl_estimator=k3+"], "and a reward has none; use k3"),
+        (["algorithm.loss.clip=0.2"], "algorithm.loss.clip=0.2: 'vanilla' has no such knob; it takes clip_ratio_low"),
+        (["algorithm.loss.clip_ratio_low=wide"], "algorithm.loss.clip_ratio_low='wide': 'vanilla' wants a float"),
+        (["algorithm.advantage.lam=1.0"], "algorithm.advantage.lam=1.0: 'grpo' has no such knob; it takes norm_by_std"),
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1: grpo compares the answers to one prompt"),
+        (["rollout.engine=sglang"], "rollout.engine=sglang: unknown engine; use rollout=vllm or rollout=hf"),
+        (["rollout=hf", "rollout.engine=vllm"], "its settings are absent; use rollout=vllm"),
+        (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (it starts at "),
+        (["data.val=no.jsonl"], "data.val=no.jsonl: no such file"),
+        (["data.train=builtin:mediam"], "unknown built-in task; the nearest is 'builtin:median', and all are"),
+        (["data.train=builtin:sort"], "with the reward of task median: no answer would be right; use data=sort"),
+        (["model.path=no"], "model.path=no: no such directory; give the folder of a model, or model.path=builtin"),
+        (["reward.functions=[no.such:score]"], "there is no module 'no'"),
+        (["placement.actor_ranks=3"], "placement.actor_ranks=3: more than the 2 CPU cores of this machine; use fewer"),
+        (["placement.rollout_replicas=3"], "placement.rollout_replicas=3: more than the 2 CPU cores"),
+        (["rollout.vllm.tensor_parallel_size=4"], "x rollout.vllm.tensor_parallel_size=4: more than the 2 CPU cores"),
+        (["trainer.output_dir=' '"], "trainer.output_dir is empty; name a folder"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_in_one_line(overrides, message):
+    assert message in refusal(*overrides)
+
+
+def test_one_sample_a_prompt_is_enough_where_nothing_is_compared():
+    check(config_of("algorithm=ppo", "rollout.samples_per_prompt=1"))
+
+
+def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
+    monkeypatch.setattr(rltrain.checks.importlib.util, "find_spec", lambda name: None)
+    assert (
+        refusal()
+        == "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])"
+    )
+    check(config_of("rollout=hf"))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
+    (tmp_path / name).touch()
+    assert refusal(f"trainer.output_dir={tmp_path}").endswith(f"holds another run ({name}); name a new folder")
+
+
+def test_an_output_folder_that_is_there_and_holds_no_run_is_fine(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    check(config_of(f"trainer.output_dir={tmp_path}"))
+
+
+def test_an_output_folder_that_is_a_file_or_lies_in_one_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
+        assert refusal(f"trainer.output_dir={path}").endswith("file is a file, not a folder; name another folder")
+
+
+def test_an_output_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rltrain.checks.os, "access", lambda path, mode: False)
+    assert refusal(f"trainer.output_dir={tmp_path}/new").endswith(
+        f"{tmp_path} cannot be written to; name another folder"
+    )
+
+
+def test_in_a_ray_job_the_output_folder_must_be_absolute(tmp_path, monkeypatch):
+    monkeypatch.setenv(RAY_JOB, "{}")
+    assert "trainer.output_dir=out: in a Ray job a relative path lies in Ray's own cache" in refusal(
+        "trainer.output_dir=out"
+    )
+    check(config_of(f"trainer.output_dir={tmp_path}/out"))
+
+
+def test_a_file_of_ones_own_needs_a_model_of_ones_own(tmp_path):
+    (tmp_path / "my.jsonl").touch()
+    assert (
+        "the tiny model knows only the built-in tasks (builtin:median, builtin:sort); give model.path=DIR"
+        in refusal("data.train=my.jsonl")
+    )
+
+
+def test_the_builtin_model_is_that_of_the_task():
+    assert builtin_task(config_of("data=sort")).name == "sort"
+
+
+def test_only_estimators_that_read_values_need_a_critic():
+    assert needs_critic(config_of("algorithm=ppo").algorithm)
+    assert not needs_critic(config_of().algorithm)
+
+
+def test_on_a_machine_with_gpus_they_are_what_ranks_need(monkeypatch):
+    monkeypatch.setattr(rltrain.checks, "_gpu_nodes", lambda: True)
+    monkeypatch.setattr(rltrain.checks, "_gpu_count", lambda: 4)
+    check(config_of("placement.actor_ranks=4"))
+    assert "placement.actor_ranks=5: more than the 4 GPUs of this machine" in refusal("placement.actor_ranks=5")
+
+
+def test_roles_that_share_devices_need_the_largest_of_them_and_others_the_sum():
+    shared = config_of("placement=colocated", "placement.actor_ranks=4", "placement.rollout_replicas=3")
+    check_cluster(shared, {"CPU": 4.0})
+    with pytest.raises(ConfigError, match=r"^placement.actor_ranks=4: more than the 3 CPUs of the cluster; "):
+        check_cluster(shared, {"CPU": 3.0})
+    apart = config_of("placement=disaggregated", "algorithm=ppo", "placement.rollout_replicas=3")
+    check_cluster(apart, {"CPU": 5.0})
+    with pytest.raises(
+        ConfigError, match=r"=1 for each of 2 training roles \+ .*=3 = 5: more than the 4 CPUs of the clus"
+    ):
+        check_cluster(apart, {"CPU": 4.0})
+
+
+def test_a_cluster_with_gpus_is_measured_in_gpus():
+    with pytest.raises(ConfigError, match="more than the 2 GPUs of the cluster"):
+        check_cluster(config_of("placement=colocated", "placement.actor_ranks=3"), {"CPU": 64.0, "GPU": 2.0})
+
+
+def test_a_cluster_is_not_measured_by_this_machine():
+    check(config_of("placement=colocated", "placement.actor_ranks=64"))

@@ -1,0 +1,227 @@
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rltrain.compose
+from rltrain.compose import Args, choices, compose, config_dir, group_names, parse_args, usage
+from rltrain.errors import ConfigError
+from rltrain.schema import Config, keys
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as error:
+        compose(overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def leaves(values, prefix=""):
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_without_overrides_the_embedded_default_comes_out():
+    config, _ = compose([])
+    assert (config.trainer.total_steps, config.sequences_per_step, config.optimizer_steps) == (120, 512, 480)
+    assert (config.algorithm.advantage_estimator, config.rollout.engine) == ("grpo", "vllm")
+    assert (config.model.path, config.model.dtype, config.data.train) == ("builtin", "float32", "builtin:median")
+    assert (config.actor.lr, config.actor.lr_schedule) == (4e-4, "linear")
+    assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", config.trainer.output_dir)
+
+
+def test_the_resolved_yaml_holds_every_key_and_nothing_else():
+    _, text = compose([])
+    assert sorted(leaves(yaml.safe_load(text))) == sorted(keys(Config))
+
+
+def test_composing_twice_gives_equal_configs():
+    fixed = ["trainer.output_dir=x"]
+    assert compose(fixed) == compose(fixed)
+
+
+@pytest.mark.parametrize("choice", [f"{group}={choice}" for group in group_names() for choice in choices(group)])
+def test_every_choice_of_every_group_composes(choice):
+    compose([choice, "rollout=hf"] if choice == "placement=inprocess" else [choice])
+
+
+def test_an_algorithm_states_only_what_differs_from_grpo():
+    def text_of(name):
+        _, text = compose([f"algorithm={name}", "trainer.output_dir=x"])
+        return text.splitlines()
+
+    grpo = text_of("grpo")
+    new = {name: [line.strip() for line in text_of(name) if line not in grpo] for name in choices("algorithm")}
+    assert new == {
+        "dapo": ["loss:", "clip_ratio_high: 0.28"],
+        "dr_grpo": ["advantage:", "norm_by_std: false", "loss_agg_mode: seq-mean-token-sum-norm"],
+        "grpo": [],
+        "gspo": ["loss_mode: gspo", "loss_agg_mode: seq-mean-token-mean"],
+        "ppo": ["advantage_estimator: gae", "advantage:", "gamma: 1.0", "lam: 0.95", "normalize_advantages: true"],
+        "rloo": ["advantage_estimator: rloo"],
+    }
+
+
+@pytest.mark.parametrize("name", choices("algorithm"))
+def test_an_algorithm_opens_with_its_paper(name):
+    first = (config_dir() / "algorithm" / f"{name}.yaml").read_text().splitlines()[0]
+    assert re.match(r"# .*arXiv:\d{4}\.\d{5}", first)
+
+
+def test_every_line_of_yaml_whose_meaning_is_not_its_name_has_a_comment():
+    bare = {"lr", "beta1", "beta2", "weight_decay", "seed", "resume", "engine", "samples_per_prompt", "temperature"}
+    for file in config_dir().rglob("*.yaml"):
+        assert file.read_text().startswith("# "), f"{file} says nothing about itself"
+    for line in (config_dir() / "train.yaml").read_text().partition("critic:")[0].splitlines():
+        name = line.strip().partition(":")[0]
+        is_key = line.startswith("  ") and not line.strip().startswith("-")
+        named = name in bare | {"total_steps", "output_dir", "lr_schedule", "max_grad_norm"}
+        assert not is_key or "  # " in line or named, line
+
+
+def test_the_reward_follows_the_task():
+    config, _ = compose(["data=sort"])
+    assert config.reward.functions[0].path == "rltrain.rewards.final_answer:exact_answer"
+
+
+def test_a_reward_function_is_a_path_and_takes_its_name_from_it():
+    config, _ = compose(["reward.functions=[my.py:score,{path:pkg.rewards:length,weight:-0.5},pkg.short]"])
+    assert [(f.name, f.path, f.weight) for f in config.reward.functions] == [
+        ("score", "my.py:score", 1.0),
+        ("length", "pkg.rewards:length", -0.5),
+        ("short", "pkg.short", 1.0),
+    ]
+
+
+@pytest.mark.parametrize("value", ["my.py:score", "[3]", "[{name:score}]", "[{path:3}]", "[[my.py:score]]", "null"])
+def test_what_names_no_reward_function_is_refused(value):
+    message = refusal(f"reward.functions={value}")
+    assert message.startswith("reward.functions")
+    assert "file.py:function" in message or "[my_reward.py:score]" in message
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_knob_is_set_like_any_key(plus):
+    config, _ = compose([f"{plus}algorithm.loss.clip_ratio_high=0.28"])
+    assert config.algorithm.loss == {"clip_ratio_high": 0.28}
+
+
+def test_a_mapping_of_knobs_replaces_that_of_the_chosen_file():
+    assert compose(["algorithm=ppo", "algorithm.advantage={lam:0.5}"])[0].algorithm.advantage == {"lam": 0.5}
+    assert compose(["algorithm=dapo", "algorithm.loss={}"])[0].algorithm.loss == {}
+
+
+def test_one_knob_of_the_chosen_file_can_be_changed_or_removed():
+    assert compose(["algorithm=ppo", "algorithm.advantage.lam=0.5"])[0].algorithm.advantage == {
+        "gamma": 1.0,
+        "lam": 0.5,
+    }
+    assert compose(["algorithm=ppo", "~algorithm.advantage.lam"])[0].algorithm.advantage == {"gamma": 1.0}
+
+
+def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
+    assert compose(["model.path=/a b/c"])[0].model.path == "/a b/c"
+    assert compose(['model.path="/a=b,c(d)"'])[0].model.path == "/a=b,c(d)"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "trainer.totl_steps=3",
+            "unknown config key 'trainer.totl_steps'; the nearest known key is 'trainer.total_steps'",
+        ),
+        (
+            "+trainer.totl_steps=3",
+            "unknown config key 'trainer.totl_steps'; the nearest known key is 'trainer.total_steps'",
+        ),
+        ("++new.seed=1", "unknown config key 'new.seed'; the nearest known key is 'trainer.seed'"),
+        ("~trainer.sed", "unknown config key 'trainer.sed'; the nearest known key is 'trainer.seed'"),
+        ("algoritm=ppo", "unknown config key 'algoritm'; the nearest known key is 'algorithm'"),
+        ("~trainer.seed", "'~trainer.seed': a key can be set, not removed; write trainer.seed=VALUE"),
+        ("~algorithm", "'~algorithm': a key can be set, not removed; write algorithm=VALUE"),
+        (
+            "algorithm=grop",
+            "algorithm=grop: unknown choice; the nearest is 'grpo', and all are dapo, dr_grpo, grpo, gspo, ppo, rloo",
+        ),
+        ("rollout=sglang", "rollout=sglang: unknown choice; its choices are hf, vllm"),
+        ("rollout=null", "rollout=None: unknown choice; its choices are hf, vllm"),
+        ("algorithm=[ppo,grpo]", "unknown choice"),
+        ("trainer={seed:3}", "'trainer' is a section; set its keys one at a time, as trainer.KEY=VALUE"),
+        ("algorithm.loss=3", "must be a mapping, as in algorithm.loss={name:value}"),
+        ("~algorithm.loss.clip", "'algorithm.loss.clip' does not exist; see --help"),
+        ("hydra.job.chdir=true", "'hydra.job.chdir=true': Hydra's own settings cannot be changed; leave it out"),
+        ("hydra/launcher=basic", "Hydra's own settings cannot be changed"),
+        ("algorithm@x=ppo", "'@' is not available; write GROUP=CHOICE or KEY=VALUE"),
+        ("trainer.seed=1,2", "several values, and a run takes one"),
+        ("trainer.seed", "'trainer.seed': settings are written KEY=VALUE; see --help"),
+        ("=3", "'=3': no key before the '='"),
+        ("trainer.seed=[", "cannot read the value; quote one with special characters"),
+        ("trainer.output_dir=/a=b", """as in 'trainer.output_dir="/a=b"'"""),
+        ("trainer.seed=${foo}", "trainer.seed: Interpolation key 'foo' not found; write a plain value"),
+        ("trainer.seed=${foo:1}", "trainer.seed: Unsupported interpolation type foo; write a plain value"),
+        ("trainer.seed=${oc.env:NOT_SET}", "Environment variable 'NOT_SET' not found"),
+        ("trainer.seed=???", "trainer.seed: Missing mandatory value"),
+        ("trainer.total_steps=many", "trainer.total_steps='many': must be a whole number"),
+    ],
+)
+def test_a_bad_override_is_refused_in_one_line_that_says_what_would_do(override, message):
+    assert message in refusal(override)
+
+
+def test_a_key_of_a_section_that_the_chosen_group_lacks_is_explained():
+    message = refusal("rollout=hf", "rollout.vllm.kv_cache_mb=64")
+    assert message == (
+        "rollout.vllm.kv_cache_mb: rollout.vllm is null under the chosen groups; leave the override out, or choose other "
+        "groups"
+    )
+
+
+def test_overrides_do_not_depend_on_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert compose(["algorithm=rloo"])[0].algorithm.advantage_estimator == "rloo"
+
+
+def test_an_installed_package_reads_the_yaml_inside_it(tmp_path, monkeypatch):
+    package = tmp_path / "rltrain"
+    shutil.copytree(config_dir(), package / "config")
+    monkeypatch.setattr(rltrain.compose, "__file__", str(package / "compose.py"))
+    assert config_dir() == package / "config"
+    assert compose([])[0].trainer.total_steps == 120
+
+
+def test_flags_and_overrides_are_told_apart():
+    assert parse_args([]) == Args("run", [])
+    assert parse_args(["a=1", "b=2"]) == Args("run", ["a=1", "b=2"])
+    assert parse_args(["a=1", "--cfg", "job", "b=2"]) == Args("config", ["a=1", "b=2"])
+    assert parse_args(["--cfg"]) == Args("config", [])
+    assert parse_args(["--cfg=job", "a=1"]) == Args("config", ["a=1"])
+    assert parse_args(["--cfg", "-h"]) == parse_args(["--help", "--cfg"]) == Args("help", [])
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun", "--config-dir=x", "--cfg=hydra", "-"])
+def test_other_flags_are_refused_with_those_that_exist(flag):
+    with pytest.raises(ConfigError, match=rf"^unknown flag '{flag}': the flags are --help and --cfg; .*KEY=VALUE$"):
+        parse_args([flag])
+
+
+def test_the_help_names_every_group_and_choice_and_fits_a_terminal():
+    text = usage()
+    for group in group_names():
+        assert f"{group} " in text
+        assert ", ".join(choices(group)) in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_every_example_of_the_help_composes():
+    for overrides, _ in rltrain.compose.EXAMPLES:
+        compose(overrides.split())
+
+
+def test_yaml_names_no_path_of_one_machine():
+    assert not [file for file in Path(config_dir()).rglob("*.yaml") if re.search(r": /\w", file.read_text())]

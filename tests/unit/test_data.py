@@ -1,0 +1,317 @@
+"""Prompts from files and built-in tasks, what is wrong with them in one line, and their order."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from rltrain.data import PromptOrder, load_prompts
+from rltrain.errors import ConfigError
+
+BOS, EOS = 1, 2
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[bot]{% endif %}"
+)
+BOS_TEMPLATE = "{{ bos_token }}" + PLAIN_TEMPLATE
+STRICT_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_TEMPLATE
+)
+
+
+def tokenizer(*, adds: str = "<s> $A", chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per character (its code + 3); `adds` says which special tokens it puts around a text."""
+    vocab = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code + 3 for code in range(128)}
+    inner = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    inner.decoder = Fuse()
+    inner.post_processor = TemplateProcessing(single=adds, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=16
+    )
+    made.chat_template = chat_template
+    return made
+
+
+def coded(text: str) -> list[int]:
+    return [ord(character) + 3 for character in text]
+
+
+def load(source, chosen=None, **changes):
+    settings = {"split": "train", "seed": 0, "max_prompt_length": 64, "overlong": "refuse"} | changes
+    return load_prompts(str(source), chosen or tokenizer(), **settings)
+
+
+def jsonl(folder: Path, *rows: object, name: str = "p.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def error_of(source, chosen=None, **changes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(source, chosen, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# What prompts become
+
+
+def test_a_text_prompt_becomes_its_ids_and_its_other_columns_pass_through(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "1+1=", "answer": "2", "level": {"n": 1}}, {"prompt": "2+2=", "answer": "4"})
+    prompts = load(path)
+    assert (len(prompts), prompts.source, prompts.columns, prompts.filtered) == (2, str(path), ("answer", "level"), 0)
+    first = prompts[0]
+    assert (first.index, first.text, first.ids) == (0, "1+1=", [BOS, *coded("1+1=")])
+    assert first.columns == {"answer": "2", "level": {"n": 1}}
+    assert prompts[1].columns == {"answer": "4", "level": None}  # a row without a value has None, as in parquet
+    assert [p.index for p in prompts[-1:]] == [1]
+    assert prompts[-1] == prompts[1]
+    with pytest.raises(IndexError):
+        prompts[2]
+
+
+def test_json_jsonl_and_parquet_of_the_same_rows_give_the_same_prompts(tmp_path):
+    rows = [{"prompt": f"{n}+{n}=", "answer": 2 * n, "tags": ["a", str(n)]} for n in range(2000)]
+    (tmp_path / "p.json").write_text(json.dumps(rows, indent=1))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    sets = [load(source) for source in (jsonl(tmp_path, *rows), tmp_path / "p.json", tmp_path / "p.parquet")]
+    assert list(sets[0]) == list(sets[1]) == list(sets[2])
+    assert [s.columns for s in sets] == [("answer", "tags")] * 3
+    assert sets[0][1999].columns == {"answer": 3998, "tags": ["a", "1999"]}
+
+
+def test_a_json_file_may_hold_one_object_per_line_too(tmp_path):
+    assert [p.text for p in load(jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b"}, name="p.json"))] == ["a", "b"]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows_but_count_as_lines(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n{"prompt": 5}\n')
+    assert error_of(path).startswith(f"data.train={path}:3: the prompt is neither text nor chat messages")
+
+
+def test_builtin_tasks_give_their_own_number_of_rows_and_val_is_not_train():
+    train, val = load("builtin:median"), load("builtin:median", split="val")
+    assert (len(train), len(val), len(load("builtin:sort", split="val", limit=7))) == (8192, 512, 7)
+    assert train.columns == ("answer",)
+    assert not {p.text for p in train} & {p.text for p in val}
+    assert sorted(train[0].text[:-1])[3] == train[0].columns["answer"]
+
+
+def test_a_limit_takes_the_first_prompts_that_fit(tmp_path):
+    path = jsonl(tmp_path, *({"prompt": "x" * n} for n in (1, 90, 3, 4)))
+    prompts = load(path, limit=2, overlong="filter")
+    assert ([p.text for p in prompts], prompts.filtered) == (["x", "xxx"], 1)
+
+
+# E9: the template once, at most one begin token
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "yo"}, {"role": "user", "content": "?"}]
+
+
+def test_E9_chat_messages_go_through_the_template_once_with_the_generation_prompt(tmp_path):
+    chosen = tokenizer(chat_template=PLAIN_TEMPLATE)
+    (prompt,) = load(jsonl(tmp_path, {"prompt": CHAT}), chosen)
+    assert prompt.ids == coded("[user]hi[bot]yo[user]?[bot]")
+    assert prompt.ids == chosen.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert prompt.text == "[user]hi[bot]yo[user]?[bot]"
+
+
+def test_E9_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):
+    (prompt,) = load(jsonl(tmp_path, {"prompt": CHAT[:1]}), tokenizer(chat_template=BOS_TEMPLATE))
+    assert prompt.ids == [BOS, *coded("[user]hi[bot]")]
+    assert prompt.text == "[user]hi[bot]"  # reward functions never see special tokens
+
+
+@pytest.mark.parametrize("text", ["hi", "<s>hi", "<s><s>hi"])
+def test_E9_text_that_starts_with_bos_gets_no_second_one(tmp_path, text):
+    (prompt,) = load(jsonl(tmp_path, {"prompt": text}))
+    assert (prompt.ids, prompt.text) == ([BOS, *coded("hi")], "hi")
+
+
+def test_E9_a_tokenizer_without_bos_gets_none(tmp_path):
+    chosen = tokenizer(adds="$A")
+    chosen.bos_token = None
+    assert load(jsonl(tmp_path, {"prompt": "hi"}), chosen)[0].ids == coded("hi")
+
+
+def test_E9_chat_and_text_rows_of_one_file_keep_their_order(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": CHAT[:1]}, {"prompt": "b"})
+    texts = [p.text for p in load(path, tokenizer(chat_template=PLAIN_TEMPLATE))]
+    assert texts == ["a", "[user]hi[bot]", "b"]
+
+
+def test_an_end_token_that_the_tokenizer_adds_does_not_end_the_prompt(tmp_path):
+    (prompt,) = load(jsonl(tmp_path, {"prompt": "hi"}), tokenizer(adds="<s> $A </s>"))
+    assert prompt.ids == [BOS, *coded("hi")]
+
+
+# E10: never cut in silence
+
+
+def test_E10_an_overlong_prompt_is_refused_with_its_line_and_length(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "x" * 8}, {"prompt": "x" * 9}, {"prompt": "x" * 40})
+    assert error_of(path, max_prompt_length=9) == (
+        f"data.train={path}:2: the prompt has 10 tokens, longer than rollout.max_prompt_length=9 (2 prompts are, up to "
+        "41 tokens); raise rollout.max_prompt_length, or leave such prompts out with data.overlong_prompts=filter"
+    )
+
+
+def test_E10_overlong_prompts_are_left_out_and_counted_under_filter(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "x" * 40, "answer": 1}, {"prompt": "c", "answer": 3})
+    prompts = load(path, max_prompt_length=9, overlong="filter")
+    assert ([p.text for p in prompts], prompts.filtered) == (["a", "c"], 1)
+    assert prompts[1].columns == {"answer": 3}
+
+
+def test_E10_a_tokenizer_saved_with_truncation_on_cuts_nothing(tmp_path):
+    chosen = tokenizer()
+    chosen.backend_tokenizer.enable_truncation(max_length=4)
+    assert load(jsonl(tmp_path, {"prompt": "x" * 30}), chosen)[0].ids == [BOS, *coded("x" * 30)]
+
+
+def test_E10_nothing_left_after_the_filter_is_an_error(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "x" * 20}, {"prompt": "x" * 30})
+    assert error_of(path, max_prompt_length=9, overlong="filter") == (
+        f"data.train={path}: no prompt is left, all 2 are longer than rollout.max_prompt_length=9; raise it to at "
+        "least 21"
+    )
+
+
+# What is wrong, in one line
+
+
+def test_a_missing_file_names_its_nearest_neighbour(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "a"}, name="train.jsonl")
+    assert error_of(tmp_path / "trian.jsonl") == (
+        f"data.train={tmp_path}/trian.jsonl: no such file; did you mean {path}?"
+    )
+    assert "nor its folder" in error_of(tmp_path / "no" / "train.jsonl", split="val")
+    assert "no such file; check the path" in error_of(tmp_path / "zzzzzzzz.parquet")
+
+
+def test_an_unknown_builtin_task_names_the_known_ones():
+    assert error_of("builtin:medain", split="val") == (
+        "data.val=builtin:medain: unknown built-in task; there are builtin:median, builtin:sort"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "said"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": \n', ":2", "not valid JSON"),
+        (b'{"prompt": "a"}\n"b"\n', ":2", "str where an object was expected"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ":2", "not UTF-8 (byte 13)"),
+        (b'{"prompt": "a"}\n{"question": "b"}\n', ":2", "no prompt; give each row text"),
+        (b'{"prompt": ""}\n', ":1", "the prompt is empty"),
+        (b'{"prompt": []}\n', ":1", "the prompt is empty"),
+        (b'{"prompt": ["hi"]}\n', ":1", "neither text nor chat messages"),
+        (b'{"prompt": [{"role": "user"}]}\n', ":1", "neither text nor chat messages"),
+        (b'{"prompt": [{"role": "user", "content": "hi"}]}\n', ":1", "no chat template; use text prompts"),
+        (b'{"prompt": "\\ud800"}\n', ":1", "not valid Unicode"),
+        (b'{"prompt": "a", "response": "b"}\n', "", "column 'response'"),
+        (b'{"prompt": "a", "finish_reason": "b"}\n', "", "column 'finish_reason'"),
+        (b"", "", "holds no rows"),
+        (b"\n\n", "", "holds no rows"),
+    ],
+)
+def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, content, place, said):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    message = error_of(path)
+    assert message.startswith(f"data.train={path}{place}: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"prompt": "a"}, {"answer": "b"}]', ", row 2: no prompt"),
+        ('[{"prompt": "a"}, 3]', ", row 2: int where an object was expected"),
+        ('[{"prompt": "a"},', ": not valid JSON"),
+        ("[]", ": holds no rows"),
+    ],
+)
+def test_a_bad_json_array_is_named_with_its_row(tmp_path, content, said):
+    (tmp_path / "p.json").write_text(content)
+    assert said in error_of(tmp_path / "p.json")
+
+
+def test_a_chat_template_that_refuses_a_role_is_named_with_its_row(tmp_path):
+    path = jsonl(tmp_path, {"prompt": CHAT}, {"prompt": [{"role": "system", "content": "be good"}, *CHAT]})
+    message = error_of(path, tokenizer(chat_template=STRICT_TEMPLATE))
+    assert f"{path}:2: the chat template refuses these messages (no system role)" in message
+
+
+def test_a_parquet_file_that_is_none_or_has_no_prompts_is_refused(tmp_path):
+    path = tmp_path / "p.parquet"
+    path.write_bytes(b"not parquet at all")
+    assert "not a readable parquet file" in error_of(path)
+    parquet.write_table(pyarrow.table({"question": ["a"], "answer": ["b"]}), path)
+    assert "no column 'prompt' among question, answer" in error_of(path)
+    parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
+    assert f"{path}, row 2: no prompt" in error_of(path)
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
+    assert "holds no rows" in error_of(path)
+
+
+def test_an_unknown_ending_and_a_folder_are_refused(tmp_path):
+    assert "it must end in .jsonl, .json, .parquet" in error_of(tmp_path / "p.csv")
+    (tmp_path / "d.jsonl").mkdir()
+    assert "is a folder" in error_of(tmp_path / "d.jsonl")
+
+
+def test_importing_it_does_not_import_torch():
+    script = "import sys, rltrain.data; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# The order
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_uses_each_prompt_once_whatever_the_size_of_the_draws(shuffle):
+    order = PromptOrder(10, seed=3, shuffle=shuffle)
+    drawn = [index for count in (4, 4, 4, 0, 25, 3) for index in order.next(count)]
+    epochs = [drawn[start : start + 10] for start in range(0, 40, 10)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 4
+    assert order.epoch == 4
+    assert (len({tuple(epoch) for epoch in epochs}) == 4) == shuffle
+    assert shuffle or epochs[0] == list(range(10))
+
+
+def test_the_seed_decides_the_order():
+    first, same, other = (PromptOrder(50, seed, True).next(120) for seed in (1, 1, 2))
+    assert first == same != other
+
+
+@pytest.mark.parametrize("before", [0, 7, 10, 23])
+def test_a_restored_order_goes_on_where_it_stopped_also_at_an_edge(before):
+    whole = PromptOrder(10, seed=5, shuffle=True)
+    expected = whole.next(before + 30)[before:]
+    first = PromptOrder(10, seed=5, shuffle=True)
+    first.next(before)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = PromptOrder(10, seed=5, shuffle=True)
+    second.next(4)
+    second.load_state_dict(state)
+    assert (second.epoch, second.next(30)) == (before // 10, expected)
+
+
+def test_a_state_of_other_prompts_is_refused():
+    state = PromptOrder(10, seed=5, shuffle=True).state_dict()
+    with pytest.raises(ConfigError, match="size=11: the checkpoint's prompts were ordered with size=10"):
+        PromptOrder(11, seed=5, shuffle=True).load_state_dict(state)

@@ -1,0 +1,113 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rltrain.compose import compose
+from rltrain.errors import ConfigError
+from rltrain.model_files import check_directory, check_limits, end_token_ids, load_tokenizer, parameter_count
+from rltrain.tasks.tokenizer import char_tokenizer
+
+WITHOUT_END = SimpleNamespace(eos_token_id=None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path, "config.json", {"max_position_embeddings": 64, "num_attention_heads": 4})
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def write(folder, name, content):
+    (folder / name).write_text(json.dumps(content))
+
+
+def refusal(function, *args):
+    with pytest.raises(ConfigError) as error:
+        function(*args)
+    return str(error.value)
+
+
+def test_a_whole_directory_is_accepted(folder):
+    check_directory(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "holds no config.json; give a model's own folder"),
+        ("model.safetensors", "holds no weights (looked for *.safetensors, "),
+        ("tokenizer.json", "holds no tokenizer (looked for tokenizer.json, "),
+    ],
+)
+def test_what_a_directory_lacks_is_named(folder, missing, message):
+    (folder / missing).unlink()
+    assert f"model.path={folder}: {message}" in refusal(check_directory, str(folder))
+
+
+def test_a_path_that_is_absent_or_a_file_is_refused(folder):
+    assert "no such directory" in refusal(check_directory, f"{folder}/no")
+    assert "not a directory" in refusal(check_directory, f"{folder}/config.json")
+
+
+def test_a_config_that_is_no_json_is_named_by_its_file(folder):
+    (folder / "config.json").write_text("{")
+    assert f"{folder}/config.json: not readable JSON" in refusal(check_directory, str(folder))
+
+
+def test_lengths_beyond_the_positions_are_refused(folder):
+    check_limits(compose(["rollout.max_prompt_length=48"])[0], folder)
+    assert refusal(check_limits, compose(["rollout.max_prompt_length=49"])[0], folder) == (
+        "rollout.max_prompt_length=49 + rollout.max_response_length=16 = 65 tokens: the model has 64 positions "
+        "(max_position_embeddings); use at most 64 together"
+    )
+
+
+def test_the_language_part_of_a_larger_model_decides(folder):
+    write(folder, "config.json", {"max_position_embeddings": 9999, "text_config": {"max_position_embeddings": 31}})
+    assert "has 31 positions" in refusal(check_limits, compose([])[0], folder)
+
+
+def test_a_model_that_does_not_tell_its_positions_is_accepted(folder):
+    write(folder, "config.json", {})
+    check_limits(compose([])[0], folder)
+
+
+def test_heads_that_shards_cannot_share_are_refused(folder):
+    config = compose(["rollout.vllm.tensor_parallel_size=3"])[0]
+    assert "the model's 4 attention heads cannot be shared out evenly" in refusal(check_limits, config, folder)
+
+
+def test_end_tokens_come_from_all_three_places(folder):
+    write(folder, "config.json", {"eos_token_id": 7})
+    write(folder, "generation_config.json", {"eos_token_id": [7, 9]})
+    assert end_token_ids(folder, SimpleNamespace(eos_token_id=5)) == [5, 7, 9]
+
+
+def test_a_model_without_an_end_token_is_refused(folder):
+    write(folder, "config.json", {"eos_token_id": None})
+    message = refusal(end_token_ids, folder, WITHOUT_END)
+    assert message.startswith(f"model.path={folder}: no end token, so no answer would ever stop; set eos_token_id in ")
+
+
+def test_parameters_are_counted_from_the_headers(folder):
+    assert parameter_count(folder) == 17
+    save_file({"c": torch.zeros(())}, folder / "model-2.safetensors")
+    assert parameter_count(folder) == 18
+
+
+def test_parameters_in_another_form_are_not_counted(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert parameter_count(folder) is None
+
+
+def test_a_tokenizer_loads_and_a_broken_one_is_refused(folder):
+    char_tokenizer().save_pretrained(folder)
+    assert load_tokenizer(folder)("12", add_special_tokens=False)["input_ids"] == [ord("1"), ord("2")]
+    (folder / "tokenizer.json").write_text("{")
+    message = refusal(load_tokenizer, folder)
+    assert f"model.path={folder}: its tokenizer does not load (" in message
+    assert "\n" not in message

@@ -1,0 +1,132 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from rltrain.compose import compose
+from rltrain.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
+
+FACTS = Facts(path="/models/m", parameters=412_928, train_prompts=8192, val_prompts=256, devices="2 CPU cores")
+
+
+def config_of(*overrides):
+    return compose(["trainer.output_dir=out", *overrides])[0]
+
+
+def row(label, *overrides, facts=FACTS):
+    return dict(plan_rows(config_of(*overrides), facts))[label]
+
+
+def test_the_batch_sizes_are_spelt_out():
+    overrides = ["trainer.epochs_per_step=2", "actor.max_tokens_per_microbatch=16384"]
+    assert batch_line(config_of(*overrides)) == (
+        "64 prompts x 8 samples = 512 sequences -> 2 epochs x 4 mini-batches = 8 optimizer steps; "
+        "micro-batches <= 16,384 tokens"
+    )
+
+
+def test_one_of_a_thing_is_singular():
+    overrides = ["trainer.prompts_per_step=1", "trainer.prompts_per_minibatch=1", "rollout.samples_per_prompt=1"]
+    assert batch_line(config_of(*overrides)).startswith(
+        "1 prompt x 1 sample = 1 sequence -> 1 epoch x 1 mini-batch = 1 optimizer step; "
+    )
+
+
+def test_the_default_plan_reads_as_a_whole():
+    assert plan_lines(config_of(), FACTS) == [
+        "step       64 prompts x 8 samples = 512 sequences -> 1 epoch x 4 mini-batches = 4 optimizer steps; "
+        "micro-batches <= 8,192 tokens",
+        "run        120 steps, 480 optimizer steps; seed 0; builtin:median: shuffled passes of 8,192 prompts; "
+        "evaluated before and after on 256 held-out prompts",
+        "algorithm  grpo advantages; vanilla loss, token-mean; no KL; AdamW, lr 0.0004 linear",
+        "model      built-in tiny model; 413k parameters; float32",
+        "answers    vLLM, temperature 1; prompts <= 16 tokens, answers <= 16; scored by final_answer",
+        "processes  1 training rank (actor) + 1 engine + 1 reward worker; Ray on this machine, 2 CPU cores",
+        "memory     a rank: actor 6.3 MB; an engine: weights 1.6 MB + KV cache 128 MB; activations come on top",
+        "output     out",
+    ]
+
+
+def test_the_algorithm_shows_knobs_kl_and_entropy():
+    overrides = ["algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.1"]
+    assert row("algorithm", *overrides, "algorithm.entropy_coef=0.02", "algorithm.old_log_probs=rollout") == (
+        "gae advantages (gamma 1.0, lam 0.95), whitened; vanilla loss, token-mean; KL in reward 0.01 (k1), KL in loss 0.1 "
+        "(k3); entropy bonus 0.02; old log-probs of the engine; AdamW, lr 0.0004 linear"
+    )
+    assert "(clip_ratio_high 0.28)" in row("algorithm", "algorithm=dapo")
+
+
+def test_an_adaptive_coefficient_is_shown_as_a_start():
+    overrides = ["algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_in_reward.controller=adaptive"]
+    assert "KL in reward adaptive, from 0.01 (k1)" in row("algorithm", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["data.val=null"], "no evaluation (data.val=null)"),
+        (["trainer.eval_every=10"], "evaluated before, after and every 10 steps on 256 held-out prompts"),
+        (["data.train=a.jsonl"], "evaluated before and after on 256 of the training prompts themselves"),
+        (["data.train=a.jsonl", "data.val=b.jsonl"], "evaluated before and after on 256 held-out prompts"),
+    ],
+)
+def test_it_says_which_prompts_are_evaluated(overrides, text):
+    assert text in row("run", *overrides)
+
+
+def test_processes_are_counted_for_each_placement():
+    critic = Facts(path="m", needs_critic=True, devices="8 GPUs")
+    assert row("processes", "placement.actor_ranks=2", "rollout.vllm.tensor_parallel_size=2") == (
+        "2 training ranks (actor) + 1 engine of 2 shards + 1 reward worker; Ray on this machine, 2 CPU cores"
+    )
+    assert row("processes", "placement=disaggregated", "algorithm.kl_loss.kl_loss_coef=1", facts=critic) == (
+        "1 rank each for actor, reference, critic + 1 engine + 1 reward worker; Ray cluster auto, 8 GPUs"
+    )
+    assert row("processes", "placement=inprocess", "rollout=hf") == (
+        "one, without Ray, for actor, engine and rewards; 2 CPU cores"
+    )
+
+
+def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
+    gib = Facts(path="m", parameters=2**30, needs_critic=True)
+    reference = "algorithm.kl_loss.kl_loss_coef=1"
+    assert row("memory", reference, facts=gib).startswith(
+        "a rank: actor 16.0 GB + reference 4.0 GB + critic 16.0 GB = 36.0 GB; an engine: weights 4.0 GB + KV cache 128 MB;"
+    )
+    assert row("memory", "placement.actor_ranks=4", facts=gib).startswith(
+        "a rank: actor 4.0 GB + critic 4.0 GB = 8.0 GB;"
+    )
+    assert "critic 16.0 GB; an engine" in row("memory", "placement=disaggregated", facts=gib)
+
+
+def test_an_engine_holds_its_shard_in_its_own_dtype():
+    gib = Facts(path="m", parameters=2**30, on_gpu=True)
+    overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]
+    assert "an engine: weights 1.0 GB, 50% of its GPU in all;" in row("memory", *overrides, facts=gib)
+    assert "an engine: weights 4.0 GB;" in row("memory", "rollout=hf", facts=gib)
+
+
+def test_memory_of_a_model_of_unknown_size_is_not_invented():
+    assert row("memory", facts=Facts(path="m")) == "not estimated: the size of the model is unknown"
+
+
+@pytest.mark.parametrize(("count", "text"), [(7_615_616_512, "7.62B"), (494_032_768, "494M"), (999, "999")])
+def test_a_model_of_ones_own_is_named_with_its_size(count, text):
+    facts = Facts(path="/models/m", parameters=count)
+    assert row("model", "model.path=/models/m", facts=facts) == f"/models/m; {text} parameters; float32"
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_terminal_gets_a_frame_that_fits_it(width):
+    out = StringIO()
+    show_plan(Console(file=out, force_terminal=True, width=width, color_system=None), config_of(), FACTS)
+    lines = out.getvalue().splitlines()
+    assert {len(line) for line in lines} == {min(width, 100)}
+    assert "64 prompts x 8 samples = 512 sequences" in lines[1]
+    assert "-> 1 epoch x 4 mini-batches = 4" in out.getvalue()
+
+
+def test_anything_else_gets_one_line_an_entry_however_long():
+    out = StringIO()
+    show_plan(Console(file=out, width=40), config_of(), FACTS)
+    assert len(out.getvalue().splitlines()) == 8

@@ -1,0 +1,129 @@
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rltrain.compose import compose
+from rltrain.errors import ConfigError
+from rltrain.schema import Config, keys, parse, unknown_key
+
+ROOT = Path(__file__).parents[2]
+# Their only value today; whoever makes more of them removes them here.
+FIXED = {"trainer.resume", "trainer.max_staleness"}
+# These say what the config holds, or refuse it: a key that only they read would have no effect.
+TELLERS = {"schema.py", "plan.py", "checks.py", "compose.py"}
+
+
+@pytest.fixture(scope="module")
+def values():
+    config, _ = compose([])
+    return dataclasses.asdict(config)
+
+
+def attributes_read():
+    """Every name that the program reads as an attribute, anywhere but in the files that only describe the config."""
+    files = [file for folder in ("rltrain", "workers") for file in (ROOT / folder).rglob("*.py")]
+    trees = [ast.parse(file.read_text()) for file in files if file.name not in TELLERS]
+    return {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def test_there_are_at_most_120_keys():
+    assert len(keys(Config)) <= 120
+
+
+def test_every_key_is_read_by_the_program():
+    read = attributes_read()
+    unread = [key for key in keys(Config) if key not in FIXED and key.rpartition(".")[2] not in read]
+    assert unread == []
+
+
+def test_no_field_has_a_default_because_yaml_owns_the_values(values):
+    def walk(config_class):
+        for field in dataclasses.fields(config_class):
+            assert field.default is dataclasses.MISSING, field.name
+            assert field.default_factory is dataclasses.MISSING, field.name
+            if dataclasses.is_dataclass(field.type):
+                walk(field.type)
+
+    walk(Config)
+
+
+def test_parsing_what_was_parsed_gives_the_same_config(values):
+    assert dataclasses.asdict(parse(Config, values)) == values
+
+
+def changed(values, key, value):
+    section, _, name = key.rpartition(".")
+    if not section:
+        return values | {name: value}
+    head, _, rest = section.partition(".")
+    return values | {head: changed(values[head], f"{rest}.{name}" if rest else name, value)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("trainer.total_steps", "3", "trainer.total_steps='3': must be a whole number"),
+        ("trainer.total_steps", 3.0, "trainer.total_steps=3.0: must be a whole number"),
+        ("trainer.total_steps", True, "trainer.total_steps=True: must be a whole number"),
+        ("trainer.total_steps", None, "trainer.total_steps=null: must be a whole number"),
+        ("trainer.total_steps", 0, "trainer.total_steps must be >= 1, got 0"),
+        ("actor.lr", float("nan"), "actor.lr=nan: must be a number"),
+        ("actor.lr", 0, "actor.lr must be > 0, got 0.0"),
+        ("verbose", 1, "verbose=1: must be true or false"),
+        ("model.path", 7, "model.path=7: must be text"),
+        ("model.dtype", "float16", "model.dtype=float16: unknown choice; use one of float32, bfloat16"),
+        ("reward.functions", [], "reward.functions is empty"),
+        ("reward.functions", "x:y", "reward.functions='x:y': must be a list"),
+        ("algorithm.loss", [], "algorithm.loss=[]: must be a mapping"),
+        ("rollout.temperature", 0, "rollout.temperature must be > 0, got 0.0"),
+        ("actor.max_tokens_per_microbatch", 31, "use at least 32"),
+        ("rollout.vllm.gpu_memory_utilization", 1.5, "must be in (0, 1], got 1.5"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_is_refused_with_its_key(values, key, value, message):
+    with pytest.raises(ConfigError) as error:
+        parse(Config, changed(values, key, value))
+    assert message in str(error.value)
+    assert str(error.value).startswith(key)
+
+
+def test_a_whole_number_will_do_for_a_number(values):
+    lr = parse(Config, changed(values, "actor.lr", 1)).actor.lr
+    assert (lr, type(lr)) == (1.0, float)
+
+
+def test_batches_that_do_not_divide_are_refused_with_sizes_that_do(values):
+    with pytest.raises(ConfigError, match=r"60 is not a multiple .*=16.* try trainer.prompts_per_minibatch=15$"):
+        parse(Config, changed(values, "trainer.prompts_per_step", 60))
+
+
+def test_a_missing_key_is_named_with_the_way_to_set_it(values):
+    without = {name: value for name, value in values["model"].items() if name != "dtype"}
+    with pytest.raises(ConfigError, match=r"^model.dtype: no value; give one as model.dtype=VALUE$"):
+        parse(Config, values | {"model": without})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("trainer.totl_steps", "trainer.total_steps"),
+        ("total_steps", "trainer.total_steps"),
+        ("actor.total_steps", "trainer.total_steps"),
+        ("rollout.samples", "rollout.samples_per_prompt"),
+        ("algorithm.kl_coef", "algorithm.kl_in_reward.kl_coef"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
+    assert str(unknown_key(key, keys(Config))) == f"unknown config key '{key}'; the nearest known key is '{nearest}'"
+
+
+def test_an_unknown_key_inside_a_section_is_refused_too(values):
+    with pytest.raises(ConfigError, match=r"^unknown config key 'model.dtyp'; the nearest known key is 'model.dtype'$"):
+        parse(Config, changed(values, "model.dtyp", "float32"))

@@ -1,0 +1,132 @@
+"""The actor: a sharded causal language model, its log-probs and its policy update."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rltrain.algorithms import POLICY_LOSSES, aggregate_loss, columns_of, kl_estimate
+from rltrain.errors import LogProbError
+from rltrain.protocol import DataProto
+from rltrain.schema import AlgorithmConfig, Config
+from workers.dispatch import Minibatch, UpdateResult
+from workers.forward import load_model, log_prob_pass, microbatch, response_log_probs, unpack
+from workers.fsdp import Optimizer, named_tensors, shard
+from workers.weight_sync import Bucket, buckets_of
+
+# Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's (invariant D1).
+SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+class ActorWorker:
+    """One rank of the actor.
+
+    Args:
+        config: the whole config.
+        path: model directory in Hugging Face form.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        self.config = config
+        self.model = shard(load_model(AutoModelForCausalLM, path), dtype=config.model.dtype)
+        self.model.train()
+        self.optimizer = Optimizer(list(self.model.parameters()), config.actor, config.optimizer_steps)
+
+    def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """`old_log_probs` of these rows, in the order of the micro-batches."""
+        return log_prob_pass(self.model, batch, microbatches, "old_log_probs", self.config.rollout.temperature)
+
+    def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
+        """One optimizer step a mini-batch. Raises LogProbError where the first mini-batch breaks invariant D1."""
+        result = UpdateResult()
+        for number, minibatch in enumerate(minibatches):
+            for rows in minibatch.microbatches:
+                self._backward(batch, rows, minibatch, result)
+            if number == 0:
+                self._check_same_policy(result, minibatch)
+            result.tokens += minibatch.num_tokens
+            result.steps.append(self.optimizer.step())
+        return result
+
+    def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:
+        packed, columns = microbatch(batch, rows)
+        mask = columns["mask"]
+        entropy_on = self.config.algorithm.entropy_coef > 0
+        log_probs, entropy = response_log_probs(
+            self.model, packed, temperature=self.config.rollout.temperature, entropy=entropy_on
+        )
+        columns["log_probs"] = unpack(log_probs, mask)
+        if entropy is not None:
+            columns["entropy"] = unpack(entropy, mask)
+        loss, parts, sums = actor_loss(
+            columns, self.config.algorithm, num_tokens=minibatch.num_tokens, num_sequences=minibatch.num_sequences,
+            max_response_length=self.config.rollout.max_response_length,
+        )  # fmt: skip
+        (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
+        _add(result.losses, parts)
+        _add(result.sums, sums)
+
+    def _check_same_policy(self, result: UpdateResult, minibatch: Minibatch) -> None:
+        if self.config.algorithm.old_log_probs != "actor" or not minibatch.num_tokens:
+            return
+        gap, limit = result.sums["log_prob_change"] / minibatch.num_tokens, SAME_POLICY_NATS[self.config.model.dtype]
+        if not gap <= limit:
+            raise LogProbError(
+                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, above "
+                f"{limit:g}: the same weights must give the same log-probs, so forward passes differ; report this"
+            )
+
+    def export(self, version: int, check: bool) -> list[Bucket] | None:
+        """The weights as buckets for the engines, on rank 0; None on the others. A collective."""
+        return buckets_of(named_tensors(self.model), version=version, dtype=self.config.model.dtype, check=check)
+
+    def save(self, path: str) -> None:
+        """Write the model in Hugging Face form (rank 0). A collective."""
+        state = dict(named_tensors(self.model))
+        if torch.distributed.get_rank() == 0:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            self.model.config.dtype = "float32"
+            self.model.save_pretrained(path, state_dict={name: tensor.cpu() for name, tensor in state.items()})
+
+
+def actor_loss(
+    columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, **counts: int
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Policy loss plus KL and minus entropy terms of one micro-batch.
+
+    Args:
+        columns: padded columns (B, T) by name; `response_mask`, `log_probs`, `advantages` and what the loss asks for.
+        algorithm: which loss, aggregation and coefficients.
+        counts: `num_tokens`, `num_sequences`, `max_response_length` of the whole mini-batch.
+
+    Returns:
+        (loss to differentiate, its parts, sums over trained tokens), parts and sums detached.
+    """
+    mask = columns["response_mask"]
+
+    def aggregate(token_losses: Tensor) -> Tensor:
+        return aggregate_loss(token_losses, mask, algorithm.loss_agg_mode, **counts)
+
+    policy = POLICY_LOSSES.get(algorithm.loss_mode)
+    token_losses, sums = policy(*(columns[name] for name in columns_of(policy)), **algorithm.loss)
+    loss = aggregate(token_losses)
+    parts = {"policy_loss": loss.detach()}
+    if algorithm.kl_loss.kl_loss_coef > 0:
+        kl = kl_estimate(columns["log_probs"], columns["ref_log_probs"], algorithm.kl_loss.kl_estimator)
+        parts["kl_loss"] = aggregate(kl).detach()
+        sums["ref_kl"] = torch.where(mask, kl.detach(), 0).sum()
+        loss = loss + algorithm.kl_loss.kl_loss_coef * aggregate(kl)
+    if algorithm.entropy_coef > 0:
+        sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
+        loss = loss - algorithm.entropy_coef * aggregate(columns["entropy"])
+    change = (columns["log_probs"].detach() - columns["old_log_probs"]).abs()
+    sums["log_prob_change"] = torch.where(mask, change, 0).sum()
+    return loss, parts, sums
+
+
+def _add(totals: dict[str, float], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + float(value)
+

@@ -1,0 +1,61 @@
+"""The critic: the policy's architecture with one output a token, its values and its update."""
+
+import torch
+from torch import nn
+from transformers import AutoModelForTokenClassification
+
+from rltrain.algorithms import aggregate_loss, value_loss
+from rltrain.protocol import DataProto
+from rltrain.schema import Config
+from workers.dispatch import Minibatch, UpdateResult
+from workers.forward import load_model, microbatch, response_values, row_pass, unpack
+from workers.fsdp import Optimizer, shard
+
+
+class CriticWorker:
+    """One rank of the critic: it starts from the policy's weights with a value head of zeros.
+
+    Args:
+        config: the whole config.
+        path: model directory in Hugging Face form.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        self.config = config
+        model = load_model(AutoModelForTokenClassification, path, num_labels=1)
+        for name, module in model.named_children():
+            if isinstance(module, nn.Dropout):
+                setattr(model, name, nn.Identity())  # the value of a state must not depend on chance
+        head = model.get_submodule("score")
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.model = shard(model, dtype=config.model.dtype)
+        self.optimizer = Optimizer(list(self.model.parameters()), config.critic, config.optimizer_steps)
+
+    @torch.no_grad()
+    def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """`values` of these rows, in the order of the micro-batches."""
+        return row_pass(lambda packed: response_values(self.model, packed), batch, microbatches, "values")
+
+    def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
+        """One optimizer step a mini-batch, towards the column `returns`, clipped around the column `values`."""
+        result = UpdateResult(losses={"value_loss": 0.0})
+        for minibatch in minibatches:
+            for rows in minibatch.microbatches:
+                self._backward(batch, rows, minibatch, result)
+            result.tokens += minibatch.num_tokens
+            result.steps.append(self.optimizer.step())
+        return result
+
+    def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:
+        packed, columns = microbatch(batch, rows)
+        mask = columns["response_mask"]
+        values = unpack(response_values(self.model, packed), columns["mask"])
+        token_losses, sums = value_loss(
+            values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
+        )
+        loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
+        (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
+        result.losses["value_loss"] += float(loss)
+        for name, value in sums.items():
+            result.sums[name] = result.sums.get(name, 0.0) + float(value)

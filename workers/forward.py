@@ -1,0 +1,214 @@
+"""Packed forward passes: log-probs, entropies and values of response tokens, no padding in any linear layer.
+
+Rows are laid end to end as one sequence of N tokens. Attention is ours, registered with transformers under `PACKED`:
+rows of similar length are attended together, each bucket one causal sdpa call over a small right-padded view, so no
+mask is ever built and no row can see another. Everything else in the model works on the N real tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
+from workers.fsdp import device
+
+PACKED = "rltrain_packed"
+SLACK = 0.75  # rows share an attention bucket while the shortest has at least this share of the longest's tokens
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows attended together: `index` (rows, L) into the pack, `real` (rows, L) False where `index` is filler."""
+
+    index: Tensor
+    real: Tensor
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Rows end to end.
+
+    Attributes:
+        input_ids: (1, N) prompt and response ids; the last response token predicts nothing and is left out.
+        position_ids: (1, N), restarting in each row.
+        buckets: how attention groups the rows.
+        predicting: (R,) where in the pack each response token is predicted; R response tokens in all.
+        targets: (R,) the response tokens.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    buckets: tuple[Bucket, ...]
+    predicting: Tensor
+    targets: Tensor
+
+
+def pack(batch: DataProto) -> Pack:
+    """Pack all rows of a batch. A row without response tokens still takes its prompt's place and predicts nothing."""
+    prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
+    lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
+    starts = offsets_of(lengths)
+    ids = torch.empty(int(lengths.sum()), dtype=torch.int64)
+    ids[starts[:-1].repeat_interleave(prompt_lengths) + positions(prompt_lengths)] = batch.values("prompts")
+    at = (starts[:-1] + prompt_lengths).repeat_interleave(response_lengths) + positions(response_lengths)
+    is_input = positions(response_lengths) < (response_lengths - 1).repeat_interleave(response_lengths)
+    ids[at[is_input]] = batch.values("responses")[is_input]
+    return Pack(ids[None], positions(lengths)[None], _buckets(lengths), at - 1, batch.values("responses"))
+
+
+def _buckets(lengths: Tensor) -> tuple[Bucket, ...]:
+    starts = offsets_of(lengths)[:-1]
+    order = lengths.argsort(descending=True, stable=True)
+    buckets, begin = [], 0
+    while begin < len(order):
+        longest = int(lengths[order[begin]])
+        count = int((lengths[order[begin:]] >= SLACK * longest).sum())
+        rows = order[begin : begin + count]
+        steps = torch.arange(longest)
+        real = steps < lengths[rows][:, None]
+        buckets.append(Bucket(torch.where(real, starts[rows][:, None] + steps, 0), real))
+        begin += count
+    return tuple(buckets)
+
+
+def to_device(packed: Pack, device: torch.device) -> Pack:
+    """The pack with its tensors on `device`."""
+    if device.type == "cpu":
+        return packed
+    buckets = tuple(Bucket(b.index.to(device), b.real.to(device)) for b in packed.buckets)
+    return Pack(
+        packed.input_ids.to(device), packed.position_ids.to(device), buckets, packed.predicting.to(device),
+        packed.targets.to(device),
+    )  # fmt: skip
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: Pack,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,  # transformers passes what other attentions use
+) -> tuple[Tensor, None]:
+    """Causal attention within each row of a pack.
+
+    Shapes: query (1, H, N, D), key and value (1, K, N, D) with K dividing H; returns (1, N, H, D).
+    Raises ValueError for what it does not compute: soft caps, sinks, and windows shorter than the longest row.
+    """
+    assert attention_mask is None, "a packed forward must not be given a mask"
+    longest = packed.buckets[0].index.size(1)
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
+        raise ValueError("this model's attention uses a soft cap, sinks or a window shorter than its rows: not supported")
+    heads, tokens, width = query.shape[1:]
+    out = query.new_zeros(tokens, heads, value.size(-1))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
+    for bucket in packed.buckets:
+        rows, length = bucket.index.shape
+        flat = bucket.index.reshape(-1)
+        parts = (t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            *parts, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=key.size(1) != heads
+        )
+        attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
+        if len(packed.buckets) == 1 and bool(bucket.real.all()):
+            out = attended.index_select(0, _inverse(flat))
+        else:
+            real = bucket.real.reshape(-1)
+            out = out.index_copy(0, flat[real], attended[real])
+    return out[None], None
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return inverse
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+def load_model(kind: type, path: str, **kwargs: Any) -> PreTrainedModel:
+    """A model directory in Hugging Face form with packed attention, float32 master weights, safetensors only."""
+    return kind.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=PACKED, trust_remote_code=False,
+        local_files_only=True, **kwargs,
+    )  # fmt: skip
+
+
+def response_log_probs(model: nn.Module, packed: Pack, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each response token under softmax(logits / temperature), and the entropy of that distribution.
+
+    Returns:
+        log_probs (R,) and entropies (R,) or None, float32, in nats.
+    """
+    logits = model(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
+        logits_to_keep=packed.predicting, packed=packed,
+    ).logits[0]  # fmt: skip
+    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
+    log_probs = log_softmax.gather(1, packed.targets[:, None])[:, 0]
+    return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if entropy else None
+
+
+def response_values(model: nn.Module, packed: Pack) -> Tensor:
+    """The critic's value (R,) of the state in which each response token was chosen, float32."""
+    logits = model(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False, packed=packed
+    ).logits[0]
+    return logits[packed.predicting, 0].float()
+
+
+def unpack(values: Tensor, mask: Tensor) -> Tensor:
+    """Response values (R,) in the padded view (B, T) whose real slots `mask` marks; 0 elsewhere; differentiable."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def microbatch(batch: DataProto, rows: list[int]) -> tuple[Pack, dict[str, Tensor]]:
+    """The rows' pack and their response columns in the padded view (B, T), on this rank's device.
+
+    The columns carry `mask`, True at response tokens, and `response_mask`, True at trained ones. No rows at all: the
+    batch's first row with nothing trained, so that this rank takes part in the collectives and adds exactly zero.
+    """
+    part = batch[rows or [0]]
+    mask = part.padding_mask("responses")
+    names = [name for name in part.keys() if COLUMNS.get(name, ("",))[0] == "response" and name != "responses"]
+    columns = {name: part.padded(name).to(device()) for name in names} | {"mask": mask.to(device())}
+    if not rows:
+        columns["response_mask"] = torch.zeros_like(columns["mask"])
+    return to_device(pack(part), device()), columns
+
+
+@torch.no_grad()
+def log_prob_pass(
+    model: nn.Module, batch: DataProto, microbatches: list[list[int]], column: str, temperature: float
+) -> DataProto:
+    """Log-probs of these rows as the only column, rows in the order of the micro-batches."""
+
+    def log_probs(packed: Pack) -> Tensor:
+        return response_log_probs(model, packed, temperature=temperature, entropy=False)[0]
+
+    return row_pass(log_probs, batch, microbatches, column)
+
+
+def row_pass(
+    function: Callable[[Pack], Tensor], batch: DataProto, microbatches: list[list[int]], column: str
+) -> DataProto:
+    """A column of one value (R,) a response token, computed pack by pack; rows in the order of the micro-batches."""
+    parts = []
+    for rows in microbatches:
+        values = function(to_device(pack(batch[rows or [0]]), device())).cpu()
+        parts.append(batch[rows].select(["responses"]).with_values("responses", **{column: values if rows else values[:0]}))
+    return DataProto.concat(parts).select([column])

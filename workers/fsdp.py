@@ -1,0 +1,88 @@
+"""Sharding with FSDP2, the optimizer, its schedule, and full tensors out of shards."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rltrain.schema import OptimizerConfig
+
+
+def data_parallel_mesh() -> DeviceMesh:
+    """A one-dimensional mesh over all ranks of this process group."""
+    return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
+def device() -> torch.device:
+    """This rank's device: its GPU, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def shard(model: nn.Module, *, dtype: str) -> nn.Module:
+    """Shard a model in place over all ranks, each decoder layer on its own.
+
+    Master weights, gradients and their reduction stay float32; with `dtype` bfloat16 the matrix products use it.
+    """
+    compute = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    options: dict[str, Any] = {
+        "mesh": data_parallel_mesh(),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    }
+    layer_names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in layer_names:
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once (tied ones under their first name), gathered. A collective: all ranks must iterate."""
+    for name, parameter in model.named_parameters():
+        yield name, full(parameter.detach())
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor; a collective for DTensors."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Optimizer:
+    """AdamW with gradient clipping and a schedule that ends at exactly `total_steps` optimizer steps.
+
+    Args:
+        parameters: those of the sharded model.
+        config: rates and limits.
+        total_steps: optimizer steps of the whole run.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
+        self.parameters, self.config, self.total_steps, self.steps = parameters, config, total_steps, 0
+        self.adamw = torch.optim.AdamW(
+            parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+        )
+
+    def lr(self) -> float:
+        """The rate of the next step: warm-up to `lr`, then constant, or down to 0 linearly or by a half cosine."""
+        config, step = self.config, self.steps
+        if step < config.lr_warmup_steps:
+            return config.lr * (step + 1) / config.lr_warmup_steps
+        done = (step - config.lr_warmup_steps) / max(1, self.total_steps - config.lr_warmup_steps)
+        factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return config.lr * max(0.0, factor[config.lr_schedule])
+
+    def step(self) -> dict[str, float]:
+        """Clip, step, clear the gradients. Returns the norm of the full gradient before clipping, and the rate."""
+        norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
+        lr = self.lr()
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.steps += 1
+        return {"grad_norm": norm, "lr": lr}

@@ -1,0 +1,65 @@
+"""One process and the roles that live in it: a training rank, a rollout replica.
+
+Importing this module imports nothing heavy; a role's class is imported when it is built, after the process's threads
+and environment are set.
+"""
+
+import importlib
+import logging
+import os
+import socket
+from typing import Any
+
+
+class Host:
+    """Builds roles by import path and calls their methods by name.
+
+    Args:
+        environment: variables set before anything heavy is imported.
+        verbose: let libraries log.
+    """
+
+    def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:
+        os.environ.update(environment)
+        self.roles: dict[str, Any] = {}
+        if not verbose:
+            quiet()
+
+    def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
+        """Make `path` ("module:Class") with these arguments and keep it as `role`."""
+        module, _, name = path.partition(":")
+        self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a role."""
+        return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def address(self, *, loopback: bool) -> tuple[str, int]:
+        """An address of this machine, its own or the loopback one, and a free port on it, for the ranks to meet at."""
+        host = "127.0.0.1"
+        if not loopback:
+            import ray
+
+            host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
+        """Join the process group of these ranks (gloo, with nccl for GPUs); without an address it has one rank."""
+        from workers.process_group import join
+
+        join(rank, world_size, address, timeout_s)
+
+
+def quiet() -> None:
+    """Only errors from libraries on this process's terminal."""
+    os.environ.update(
+        TRANSFORMERS_VERBOSITY="error", VLLM_LOGGING_LEVEL="ERROR", PYTHONWARNINGS="ignore", TQDM_DISABLE="1",
+        GLOO_LOG_LEVEL="ERROR", TORCH_CPP_LOG_LEVEL="ERROR",
+    )  # fmt: skip
+    import warnings
+
+    warnings.simplefilter("ignore")
+    for name in ("torch", "transformers", "vllm", "ray", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)

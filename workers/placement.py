@@ -1,0 +1,145 @@
+"""Which processes there are, and what lives in each: starts Ray and the workers, or puts all of them into this process."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.errors import WorkerError
+from rltrain.schema import Config
+from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
+from workers.host import Host
+from workers.reward.pool import RewardPool
+from workers.rollout.pool import RolloutPool
+
+ROLES = {
+    "actor": "workers.actor:ActorWorker",
+    "reference": "workers.reference:ReferenceWorker",
+    "critic": "workers.critic:CriticWorker",
+}
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+@dataclass
+class Workers:
+    """The running workers of a run."""
+
+    rollout: RolloutPool
+    rewards: RewardPool
+    actor: WorkerGroup
+    reference: WorkerGroup | None
+    critic: WorkerGroup | None
+
+    def close(self) -> None:
+        """End what this run started; Ray takes its actors along."""
+        with contextlib.suppress(WorkerError):
+            self.rewards.close()
+        with contextlib.suppress(WorkerError):
+            self.rollout.close()
+
+
+def roles_of(config: Config, *, needs_critic: bool) -> list[str]:
+    """The training roles that this config needs."""
+    return ["actor", *["reference"] * config.algorithm.needs_reference, *["critic"] * needs_critic]
+
+
+def connect(config: Config) -> dict[str, float]:
+    """Start or join Ray; returns the cluster's resources by name."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    level = "info" if config.verbose else "error"
+    options: dict[str, Any] = {"logging_level": level, "log_to_driver": config.verbose, "configure_logging": config.verbose}
+    if config.placement.address == "local":
+        options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
+    ray.init(address=config.placement.address, **options)
+    return dict(ray.cluster_resources())
+
+
+def disconnect() -> None:
+    """Leave Ray; ends the processes of a local one."""
+    import ray
+
+    ray.shutdown()
+
+
+def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: bool) -> Workers:
+    """Start all workers of a run and wait until they are ready.
+
+    Args:
+        config: the whole config; Ray is connected unless the launcher is `inprocess`.
+        path: model directory.
+        stop_ids: the model's end tokens.
+        needs_critic: whether the advantage estimator asks for values.
+
+    Raises:
+        WorkerError: if a process does not come up within `placement.start_timeout_s`.
+    """
+    roles = roles_of(config, needs_critic=needs_critic)
+    if config.placement.launcher == "inprocess":
+        hosts: Hosts = LocalHosts(Host({}, verbose=True))
+        hosts.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
+        training, rollout = dict.fromkeys(roles, hosts), hosts
+        rewards = RewardPool.in_process(config.reward.functions, timeout_s=config.reward.timeout_s)
+    else:
+        rewards = RewardPool.on_ray(
+            config.reward.functions, workers=config.placement.reward_workers, timeout_s=config.reward.timeout_s,
+            start_timeout_s=config.placement.start_timeout_s,
+        )  # fmt: skip
+        ranks = config.placement.actor_ranks
+        rollout = ray_hosts(config, config.placement.rollout_replicas, gpus=_gpus_of_engine(config), concurrency=8)
+        shared = ray_hosts(config, ranks, gpus=1) if config.placement.share_ranks else None
+        training = {role: shared or ray_hosts(config, ranks, gpus=1) for role in roles}
+    pending = [(rollout, build(rollout, "rollout", "workers.rollout.worker:RolloutWorker", config, path, list(stop_ids)))]
+    for group in dict.fromkeys(training.values()):
+        if isinstance(group, RayHosts):
+            meet(group, loopback=config.placement.address == "local")
+    pending += [(hosts, build(hosts, role, ROLES[role], config, path)) for role, hosts in training.items()]
+    for hosts, calls in pending:
+        hosts.wait(calls)
+    groups = {role: WorkerGroup(hosts, role) for role, hosts in training.items()}
+    return Workers(RolloutPool(rollout), rewards, groups["actor"], groups.get("reference"), groups.get("critic"))
+
+
+def build(hosts: Hosts, role: str, path: str, *arguments: Any) -> list[Any]:
+    """Start building a role on every rank; a rollout engine has its own thread where it has its own process."""
+    if isinstance(hosts, LocalHosts):
+        extra = {"threaded": False} if role == "rollout" else {}
+        return [hosts.host.build(role, path, *arguments, **extra)]
+    assert isinstance(hosts, RayHosts)
+    extra = {"threaded": True} if role == "rollout" else {}
+    return [actor.build.remote(role, path, *arguments, **extra) for actor in hosts.actors]
+
+
+def ray_hosts(config: Config, count: int, *, gpus: int, concurrency: int = 1) -> RayHosts:
+    """Ray actors for one group of ranks or replicas."""
+    import ray
+
+    cores = os.cpu_count() or 1
+    threads = config.placement.threads_per_worker or max(1, cores // count)
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    share = 0.5 if config.placement.share_ranks else 1.0  # engine and trainer of a shared device get half of it each
+    resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
+    if has_gpus:
+        resources["num_gpus"] = gpus * share
+    environment = {
+        "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
+    remote = ray.remote(max_concurrency=concurrency, **resources)(Host)
+    return RayHosts([remote.remote(environment, verbose=config.verbose) for _ in range(count)])
+
+
+def meet(hosts: RayHosts, *, loopback: bool) -> None:
+    """Form one process group of these ranks."""
+    address = hosts.wait([hosts.actors[0].address.remote(loopback=loopback)])[0]
+    calls = [
+        actor.join.remote(rank, hosts.size, address, COLLECTIVE_TIMEOUT_S) for rank, actor in enumerate(hosts.actors)
+    ]
+    hosts.wait(calls)
+
+
+def _gpus_of_engine(config: Config) -> int:
+    return config.rollout.vllm.tensor_parallel_size if config.rollout.vllm else 1

@@ -1,0 +1,28 @@
+"""The process group of the training ranks."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def join(rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
+    """Initialise torch.distributed for this rank, once in a process.
+
+    Args:
+        rank: of this process, 0 to world_size - 1.
+        world_size: number of ranks.
+        address: where rank 0 serves the rendezvous; None for a group of one, which opens no socket.
+        timeout_s: of the rendezvous and of each collective.
+    """
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.HashStore() if address is None else dist.TCPStore(*address, world_size, rank == 0, timeout)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

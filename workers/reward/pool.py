@@ -1,0 +1,204 @@
+"""Scores samples as they come: chunks for speed, one at a time where a worker was lost. Knows nothing of Ray itself."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import Key, RewardRequest, RewardResult
+from workers.reward.transport import Answer, Call, InProcessTransport, Lost, Transport
+from workers.reward.worker import failed
+
+logger = logging.getLogger(__name__)
+
+_BUDGET_S = 0.05  # a chunk comes back after about so long, however slow the functions are
+_FIRST_CHUNK = 16
+_LARGEST_CHUNK = 256
+_FAILURES_KEPT = 32
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A sample that was slow, or whose chunk was lost: its other functions are called one by one."""
+
+    request: RewardRequest
+    scores: tuple[float | None, ...] = ()
+
+
+class RewardPool:
+    """Workers that score samples: submit requests, poll for results, in whatever order they finish.
+
+    A chunk whose worker dies or takes too long is tried again, sample by sample and function by function: whoever is
+    lost alone is failed, with a text that says so, and the rest get their scores.
+
+    Attributes:
+        failures: the latest failed results, oldest first, for messages.
+        failed_count: how many results were failed so far.
+    """
+
+    def __init__(self, transport: Transport, functions: Sequence[RewardFunctionConfig], *, timeout_s: float) -> None:
+        """Use `in_process` or `on_ray`.
+
+        Args:
+            transport: the workers.
+            functions: what they run, in the order of the scores.
+            timeout_s: wall-clock seconds that one call of one function may take.
+        """
+        self._transport, self._timeout_s = transport, timeout_s
+        self._names = [function.name for function in functions]
+        self._fresh: deque[RewardRequest] = deque()
+        self._alone: deque[_Alone] = deque()
+        self._running: dict[int, tuple[RewardRequest, ...] | _Alone] = {}  # by slot
+        self._finished: list[RewardResult] = []
+        self._keys: set[Key] = set()
+        self._chunk = _FIRST_CHUNK
+        self.failures: deque[RewardResult] = deque(maxlen=_FAILURES_KEPT)
+        self.failed_count = 0
+
+    @classmethod
+    def in_process(cls, functions: Sequence[RewardFunctionConfig], *, timeout_s: float) -> Self:
+        """Score in this process, during `poll`. Nothing can stop a function there, so `timeout_s` is not enforced.
+
+        Raises:
+            ConfigError: a function cannot be loaded.
+        """
+        return cls(InProcessTransport(functions), functions, timeout_s=timeout_s)
+
+    @classmethod
+    def on_ray(
+        cls,
+        functions: Sequence[RewardFunctionConfig],
+        *,
+        workers: int,
+        timeout_s: float,
+        start_timeout_s: float,
+        runtime_env: dict[str, Any] | None = None,
+    ) -> Self:
+        """Score in Ray actors, which start at once and without being waited for. Ray must be initialised.
+
+        Args:
+            functions: their files' paths may be relative to this process's working directory.
+            workers: number of actors.
+            timeout_s: wall-clock seconds that one call of one function may take.
+            start_timeout_s: seconds in which an actor must have started and imported the functions.
+            runtime_env: of the actors.
+        """
+        from workers.reward.ray_transport import RayTransport
+
+        transport = RayTransport(functions, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env)
+        return cls(transport, functions, timeout_s=timeout_s)
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted whose results `poll` has not returned."""
+        return len(self._keys)
+
+    def submit(self, requests: Iterable[RewardRequest]) -> None:
+        """Queue samples and begin on them; returns at once.
+
+        Raises:
+            ValueError: a request has the key of one that is still pending.
+        """
+        for request in requests:
+            if request.key in self._keys:
+                raise ValueError(f"sample {request.key} is being scored already; poll its result, then submit it again")
+            self._keys.add(request.key)
+            self._fresh.append(request)
+        self._feed()
+
+    def poll(self, timeout_s: float) -> list[RewardResult]:
+        """Return the results that are there, waiting up to `timeout_s` for the first; [] at once if nothing is pending.
+
+        Raises:
+            WorkerError: a worker cannot be started.
+        """
+        end = time.monotonic() + timeout_s
+        self._advance(0.0)
+        while not self._finished and self._keys and (left := end - time.monotonic()) > 0:
+            self._advance(left)
+        results, self._finished = self._finished, []
+        for result in results:
+            self._keys.remove(result.key)
+        return results
+
+    def close(self) -> None:
+        """Stop the workers; pending requests are dropped. Closing twice is fine."""
+        self._transport.close()
+        for queue in (self._fresh, self._alone, self._running, self._finished, self._keys):
+            queue.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _advance(self, timeout_s: float) -> None:
+        for event in self._transport.wait(timeout_s):
+            work = self._running.pop(event.slot)
+            if isinstance(event, Lost):
+                self._lost(work, event)
+            elif isinstance(work, _Alone):
+                self._answered_alone(work, event)
+            else:
+                self._answered(work, event)
+        self._feed()
+
+    def _feed(self) -> None:
+        """Give every idle worker something to do; samples under suspicion first, so that none waits for ever."""
+        for slot in self._transport.idle():
+            if self._alone:
+                suspect = self._alone.popleft()
+                self._start(slot, suspect, (suspect.request,), function=len(suspect.scores))
+            elif self._fresh:
+                share = -(-len(self._fresh) // self._transport.size)
+                count = min(self._chunk, share)
+                requests = tuple(self._fresh.popleft() for _ in range(count))
+                self._start(slot, requests, requests, function=None)
+
+    def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
+        self._running[slot] = work
+        self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s))
+
+    def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer) -> None:
+        done = len(answer.results)
+        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "a worker answered out of order"
+        for request, result in zip(requests, answer.results, strict=False):
+            if len(result.scores) < len(self._names):  # its other functions are still to be called
+                self._alone.append(_Alone(request, result.scores))
+            else:
+                self._finish(result)
+        self._fresh.extendleft(reversed(requests[done:]))
+        # All done in time: the next chunk may be larger. Else twice what was done, so that little travels in vain.
+        self._chunk = min(4 * self._chunk, _LARGEST_CHUNK) if done == len(requests) else min(2 * done, self._chunk)
+
+    def _answered_alone(self, work: _Alone, answer: Answer) -> None:
+        (result,) = answer.results
+        scores = work.scores + result.scores
+        if result.failed:
+            self._finish(failed(work.request, len(self._names), result.error))
+        elif len(scores) == len(self._names):
+            self._finish(RewardResult(work.request.key, scores))
+        else:
+            self._alone.appendleft(_Alone(work.request, scores))
+
+    def _lost(self, work: tuple[RewardRequest, ...] | _Alone, event: Lost) -> None:
+        reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
+        if isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
+            work = _Alone(work[0])  # it was; had the worker died, that might have had another cause
+        if isinstance(work, _Alone):
+            error = f"reward function '{self._names[len(work.scores)]}' {reason}"
+            self._finish(failed(work.request, len(self._names), error))
+        else:
+            logger.info("a reward worker %s; its %d samples are tried one by one", reason, len(work))
+            self._alone.extend(_Alone(request) for request in work)
+
+    def _finish(self, result: RewardResult) -> None:
+        if result.failed:
+            self.failures.append(result)
+            self.failed_count += 1
+            logger.debug("sample %s failed: %s", result.key, result.error)
+        self._finished.append(result)

@@ -1,0 +1,90 @@
+"""How calls reach reward workers: the interface, and the worker that is an ordinary object in this process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.worker import RewardWorker
+
+
+@dataclass(frozen=True)
+class Call:
+    """Work for one worker.
+
+    Attributes:
+        requests: samples to score, in this order.
+        function: number of the only function to call; None: all of them.
+        budget_s: seconds after which the worker calls no further function and returns what it has.
+        limit_s: seconds that one function may take; after `budget_s + limit_s` the call is lost, its worker stopped.
+    """
+
+    requests: tuple[RewardRequest, ...]
+    function: int | None
+    budget_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Results of the first requests of a call, as of `RewardWorker.score`; `slot` is the worker's number."""
+
+    slot: int
+    results: list[RewardResult]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A call that will never be answered: its worker took too long (`timed_out`), or `reason` says what it did."""
+
+    slot: int
+    timed_out: bool
+    reason: str = ""
+
+
+class Transport(Protocol):
+    """Workers, numbered by slot, each of which takes one call at a time."""
+
+    size: int
+
+    def idle(self) -> Sequence[int]:
+        """Return the slots whose worker has started and has nothing to do."""
+
+    def start(self, slot: int, call: Call) -> None:
+        """Begin a call on an idle slot and return at once."""
+
+    def wait(self, timeout_s: float) -> list[Answer | Lost]:
+        """Return what has become of calls, as soon as there is news (a started worker too) or after `timeout_s`."""
+
+    def close(self) -> None:
+        """Stop the workers; calls under way are dropped."""
+
+
+class InProcessTransport:
+    """One worker in this process: calls run inside `wait`, and no time limit can stop them."""
+
+    size = 1
+
+    def __init__(self, functions: Sequence[RewardFunctionConfig]) -> None:
+        self._worker = RewardWorker(functions)
+        self._call: Call | None = None
+
+    def idle(self) -> Sequence[int]:
+        """See `Transport`."""
+        return [0] if self._call is None else []
+
+    def start(self, slot: int, call: Call) -> None:
+        """See `Transport`."""
+        self._call = call
+
+    def wait(self, timeout_s: float) -> list[Answer | Lost]:
+        """See `Transport`."""
+        call, self._call = self._call, None
+        if call is None:
+            return []
+        return [Answer(0, self._worker.score(call.requests, function=call.function, budget_s=call.budget_s))]
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._call = None

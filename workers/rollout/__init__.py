@@ -1,0 +1,1 @@
+"""Engines that answer prompts, and the pool of replicas."""
