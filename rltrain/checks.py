@@ -12,7 +12,7 @@ from typing import Any
 
 from rltrain.data import BUILTIN
 from rltrain.errors import ConfigError
-from rltrain.model_files import BUILTIN_MODEL, check_directory, check_limits
+from rltrain.model_files import BUILTIN_MODEL, check_directory, check_limits, text_config
 from rltrain.rewards.loading import load_function
 from rltrain.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig, require
 from rltrain.tasks import TASKS, Task
@@ -35,11 +35,11 @@ def check(config: Config) -> None:
         builtin_task(config)
     else:
         check_directory(config.model.path)
-        check_limits(config, Path(config.model.path).expanduser())
     _check_rewards(config)
     _check_algorithm(config)
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
+    check_limits(config, _model_config(config.model.path))
 
 
 def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
@@ -112,15 +112,31 @@ def _check_engine(rollout: RolloutConfig) -> None:
         rollout.vllm is not None, "rollout.engine=vllm without rollout.vllm: its settings are absent; use rollout=vllm"
     )
     require(
-        importlib.util.find_spec("vllm") is not None,
+        _is_installed("vllm"),
         "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])",
     )
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _check_data(data: DataConfig) -> None:
     for key, source in (("train", data.train), ("val", data.val)):
         there = source is None or source.startswith(BUILTIN) or Path(source).expanduser().exists()
         require(there, f"data.{key}={source}: no such file; check the path (it starts at {Path.cwd()})")
+
+
+def _model_config(path: str) -> Mapping[str, Any]:
+    """The model's own config; that of the built-in model is known before it is made."""
+    if path != BUILTIN_MODEL:
+        return text_config(Path(path).expanduser())
+    import torch
+
+    from rltrain.tasks.tiny_model import tiny_model
+
+    with torch.device("meta"):  # draws no random numbers for weights
+        return dict(tiny_model().config.to_dict())
 
 
 def _check_rewards(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,17 @@ def check_directory(path: str) -> None:
         require(found, f"{where}: holds no {kind} (looked for {', '.join(patterns)}); save the model's there")
 
 
-def check_limits(config: Config, path: str | Path) -> None:
+def check_limits(config: Config, model: Mapping[str, Any]) -> None:
     """Refuse lengths that the model has no positions for, and a tensor parallelism that its heads cannot share.
+
+    Args:
+        config: the whole config.
+        model: the model's own config, as from `text_config`.
 
     Raises:
         ConfigError: naming the model's limit.
     """
-    model, rollout = _text_config(Path(path)), config.rollout
+    rollout = config.rollout
     longest, positions = rollout.max_prompt_length + rollout.max_response_length, model.get("max_position_embeddings")
     require(
         not isinstance(positions, int) or longest <= positions,
@@ -76,7 +81,7 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
         ConfigError: there is none, so that no answer could ever stop.
     """
     folder = Path(path)
-    sources = [_read(folder / "generation_config.json"), _text_config(folder)]
+    sources = [_read(folder / "generation_config.json"), text_config(folder)]
     found = {tokenizer.eos_token_id, *(id for source in sources for id in _as_list(source.get("eos_token_id")))}
     ids = sorted(id for id in found if isinstance(id, int) and id >= 0)
     require(
@@ -99,9 +104,9 @@ def _elements(file: Path) -> int:
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def _text_config(folder: Path) -> dict[str, Any]:
-    """The model's config; where it has several parts, the values of the language model's come first."""
-    whole = _read(folder / "config.json")
+def text_config(path: str | Path) -> dict[str, Any]:
+    """Return a model's own config; where it has several parts, the values of the language model's come first."""
+    whole = _read(Path(path) / "config.json")
     return whole | (whole.get("text_config") or {})
 
 

@@ -14,9 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from rltrain.errors import ConfigError
 
-AggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -62,9 +60,7 @@ class TrainerConfig:
             self.max_staleness == 0,
             f"max_staleness={self.max_staleness}: only synchronous training (0) is available; use 0",
         )
-        require(
-            self.resume == "never", f"resume={self.resume}: runs cannot be resumed yet; use trainer.resume=never"
-        )
+        require(self.resume == "never", f"resume={self.resume}: runs cannot be resumed yet; use trainer.resume=never")
 
 
 def _largest_divisor(total: int, at_most: int) -> int:
@@ -197,10 +193,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require(bool(self.functions), "functions is empty: name one, as in reward.functions=[my_reward.py:score]")
         require(self.timeout_s > 0, f"timeout_s must be > 0, got {self.timeout_s}")
-        require(
-            0 <= self.max_failed_fraction <= 1,
-            f"max_failed_fraction must be in [0, 1], got {self.max_failed_fraction}",
-        )
+        fraction = self.max_failed_fraction
+        require(0 <= fraction <= 1, f"max_failed_fraction must be in [0, 1], got {fraction}")
         names = [function.name for function in self.functions]
         for name in names:
             require(names.count(name) == 1, f"functions: two are named '{name}'; give each its own name")
@@ -217,10 +211,8 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "tensor_parallel_size", "kv_cache_mb")
-        require(
-            0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
-        )
+        share = self.gpu_memory_utilization
+        require(0 < share <= 1, f"gpu_memory_utilization must be in (0, 1], got {share}")
         require(
             self.process != "inprocess" or self.tensor_parallel_size == 1,
             f"process=inprocess with tensor_parallel_size={self.tensor_parallel_size}: one process holds one shard; "
@@ -264,10 +256,8 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "actor_ranks", "rollout_replicas", "reward_workers")
-        require(
-            self.threads_per_worker is None or self.threads_per_worker >= 1,
-            f"threads_per_worker must be >= 1 or null, got {self.threads_per_worker}",
-        )
+        threads = self.threads_per_worker
+        require(threads is None or threads >= 1, f"threads_per_worker must be >= 1 or null, got {threads}")
         require(self.start_timeout_s > 0, f"start_timeout_s must be > 0, got {self.start_timeout_s}")
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
             require(
@@ -357,7 +347,7 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _likeness(key: str, name: str) -> float:
-    """0 to 1; a key without its section, or in the wrong one, is nearly as good as the whole."""
+    # A key without its section, or in the wrong one, is nearly as good as the whole.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
     return max(whole, 0.9 * last)

@@ -106,13 +106,14 @@ def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
     assert here == in_actor == in_pool == expected
 
 
-@pytest.mark.parametrize("zero_copy", [False, True])
-def test_reward_processes_never_import_torch_also_where_ray_ships_tensors_without_a_copy(
-    functions, monkeypatch, zero_copy
-):
-    if zero_copy:
-        monkeypatch.setenv("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
-    with on_ray(functions("where")) as pool:
+ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # with it on, Ray itself imports torch as a process starts
+
+
+@pytest.mark.parametrize("runtime_env", [None, {"env_vars": {ZERO_COPY: "1"}}], ids=["plain", "zero_copy"])
+def test_reward_processes_never_import_torch(functions, monkeypatch, runtime_env):
+    if runtime_env:
+        monkeypatch.setenv(ZERO_COPY, "1")
+    with on_ray(functions("where"), runtime_env=runtime_env) as pool:
         pool.submit([request(0, "torch"), request(1, "pid")])
         torch, pid = (result.scores[0] for result in finish(pool))
     assert torch == 0.0
@@ -168,7 +169,7 @@ def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_whole_aga
     assert results == [RewardResult((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
     assert after == [RewardResult((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
     assert (pool.failed_count, list(pool.failures)) == (1, [bad])
-    assert seconds < 10  # two time limits and two starts of a process, on a busy machine
+    assert seconds < 20  # two time limits and two starts of a process, on a busy machine
     assert survivors(log) == []
 
 

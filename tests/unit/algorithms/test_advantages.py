@@ -98,19 +98,18 @@ def test_gae_is_five_times_as_fast_as_a_loop_over_steps_and_equal():
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(64, 32768, generator=generator), torch.randn(64, 32768, generator=generator)
     mask = torch.rand(64, 32768, generator=generator) < 0.8
-    started = time.perf_counter()
-    wanted = gae_loop(rewards, mask, values, 0.999, 0.99)
-    loop_s = time.perf_counter() - started
-    parallel_s = min(_timed(lambda: gae(rewards, mask, values, gamma=0.999, lam=0.99)) for _ in range(3))
-    advantages, _ = gae(rewards, mask, values, gamma=0.999, lam=0.99)
+    wanted, loop_s = timed(lambda: gae_loop(rewards, mask, values, 0.999, 0.99))
+    runs = [timed(lambda: gae(rewards, mask, values, gamma=0.999, lam=0.99)) for _ in range(5)]
+    (advantages, _), parallel_s = min(runs, key=lambda run: run[1])
     assert (advantages - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert loop_s >= 5 * parallel_s, f"{loop_s:.3f} s against {parallel_s:.3f} s"
 
 
-def _timed(function):
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+def timed(function):
+    """Result and seconds of processor time, all threads together: a busy machine does not lengthen it much."""
+    started = time.process_time()
+    result = function()
+    return result, time.process_time() - started
 
 
 @pytest.mark.parametrize(("gamma", "lam", "complaint"), [(1.1, 1.0, "gamma=1.1"), (1.0, -0.1, "lam=-0.1")])

@@ -84,6 +84,15 @@ def test_D8_behaviour_is_the_policy_that_sampled():
     assert (rollout * weights[0] * reward).sum().item() == pytest.approx((trainer * reward).sum().item())
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_D9_without_a_cap_a_long_row_far_off_still_has_finite_weights(level):
+    far = torch.full((1, 1000), 50.0)
+    weights, _, _ = rollout_correction(
+        far, -far, torch.ones(1, 1000), level=level, mode="truncate", lower=None, upper=None
+    )
+    assert torch.allclose(weights, torch.tensor(20.0).exp())
+
+
 def test_a_cap_alone_is_truncated_importance_sampling():
     weights, _, _ = correct(mode="truncate", lower=None)
     assert torch.allclose(weights, RATIOS.clamp(max=2) * MASK, rtol=1e-12)

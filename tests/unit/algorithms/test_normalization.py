@@ -68,6 +68,14 @@ def test_C3_a_constant_group_is_divided_by_nothing():
     assert torch.equal(result[:2], scores[:2] - scores.mean())
 
 
+@pytest.mark.parametrize("constant", [0.3, -0.3])
+def test_C3_C4_an_invalid_row_does_not_make_a_constant_group_vary(constant):
+    scores, uid, valid = tensor(*[constant] * 3, 7.0, 5.0, 6.0), torch.tensor([0, 0, 0, 0, 1, 1]), torch.arange(6) != 3
+    divided = normalize_rewards(scores, uid, valid, mean_level=None, std_level="group")
+    assert torch.equal(divided[:3], scores[:3])
+    assert (normalize_rewards(scores, uid, valid, mean_level="group", std_level=None)[:4] == 0).all()
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_C3_fewer_than_two_valid_rows_deviate_by_exactly_nothing(count):
     valid = torch.arange(4) < count
@@ -135,10 +143,11 @@ def test_components_normalised_in_their_group_weigh_alike_whatever_their_scale()
     assert torch.allclose(result, tensor(-3 * away, 3 * away, -away, away, 0.0), rtol=1e-5)
 
 
-def test_a_missing_component_is_in_no_statistic_of_its_group():
+@pytest.mark.parametrize("valid", [None, torch.ones(3, dtype=torch.bool)])
+def test_a_missing_component_is_in_no_statistic_of_its_group(valid):
     components = tensor([0.0, 1.0], [1.0, NAN], [0.5, 3.0])
     uid = torch.zeros(3).long()
-    result = combine_rewards(components, uid, weights=[0.0, 1.0], aggregation="group_normalized_sum")
+    result = combine_rewards(components, uid, valid, weights=[0.0, 1.0], aggregation="group_normalized_sum")
     away = 2**-0.5
     assert torch.allclose(result, tensor(-away, 0.0, away), rtol=1e-5)
 

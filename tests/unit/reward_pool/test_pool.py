@@ -73,10 +73,10 @@ def request(number: int, response: str | None = None, **columns) -> RewardReques
     return RewardRequest((number // 8, number % 8), "p", str(number) if response is None else response, columns)
 
 
-def finish(pool: RewardPool, rounds: int = 100_000) -> list[RewardResult]:
+def finish(pool: RewardPool, rounds: int = 20_000) -> list[RewardResult]:
     results: list[RewardResult] = []
     for _ in range(rounds):
-        results += pool.poll(1.0)
+        results += pool.poll(0.0)
         if not pool.pending:
             return results
     raise AssertionError("the pool does not finish")

@@ -1,0 +1,208 @@
+"""Bad input ends with one line on stderr and exit status 2 before any worker starts. Most cases call `main` in this
+process; a few run the real command."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rltrain.main import main
+
+ROOT = Path(__file__).parents[2]
+BAD = 2  # exit status
+
+# (overrides, what the line must hold); {files} is the folder that `files` fills.
+CASES = {
+    "unknown key": (
+        ["trainer.totl_steps=3"],
+        ["'trainer.totl_steps'", "unknown config key", "nearest known key is 'trainer.total_steps'"],
+    ),
+    "unknown key with a plus": (["+new.key=1"], ["'new.key'", "unknown config key", "nearest known key is"]),
+    "unknown choice": (
+        ["algorithm=grop"],
+        ["algorithm=grop", "unknown choice", "dapo, dr_grpo, grpo, gspo, ppo, rloo"],
+    ),
+    "unknown flag": (["--multirun"], ["'--multirun'", "unknown flag", "--help and --cfg"]),
+    "syntax": (["trainer.seed=["], ["'trainer.seed=['", "cannot read the value", "quote"]),
+    "changing the folder": (["hydra.job.chdir=true"], ["'hydra.job.chdir=true'", "cannot be changed", "leave it out"]),
+    "wrong type": (["trainer.total_steps=many"], ["trainer.total_steps='many'", "must be a whole number"]),
+    "batch sizes": (
+        ["trainer.prompts_per_step=60"],
+        ["trainer.prompts_per_step=60", "is not a multiple", "try trainer.prompts_per_minibatch=15"],
+    ),
+    "unknown loss mode": (
+        ["algorithm.loss_mode=vanila"],
+        ["algorithm.loss_mode=vanila", "unknown policy loss", "gspo", "vanilla"],
+    ),
+    "unknown estimator": (
+        ["algorithm.advantage_estimator=gea"],
+        ["algorithm.advantage_estimator=gea", "unknown advantage estimator", "gae", "grpo", "rloo"],
+    ),
+    "unknown KL estimator": (
+        ["algorithm.kl_loss.kl_estimator=k9"],
+        ["kl_estimator=k9", "unknown KL estimator", "k1, "],
+    ),
+    "unknown engine": (["rollout=sglang"], ["rollout=sglang", "unknown choice", "hf, vllm"]),
+    "unknown engine by key": (["rollout.engine=sglang"], ["rollout.engine=sglang", "unknown engine", "rollout=hf"]),
+    "knob of another loss": (
+        ["algorithm.loss.tau_pos=1.0"],
+        ["algorithm.loss.tau_pos=1.0", "'vanilla' has no such knob", "it takes clip_ratio_low"],
+    ),
+    "missing model": (["model.path={files}/no"], ["model.path={files}/no", "no such directory", "give the folder"]),
+    "model without weights": (["model.path={files}/empty"], ["{files}/empty", "holds no weights", "save the model's"]),
+    "missing data": (["data.train={files}/no.jsonl"], ["{files}/no.jsonl", "no such file", "check the path"]),
+    "data without a model": (["data.train={files}/good.jsonl"], ["good.jsonl", "only the built-in", "model.path=DIR"]),
+    "malformed JSONL": (
+        ["model.path={files}/model", "data.train={files}/malformed.jsonl"],
+        ["{files}/malformed.jsonl:2", "not valid JSON", "put one object on each line"],
+    ),
+    "row without a prompt": (
+        ["model.path={files}/model", "data.train={files}/promptless.jsonl"],
+        ["{files}/promptless.jsonl:2", "no prompt", "give each row"],
+    ),
+    "prompt too long": (
+        ["model.path={files}/model", "data.train={files}/long.jsonl"],
+        ["{files}/long.jsonl:1", "17 tokens", "rollout.max_prompt_length=16", "raise rollout.max_prompt_length"],
+    ),
+    "lengths beyond the model": (
+        ["model.path={files}/model", "rollout.max_response_length=2000"],
+        ["rollout.max_response_length=2000", "1024 positions", "use at most 1024"],
+    ),
+    "model without an end token": (
+        ["model.path={files}/endless", "data.train={files}/good.jsonl"],
+        ["model.path={files}/endless", "no end token", "set eos_token_id"],
+    ),
+    "reward function that is not there": (
+        ["reward.functions=[{files}/no.py:score]"],
+        ["{files}/no.py:score", "there is no file", "check the path"],
+    ),
+    "reward function that does not import": (
+        ["reward.functions=[{files}/broken.py:score]"],
+        ["{files}/broken.py", "does not import (ModuleNotFoundError", "fix it first"],
+    ),
+    "reward function that wants a column": (
+        ["model.path={files}/model", "data.train={files}/good.jsonl"],
+        ["'final_answer' needs a column 'answer'", "there are prompt", "add the column"],
+    ),
+    "another run's folder": (
+        ["trainer.output_dir={files}/finished"],
+        ["trainer.output_dir={files}/finished", "holds another run", "name a new folder"],
+    ),
+    "more ranks than devices": (
+        ["placement.actor_ranks=100000"],
+        ["placement.actor_ranks=100000", "more than the", "use fewer ranks"],
+    ),
+}
+REAL_COMMANDS = ["unknown key", "unknown loss mode", "malformed JSONL", "more ranks than devices"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    _write_data(folder)
+    _write_models(folder)
+    (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "finished").mkdir()
+    (folder / "finished" / "metrics.jsonl").touch()
+    return folder
+
+
+def _write_data(folder):
+    good = '{"prompt": "12="}\n'
+    (folder / "good.jsonl").write_text(good)
+    (folder / "malformed.jsonl").write_text(good + '{"prompt": "12="\n')
+    (folder / "promptless.jsonl").write_text(good + '{"question": "12="}\n')
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "1" * 17}) + "\n")
+
+
+def _write_models(folder):
+    from transformers import GenerationConfig
+
+    from rltrain.tasks.tiny_model import tiny_model
+    from rltrain.tasks.tokenizer import char_tokenizer
+
+    model, tokenizer = tiny_model(), char_tokenizer()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    model.config.eos_token_id, model.generation_config = None, GenerationConfig()
+    tokenizer.eos_token = None
+    model.save_pretrained(folder / "endless")
+    tokenizer.save_pretrained(folder / "endless")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def ray_folder(tmp_path, monkeypatch):
+    """A folder where Ray would put its session, had one been started."""
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return folder
+
+
+@pytest.fixture
+def _settings_restored():
+    """`main` quietens the process that it runs in."""
+    names = ("torch", "transformers", "vllm", "ray", "httpx")
+    environment, levels = dict(os.environ), {name: logging.getLogger(name).level for name in names}
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def assert_no_ray(ray_folder):
+    assert list(ray_folder.iterdir()) == []
+    assert _processes_with(f"RAY_TMPDIR={ray_folder}") == []
+
+
+def _processes_with(variable):
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:  # it ended, or is another user's
+            continue
+        if variable.encode() in environment:
+            found.append(process.name)
+    return found
+
+
+def assert_one_line(err, fragments, files):
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    for fragment in fragments:
+        assert fragment.format(files=files) in err
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("_settings_restored")
+def test_bad_input_is_one_line_before_anything_starts(case, files, ray_folder, tmp_path, monkeypatch, capsys):
+    overrides, fragments = CASES[case]
+    monkeypatch.chdir(tmp_path)
+    status = main([text.format(files=files) for text in overrides])
+    out, err = capsys.readouterr()
+    assert (status, out) == (BAD, "")
+    assert_one_line(err, fragments, files)
+    assert_no_ray(ray_folder)
+    assert list(tmp_path.iterdir()) == [ray_folder]  # nothing was written
+
+
+@pytest.mark.parametrize("case", REAL_COMMANDS)
+def test_the_real_command_says_the_same(case, files, ray_folder, tmp_path):
+    overrides, fragments = CASES[case]
+    command = [sys.executable, "-m", "rltrain.main", *(text.format(files=files) for text in overrides)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert (done.returncode, done.stdout) == (BAD, "")
+    assert_one_line(done.stderr, fragments, files)
+    assert_no_ray(ray_folder)
+    assert list(tmp_path.iterdir()) == [ray_folder]
