@@ -48,7 +48,7 @@ class Collector:
         self._ship(self.groups, version, temperature=self.config.rollout.temperature, seed=self.config.trainer.seed)
         groups = self._finish(self.groups, self.config.trainer.prompts_per_step)
         batch = to_batch(groups, self.config.reward.functions)
-        self._check_failures(batch)
+        self._check_failures(batch, groups)
         return batch
 
     def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
@@ -67,6 +67,7 @@ class Collector:
 
     def _finish(self, groups: PromptGroups, count: int) -> list[Group]:
         while not (taken := groups.take(count)):
+            assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
             self._pump(groups)
         return taken
 
@@ -78,12 +79,13 @@ class Collector:
         for result in self.rewards.poll(0.0 if self.rollout.pending else 0.5):
             groups.scored(result)
 
-    def _check_failures(self, batch: DataProto) -> None:
+    def _check_failures(self, batch: DataProto, groups: Sequence[Group]) -> None:
         failed, limit = float((~batch.batch["valid"]).float().mean()), self.config.reward.max_failed_fraction
         if failed > limit:
-            first = "; ".join(f"sample {r.key}: {r.error}" for r in list(self.rewards.failures)[:3])
+            failures = [g.results[n] for g in groups for n in range(g.size) if g.results[n].failed]
+            first = "; ".join(f"sample {r.key}: {r.error}" for r in failures[:3]) or "no function applied"
             raise RewardError(
-                f"{failed:.0%} of this step's rewards failed, above reward.max_failed_fraction={limit:g}: {first or 'no function applied'}"
+                f"{failed:.0%} of this step's rewards failed, above reward.max_failed_fraction={limit:g}: {first}"
             )
 
 
@@ -96,7 +98,8 @@ def to_batch(groups: Sequence[Group], functions: Sequence[RewardFunctionConfig])
     ]
     nan = float("nan")
     components = torch.tensor(
-        [[nan if s is None else s for s in r.scores] if not r.failed else [nan] * len(functions) for _, _, r in rows]
+        [[nan if s is None else s for s in r.scores] if not r.failed else [nan] * len(functions) for _, _, r in rows],
+        dtype=torch.float32,
     )
     uid = torch.tensor([group.uid for group, _, _ in rows])
     totals = combine_rewards(components, uid, weights=torch.tensor([f.weight for f in functions]))

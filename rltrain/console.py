@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rltrain.protocol import DataProto
 
@@ -55,15 +55,16 @@ class ConsoleDisplay:
         state = step_text(metrics)
         self.progress.update(self.task, completed=step, state=state)
         if not self.console.is_terminal and (step % PLAIN_EVERY == 0 or step == self.total_steps):
-            self.console.print(f"step {step:>4}/{self.total_steps}  {state}", highlight=False)
+            self.console.print(f"step {step:>4}/{self.total_steps}  {state}", highlight=False, soft_wrap=True)
         if self.sample_every and (step == 1 or step % self.sample_every == 0):
-            self.console.print(sample_text(step, batch), highlight=False)
+            self.console.print(sample_text(step, batch), soft_wrap=True)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """One line."""
         text = ", ".join(f"{kind} {metrics[f'eval/{kind}_accuracy']:.1%}" for kind in ("sampled", "greedy"))
         length = metrics["eval/sampled_length"]
-        self.console.print(f"held-out accuracy after {step} steps: {text}; answers of {length:.1f} tokens", highlight=False)
+        line = f"held-out accuracy after {step} steps: {text}; answers of {length:.1f} tokens"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def step_text(metrics: dict[str, float]) -> str:
@@ -75,18 +76,20 @@ def step_text(metrics: dict[str, float]) -> str:
     )
 
 
-def sample_text(step: int, batch: DataProto) -> str:
-    """One sample with its reward, another one each time."""
+def sample_text(step: int, batch: DataProto) -> Text:
+    """One sample with its reward, another one each time; what a model wrote is never read as markup."""
     row = (step * 7) % len(batch)
     objects = batch.non_tensor_batch
     prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
     score = f"{float(batch.batch['scores'][row]):g}" if batch.batch["valid"][row] else "failed"
-    return f"[dim]  step {step}:[/] {escape(_short(prompt))}[bold]{escape(_short(response))}[/]{ending}  -> reward {score}"
+    start, end = (f"  step {step}:", "dim"), f"{ending}  -> reward {score}"
+    return Text.assemble(start, " ", _short(prompt), (_short(response), "bold"), end)
 
 
 def _short(text: str, limit: int = 200) -> str:
-    text = text.replace("\n", "\\n")
+    # A control character could move the cursor or recolour the terminal: shown as \n, \x1b, ...
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
 
 
@@ -105,8 +108,8 @@ def summary(
         console.print(table)
     for name, path in (("learning curve", curve), ("model", output_dir / "model"), ("all results", output_dir)):
         if path is not None and path.exists():
-            console.print(f"{name + ':':<16}{escape(str(path))}", highlight=False, soft_wrap=True)
-    console.print(f"{'next:':<16}{next_command(overrides, output_dir)}", highlight=False, soft_wrap=True)
+            console.print(Text(f"{name + ':':<16}{path}"), soft_wrap=True)
+    console.print(Text(f"{'next:':<16}{next_command(overrides, output_dir)}"), soft_wrap=True)
 
 
 def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:

@@ -61,7 +61,9 @@ def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> tuple[Data
     if "values" in batch and len(trained):
         values, targets = batch.padded("values")[mask], returns[mask]
         spread = float(targets.var(unbiased=False))
-        metrics["critic/explained_variance"] = 1 - float((targets - values).var(unbiased=False)) / spread if spread else 0.0
+        metrics["critic/explained_variance"] = (
+            1 - float((targets - values).var(unbiased=False)) / spread if spread else 0.0
+        )
     return batch.with_padded("responses", advantages=advantages, returns=returns), metrics
 
 

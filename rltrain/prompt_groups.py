@@ -73,10 +73,15 @@ class PromptGroups:
         return shipped
 
     def generated(self, completion: Completion) -> RewardRequest | None:
-        """Take one finished answer and return what to score; None for a group that is gone or a second copy."""
+        """Take one finished answer and return what to score.
+
+        None for a group that is gone, a second copy, or a late answer from before the group was shipped anew.
+        """
         uid, number = completion.key
         group = self.groups.get(uid)
         if group is None or number in group.completions or group.state is State.PENDING:
+            return None
+        if any(version < group.shipped for version in completion.versions):
             return None
         group.completions[number] = completion
         if len(group.completions) == group.size:

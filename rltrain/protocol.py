@@ -4,20 +4,40 @@ Shapes, everywhere in this project: P prompts in a step, G samples of one prompt
 T response tokens (padded view), N tokens of a packed batch, V vocabulary.
 
 Variable-length columns are *jagged*: the values of all rows one after the other, (N,), and offsets, (B + 1,), so that
-row i is `values[offsets[i]:offsets[i + 1]]`. Columns of one family (all response columns, say) share one offsets tensor.
-Nothing is padded at rest or on the wire; `padded(column)` gives the (B, T) view that the algorithms read.
+row i is `values[offsets[i]:offsets[i + 1]]`. Columns of one family (all response columns, say) share one offsets
+tensor. Nothing is padded at rest or on the wire; `padded(column)` gives the (B, T) view that the algorithms read.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
+
+from rltrain.jagged import (
+    Frozen,
+    Packed,
+    freeze,
+    jagged,
+    join_rows,
+    offsets_in,
+    offsets_of,
+    pack,
+    positions,
+    row_numbers,
+    same,
+    share_offsets,
+    take_rows,
+    thaw,
+    values_in,
+)
+
+__all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
 # column -> (family, meaning). A family is one offsets tensor; "row" is one value per row, dense.
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -36,31 +56,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "uid": ("row", "prompt group of the row, int64"),
     "valid": ("row", "bool; False = the reward failed, the row is in no statistic and trains nothing"),
     "scores": ("row", "total reward of the row"),
+    "reward_components": ("row", "(B, K), one score a reward function; NaN = it failed or did not apply"),
 }
-
-
-def jagged(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Tensor:
-    """A jagged column (B, j) from B sequences."""
-    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
-    values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
-    return nested_tensor_from_jagged(values, offsets_of(lengths))
-
-
-def offsets_of(lengths: Tensor) -> Tensor:
-    """Offsets (B + 1,) of rows with these lengths (B,)."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-def is_jagged(column: Tensor) -> bool:
-    """Whether a column is stored as values and offsets."""
-    return column.is_nested
-
-
-def positions(lengths: Tensor) -> Tensor:
-    """0, 1, 2, ... within each row: (N,) for rows of these lengths (B,)."""
-    starts = offsets_of(lengths)[:-1]
-    return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
 
 
 class DataProto:
@@ -91,9 +88,10 @@ class DataProto:
         sizes |= {name: len(c) for name, c in non_tensors.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns differ in rows: {sizes}; all columns of a batch must have the same number")
-        rows = next(iter(sizes.values()), 0)
-        batch = TensorDict(tensors, batch_size=[rows])
-        return cls(batch, {name: _objects(column) for name, column in non_tensors.items()}, dict(meta_info or {}))
+        if twice := tensors.keys() & non_tensors.keys():
+            raise ValueError(f"{sorted(twice)} are tensors and objects at once; give each column its own name")
+        others = {name: _objects(column) for name, column in non_tensors.items()}
+        return cls(_table(tensors, next(iter(sizes.values()), 0)), others, dict(meta_info or {}))
 
     def __len__(self) -> int:
         return int(self.batch.batch_size[0])
@@ -110,19 +108,25 @@ class DataProto:
 
     def offsets(self, column: str) -> Tensor:
         """Offsets (B + 1,) of a jagged column."""
-        return self._jagged(column).offsets()
+        return offsets_in(self._jagged(column))
 
     def values(self, column: str) -> Tensor:
         """All rows of a jagged column one after the other, (N,)."""
-        return self._jagged(column).values()
+        return values_in(self._jagged(column))
 
     def lengths(self, column: str) -> Tensor:
         """Row lengths (B,) of a jagged column."""
         return self.offsets(column).diff()
 
     def with_values(self, like: str, **columns: Tensor) -> Self:
-        """This batch with further jagged columns, given as values (N,) in the rows of the column `like`."""
-        offsets = self.offsets(like)
+        """This batch with further jagged columns, given as values (N,) in the rows of the column `like`.
+
+        Raises ValueError when there are more or fewer values than in `like`.
+        """
+        offsets, total = self.offsets(like), len(self.values(like))
+        for name, values in columns.items():
+            if len(values) != total:
+                raise ValueError(f"{len(values)} values for '{name}', {total} in '{like}': give one a token")
         return self._with({name: nested_tensor_from_jagged(values, offsets) for name, values in columns.items()})
 
     def with_padded(self, like: str, **columns: Tensor) -> Self:
@@ -155,23 +159,24 @@ class DataProto:
     def rename(self, names: Mapping[str, str]) -> Self:
         """Columns under new names, `{old: new}`."""
         self._known(names)
-        tensors = {names.get(key, key): column for key, column in self.batch.items()}
-        others = {names.get(key, key): column for key, column in self.non_tensor_batch.items()}
-        if len(tensors) + len(others) != len(set(tensors) | set(others)) or len(tensors) + len(others) != len(self.keys()):
+        if len({names.get(key, key) for key in self.keys()}) != len(self.keys()):
             raise ValueError(f"rename {dict(names)} gives two columns one name; columns are {self.keys()}")
-        return type(self)(TensorDict(tensors, batch_size=[len(self)]), others, dict(self.meta_info))
+        tensors = {names.get(key, key): column for key, column in self._tensors().items()}
+        others = {names.get(key, key): column for key, column in self.non_tensor_batch.items()}
+        return type(self)(_table(tensors, len(self)), others, dict(self.meta_info))
 
     def union(self, other: "DataProto") -> Self:
-        """Both batches' columns. Raises ValueError when rows differ, or a shared column or fact holds different values."""
+        """Both batches' columns. Raises ValueError when rows differ, or one column or fact has different values."""
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same rows")
         for key in set(self.keys()) & set(other.keys()):
-            if not _same(self._column(key), other._column(key)):
+            if not same(self._column(key), other._column(key)):
                 raise ValueError(f"union: column '{key}' differs between the two; rename or pop one of them first")
         for key in set(self.meta_info) & set(other.meta_info):
-            if self.meta_info[key] != other.meta_info[key]:
-                raise ValueError(f"union: meta_info['{key}'] is {self.meta_info[key]} in one and {other.meta_info[key]} in the other")
-        merged = self._with(dict(other.batch.items()))
+            ours, theirs = self.meta_info[key], other.meta_info[key]
+            if ours != theirs:
+                raise ValueError(f"union: meta_info['{key}'] is {ours} in one and {theirs} in the other")
+        merged = self._with({key: column for key, column in other._tensors().items() if key not in self})
         merged.non_tensor_batch.update(other.non_tensor_batch)
         merged.meta_info.update(other.meta_info)
         return merged
@@ -181,13 +186,14 @@ class DataProto:
         """The rows of all parts, in order. Raises ValueError when their columns differ or there is no part."""
         if not parts:
             raise ValueError("concat of no batches: give at least one")
-        keys = parts[0].keys()
+        first = parts[0]
         for part in parts:
-            if set(part.keys()) != set(keys):
-                raise ValueError(f"concat: columns differ, {sorted(keys)} and {sorted(part.keys())}")
-        joined = _join([part.batch for part in parts])
-        others = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in parts[0].non_tensor_batch}
-        return cls(joined, others, {key: value for part in parts for key, value in part.meta_info.items()})
+            if part._kinds() != first._kinds():
+                raise ValueError(f"concat: columns differ, {first._kinds()} and {part._kinds()}")
+        others = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
+        tensors = join_rows([part._tensors() for part in parts])
+        meta_info = {key: value for part in parts for key, value in part.meta_info.items()}
+        return cls(_table(tensors, sum(map(len, parts))), others, meta_info)
 
     def chunk(self, chunks: int) -> list[Self]:
         """`chunks` batches whose sizes differ by at most one row; raises ValueError when there are fewer rows."""
@@ -211,15 +217,15 @@ class DataProto:
         return self[torch.as_tensor(rows, dtype=torch.int64)]
 
     def __getitem__(self, rows: slice | int | Tensor | np.ndarray | Sequence[int] | Sequence[bool]) -> Self:
-        index = _row_numbers(rows, len(self))
-        tensors = _per_family(self.batch, lambda family: _take(family, index))
-        numbers = index.numpy()
-        others = {key: column[numbers] for key, column in self.non_tensor_batch.items()}
-        return type(self)(TensorDict(tensors, batch_size=[len(index)]), others, dict(self.meta_info))
+        index = row_numbers(rows, len(self))
+        others = {key: column[index.numpy()] for key, column in self.non_tensor_batch.items()}
+        return type(self)(_table(take_rows(self._tensors(), index), len(index)), others, dict(self.meta_info))
 
     def to(self, device: str | torch.device) -> Self:
         """This batch with its tensors on `device`."""
-        return type(self)(self.batch.to(device), dict(self.non_tensor_batch), dict(self.meta_info))
+        moved = pack(self._tensors()).map(lambda tensor: tensor.to(device)).unpack()
+        batch = TensorDict(moved, batch_size=[len(self)])
+        return type(self)(batch, dict(self.non_tensor_batch), dict(self.meta_info))
 
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
         """(batch, added): rows repeated from the start until the number of rows is a multiple of `divisor`."""
@@ -231,8 +237,8 @@ class DataProto:
         return self[: len(self) - added]
 
     def save(self, path: str | Path) -> None:
-        """Write tensors, objects (as JSON) and facts (as JSON) to one file that `load` reads without unpickling code."""
-        tensors, families = _pack(self.batch)
+        """Write tensors, and objects and facts as JSON, to one file that `load` reads without unpickling code."""
+        tensors, families = pack(self._tensors())
         others = json.dumps({key: column.tolist() for key, column in self.non_tensor_batch.items()})
         torch.save({"tensors": tensors, "families": families, "rows": len(self), "others": others,
                     "meta": json.dumps(self.meta_info)}, path)  # fmt: skip
@@ -242,17 +248,23 @@ class DataProto:
         """Read what `save` wrote."""
         stored = torch.load(path, weights_only=True)
         others = {key: _objects(column) for key, column in json.loads(stored["others"]).items()}
-        return cls(_unpack(stored["tensors"], stored["families"], stored["rows"]), others, json.loads(stored["meta"]))
+        tensors = Packed(stored["tensors"], stored["families"]).unpack()
+        return cls(TensorDict(tensors, batch_size=[stored["rows"]]), others, json.loads(stored["meta"]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tensors, families = _pack(self.batch)
-        arrays = {key: (str(t.dtype), _bytes(t), family) for key, (t, family) in tensors.items()}
-        state = (arrays, [offsets.numpy() for offsets in families], len(self), self.non_tensor_batch, self.meta_info)
+        state = (freeze(self._tensors()), len(self), self.non_tensor_batch, self.meta_info)
         return _rebuild, (type(self), *state)
 
     def _with(self, tensors: Mapping[str, Tensor]) -> Self:
-        batch = TensorDict({**dict(self.batch.items()), **tensors}, batch_size=[len(self)])
+        batch = _table({**self._tensors(), **tensors}, len(self))
         return type(self)(batch, dict(self.non_tensor_batch), dict(self.meta_info))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {str(key): cast(Tensor, column) for key, column in self.batch.items()}
+
+    def _kinds(self) -> dict[str, str]:
+        kinds = {key: "jagged" if column.is_nested else "dense" for key, column in self._tensors().items()}
+        return dict(sorted({**kinds, **dict.fromkeys(self.non_tensor_batch, "objects")}.items()))
 
     def _known(self, keys: Iterable[str]) -> list[str]:
         keys = list(keys)
@@ -265,129 +277,22 @@ class DataProto:
         self._known([key])
         return self.non_tensor_batch[key] if key in self.non_tensor_batch else self.batch[key]
 
-    def _jagged(self, key: str) -> Any:
+    def _jagged(self, key: str) -> Tensor:
         column = self._column(key)
         if not isinstance(column, Tensor) or not column.is_nested:
             raise ValueError(f"column '{key}' is not jagged")
         return column
 
 
+def _table(columns: Mapping[str, Tensor], rows: int) -> TensorDict:
+    return TensorDict(share_offsets(columns), batch_size=[rows])
+
+
 def _objects(column: Sequence[Any]) -> np.ndarray:
-    array = np.empty(len(column), dtype=object)
-    array[:] = list(column)
-    return array
-
-
-def _row_numbers(rows: Any, total: int) -> Tensor:
-    if isinstance(rows, slice):
-        return torch.arange(*rows.indices(total))
-    index = torch.atleast_1d(torch.as_tensor(rows))
-    if index.dtype == torch.bool:
-        if len(index) != total:
-            raise IndexError(f"a mask of {len(index)} values for {total} rows: it must have one value a row")
-        return index.nonzero().squeeze(-1)
-    index = index.to(torch.int64)
-    if len(index) and (int(index.max()) >= total or int(index.min()) < -total):
-        raise IndexError(f"row {int(index.abs().max())} of {total}")
-    return index % total if total else index
-
-
-def _take(offsets: Tensor | None, rows: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that takes `rows` out of a column with these offsets; what columns share is computed once."""
-    if offsets is None:
-        return lambda column: column[rows.to(column.device)]
-    lengths = offsets.diff()[rows]
-    new_offsets = offsets_of(lengths)
-    index = offsets[:-1][rows].repeat_interleave(lengths) + positions(lengths)
-    return lambda column: nested_tensor_from_jagged(column.values()[index], new_offsets)
-
-
-def _per_family(batch: TensorDict, make: Callable[[Tensor | None], Callable[[Tensor], Tensor]]) -> dict[str, Tensor]:
-    dense = make(None)
-    families: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
-    result = {}
-    for key, column in batch.items():
-        if not column.is_nested:
-            result[key] = dense(column)
-            continue
-        offsets = column.offsets()
-        known = next((f for o, f in families if o is offsets or torch.equal(o, offsets)), None)
-        if known is None:
-            known = make(offsets)
-            families.append((offsets, known))
-        result[key] = known(column)
-    return result
-
-
-def _join(batches: Sequence[TensorDict]) -> TensorDict:
-    tensors: dict[str, Tensor] = {}
-    shared: list[Tensor] = []
-    for key in batches[0].keys():  # noqa: SIM118 (a TensorDict is no dict)
-        columns = [batch[key] for batch in batches]
-        if not columns[0].is_nested:
-            tensors[key] = torch.cat(columns)
-            continue
-        offsets = offsets_of(torch.cat([column.offsets().diff() for column in columns]))
-        offsets = next((o for o in shared if torch.equal(o, offsets)), offsets)
-        shared.append(offsets)
-        tensors[key] = nested_tensor_from_jagged(torch.cat([column.values() for column in columns]), offsets)
-    return TensorDict(tensors, batch_size=[sum(int(batch.batch_size[0]) for batch in batches)])
-
-
-def _pack(batch: TensorDict) -> tuple[dict[str, tuple[Tensor, int]], list[Tensor]]:
-    """Columns as (dense tensor or jagged values, number of its offsets or -1), and the offsets, each once."""
-    families: list[Tensor] = []
-    tensors: dict[str, tuple[Tensor, int]] = {}
-    for key, column in batch.items():
-        if not column.is_nested:
-            tensors[key] = (column, -1)
-            continue
-        offsets = column.offsets()
-        number = next((i for i, o in enumerate(families) if o is offsets or torch.equal(o, offsets)), len(families))
-        if number == len(families):
-            families.append(offsets)
-        tensors[key] = (column.values(), number)
-    return tensors, families
-
-
-def _unpack(tensors: Mapping[str, tuple[Tensor, int]], families: Sequence[Tensor], rows: int) -> TensorDict:
-    columns = {
-        key: values if family < 0 else nested_tensor_from_jagged(values, families[family])
-        for key, (values, family) in tensors.items()
-    }
-    return TensorDict(columns, batch_size=[rows])
-
-
-def _bytes(tensor: Tensor) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The tensor's memory as a NumPy array, which pickle 5 sends without copying it, and its shape."""
-    flat = tensor.detach().cpu().contiguous()
-    return flat.view(-1).view(torch.uint8).numpy(), tuple(flat.shape)
+    return np.fromiter(column, dtype=object, count=len(column))  # np.array would unpack rows that are lists
 
 
 def _rebuild(
-    kind: type[DataProto],
-    arrays: Mapping[str, tuple[str, tuple[np.ndarray, tuple[int, ...]], int]],
-    families: Sequence[np.ndarray],
-    rows: int,
-    others: dict[str, np.ndarray],
-    meta: dict[str, Any],
+    kind: type[DataProto], frozen: Frozen, rows: int, others: dict[str, np.ndarray], meta: dict[str, Any]
 ) -> DataProto:
-    # The one copy of the transport: what arrives may alias memory that other readers share.
-    tensors = {
-        key: (torch.from_numpy(data.copy()).view(getattr(torch, dtype.removeprefix("torch."))).view(shape), family)
-        for key, (dtype, (data, shape), family) in arrays.items()
-    }
-    offsets = [torch.from_numpy(family.copy()) for family in families]
-    return kind(_unpack(tensors, offsets, rows), others, meta)
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, np.ndarray):
-        return isinstance(right, np.ndarray) and left.tolist() == right.tolist()
-    if left is right:
-        return True
-    if left.is_nested != right.is_nested:
-        return False
-    if left.is_nested:
-        return torch.equal(left.offsets(), right.offsets()) and torch.equal(left.values(), right.values())
-    return torch.equal(left, right)
+    return kind(TensorDict(thaw(frozen), batch_size=[rows]), others, meta)

@@ -1,6 +1,7 @@
-"""What a run leaves on disk: metrics.jsonl, rollouts as parquet, TensorBoard events, a learning curve; and the console."""
+"""What a run leaves on disk: metrics.jsonl, rollouts as parquet, TensorBoard events, a learning curve."""
 
 import json
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -51,7 +52,9 @@ class Tracker:
 
     def _write(self, kept: list[dict[str, float]], step: int, metrics: dict[str, float]) -> None:
         kept.append({"step": step, **metrics})
-        self.metrics_file.write(json.dumps(kept[-1]) + "\n")
+        # JSON has no NaN and no infinity: readers other than Python's would refuse the line.
+        line = {name: value if math.isfinite(value) else None for name, value in kept[-1].items()}
+        self.metrics_file.write(json.dumps(line) + "\n")
         self.metrics_file.flush()
         for name, value in metrics.items():
             self.tensorboard.add_scalar(name, value, step)
@@ -83,7 +86,9 @@ def sample_table(batch: DataProto) -> pa.Table:
     }
     for name in ("responses", "rollout_log_probs", "policy_version", "advantages"):
         columns[name] = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
-    columns["prompts"] = pa.ListArray.from_arrays(batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy())
+    columns["prompts"] = pa.ListArray.from_arrays(
+        batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy()
+    )
     return pa.table(columns)
 
 

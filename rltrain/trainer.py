@@ -119,8 +119,9 @@ class Trainer:
         gap = metrics["rollout/log_prob_gap"]
         if self.step == 0 and not gap <= limit:
             raise LogProbError(
-                f"engine and actor disagree by {gap:.3g} nats a token on average, above rollout.max_log_prob_gap={limit:g}: "
-                "the engine samples another distribution than the one trained; check model.dtype, or raise the limit"
+                f"engine and actor disagree by {gap:.3g} nats a token on average, above "
+                f"rollout.max_log_prob_gap={limit:g}: the engine samples another distribution than "
+                "the one trained; check model.dtype, or raise the limit"
             )
         return metrics
 
@@ -137,10 +138,10 @@ class Trainer:
         metrics = {}
         for kind in ("sampled", "greedy"):
             batch = self.collector.evaluate(self.val_prompts, greedy=kind == "greedy")
-            scores = batch.batch["scores"]
-            metrics[f"eval/{kind}_reward"] = float(scores.mean())
-            metrics[f"eval/{kind}_accuracy"] = float((scores > 0).float().mean())
-            metrics[f"eval/{kind}_length"] = float(batch.lengths("responses").float().mean())
+            samples = sample_metrics(batch, ())
+            metrics[f"eval/{kind}_reward"] = samples["reward/mean"]
+            metrics[f"eval/{kind}_accuracy"] = samples["reward/accuracy"]
+            metrics[f"eval/{kind}_length"] = samples["rollout/length_mean"]
         self.tracker.log_eval(self.step, metrics)
 
 

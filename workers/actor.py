@@ -13,7 +13,7 @@ from rltrain.protocol import DataProto
 from rltrain.schema import AlgorithmConfig, Config
 from workers.dispatch import Minibatch, UpdateResult
 from workers.forward import load_model, log_prob_pass, microbatch, response_log_probs, unpack
-from workers.fsdp import Optimizer, named_tensors, shard
+from workers.fsdp import Optimizer, named_tensors, shard, tied_names
 from workers.weight_sync import Bucket, buckets_of
 
 # Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's (invariant D1).
@@ -80,7 +80,10 @@ class ActorWorker:
 
     def export(self, version: int, check: bool) -> list[Bucket] | None:
         """The weights as buckets for the engines, on rank 0; None on the others. A collective."""
-        return buckets_of(named_tensors(self.model), version=version, dtype=self.config.model.dtype, check=check)
+        return buckets_of(
+            named_tensors(self.model), aliases=tied_names(self.model), version=version, dtype=self.config.model.dtype,
+            check=check,
+        )  # fmt: skip
 
     def save(self, path: str) -> None:
         """Write the model in Hugging Face form (rank 0). A collective."""

@@ -67,7 +67,7 @@ def collect_rows(parts: Sequence[DataProto], plan: Sequence[Sequence[Rows]]) -> 
 
 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Metrics of an update over all ranks: means over trained tokens, losses and the values per optimizer step as means.
+    """Metrics of an update over all ranks: means over trained tokens; of losses and step values over optimizer steps.
 
     The metrics are empty of the clock; `grad_norm_max` is the largest of the optimizer steps.
     """

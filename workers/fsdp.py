@@ -47,6 +47,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, full(parameter.detach())
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, and the first name of each."""
+    first: dict[int, str] = {}
+    every = list(model.named_parameters(remove_duplicate=False))
+    return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor; a collective for DTensors."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

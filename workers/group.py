@@ -85,6 +85,8 @@ class RayHosts(Hosts):
             raise (error.cause if isinstance(error.cause, RLTrainError) else WorkerError(str(error))) from None
         except ray.exceptions.RayActorError as error:
             raise WorkerError(f"a worker process died: {error}") from None
+        except ray.exceptions.RayError as error:  # an object was lost, a node went away, memory ran out
+            raise WorkerError(f"{type(error).__name__}: {error}") from None
 
 
 class WorkerGroup:

@@ -40,11 +40,14 @@ class Bucket:
     probes: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def buckets_of(named: Iterable[tuple[str, Tensor]], *, version: int, dtype: str, check: bool) -> list[Bucket] | None:
+def buckets_of(
+    named: Iterable[tuple[str, Tensor]], *, aliases: Mapping[str, str], version: int, dtype: str, check: bool
+) -> list[Bucket] | None:
     """Pack tensors into buckets of about 256 MB. All ranks iterate (gathering is collective); only rank 0 packs.
 
     Args:
         named: (name, full tensor) pairs, in one order on all ranks.
+        aliases: further names of tied tensors, and the name under which each is sent; they are checked too.
         version: of these weights.
         dtype: in which the engine holds them.
         check: add checksums and probes.
@@ -65,6 +68,7 @@ def buckets_of(named: Iterable[tuple[str, Tensor]], *, version: int, dtype: str,
         if check:
             bucket.checksums.append(checksum(parts[-1]))
             bucket.probes[name] = probe(sent).numpy()
+            bucket.probes |= {alias: bucket.probes[name] for alias, target in aliases.items() if target == name}
     _close(buckets, parts)
     return buckets if dist.get_rank() == 0 else None
 
@@ -121,13 +125,13 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
         dtype: of the engine's weights; sets the tolerance, relative to the largest output.
 
     Raises:
-        SyncError: naming the worst tensor, or those that the engine did not show.
+        SyncError: naming the worst tensor, or those that only one side has.
     """
-    missing = sorted(set(probes) - set(outputs))
-    if missing:
+    unpaired = sorted(set(probes) ^ set(outputs))
+    if unpaired:
         raise SyncError(
-            f"weight sync {version}: no layer of the engine could be checked for {', '.join(missing[:3])}"
-            f"{' and more' if len(missing) > 3 else ''}; turn the check off with rollout.verify_sync=false"
+            f"weight sync {version}: {', '.join(unpaired[:3])}{' and more' if len(unpaired) > 3 else ''} could not be "
+            "checked: engine and actor do not name the same tensors; rollout.verify_sync=false turns the check off"
         )
     errors = {}
     for name, expected in probes.items():

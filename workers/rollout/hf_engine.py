@@ -177,7 +177,7 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
     """W v per matrix of the model, through its own linear layers; one-dimensional parameters as they are."""
     outputs = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 2:
             vector = probe_vector(parameter.size(1), parameter.dtype).to(parameter)
             outputs[name] = F.linear(vector, parameter).float()

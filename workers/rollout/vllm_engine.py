@@ -3,23 +3,34 @@
 Needs vLLM 0.25 to 0.33: the weight-transfer calls used here exist in that range.
 """
 
+import asyncio
 import gc
-from collections.abc import Sequence
-from typing import Any
+import pickle
+import queue
+import tempfile
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rltrain.errors import SyncError
 from rltrain.schema import Config, RolloutConfig
 from workers.rollout.messages import Completion, Request
 from workers.rollout.vllm_worker import BACKEND
 from workers.weight_sync import Bucket
 
+T = TypeVar("T")
 CPU_PREFILL_TOKENS = 8192  # prompt tokens of one engine step on CPU
 CPU_BLOCK = 32  # tokens of a KV block on CPU; vLLM's 128 leaves short prompts without prefix-cache hits
 
@@ -90,7 +101,7 @@ class InProcessVLLM:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
         for request in requests:
-            name = f"{request.key[0]}-{request.key[1]}"
+            name = _name(request)
             prompt = {"prompt_token_ids": request.prompt_ids}
             self.keys[name] = request.key
             self.engine.add_request(name, prompt, sampling_params(request, self.stop_ids))
@@ -118,24 +129,133 @@ class InProcessVLLM:
             self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
+        self.engine.collective_rpc("rltrain_check")
         self.version = version
-        for bucket in buckets:
-            if bucket.probes:
-                self.engine.collective_rpc("rltrain_check", args=(bucket.probes, version, bucket.dtype))
 
     def settings(self, request: Request) -> dict[str, Any]:
         """What the engine resolved for this request, after all its defaults (invariant E2)."""
-        params = sampling_params(request, self.stop_ids)
-        resolved = self.engine.input_processor.process_inputs(
-            "settings", {"prompt_token_ids": request.prompt_ids}, params, supported_tasks=("generate",)
-        ).params
-        return {name: getattr(resolved, name) for name in resolved.__struct_fields__}
+        return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
 
     def close(self) -> None:
         """End the engine."""
         self.engine.engine_core.shutdown()
 
 
-def make(config: Config, path: str, stop_ids: Sequence[int]) -> "InProcessVLLM":
+class AsyncVLLM:
+    """AsyncLLM, whose engine core and tensor-parallel workers are processes of their own: for GPUs and large models.
+
+    Arguments as of `InProcessVLLM`. Answers arrive on an event loop in a thread; `step` hands them over.
+    """
+
+    def __init__(self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int]) -> None:
+        self.stop_ids, self.version = list(stop_ids), 0
+        self.keys: dict[str, tuple[int, int]] = {}
+        self.answers: queue.Queue[Completion | BaseException] = queue.Queue()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
+        self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**engine_arguments(config, path, dtype))))
+        self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    async def _start(self, arguments: AsyncEngineArgs) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(arguments)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        for request in requests:
+            self.keys[_name(request)] = request.key
+            asyncio.run_coroutine_threadsafe(self._answer(request), self.loop)
+
+    async def _answer(self, request: Request) -> None:
+        prompt: Any = {"prompt_token_ids": request.prompt_ids}
+        try:
+            async for output in self.engine.generate(prompt, sampling_params(request, self.stop_ids), _name(request)):
+                if output.finished:
+                    self.answers.put(completion_of(output, request.key, self.version))
+        except Exception as error:
+            self.answers.put(error)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.keys)
+
+    def step(self) -> list[Completion]:
+        """Answers that have finished, waiting briefly for the first. Raises what the engine raised."""
+        found: list[Completion] = []
+        try:
+            item = self.answers.get(timeout=0.05)
+            while True:
+                if isinstance(item, BaseException):
+                    raise item
+                if self.keys.pop(f"{item.key[0]}-{item.key[1]}", None):
+                    found.append(item)
+                item = self.answers.get_nowait()
+        except queue.Empty:
+            return found
+
+    def abort(self) -> None:
+        """Drop all unfinished requests."""
+        self._run(self.engine.abort(list(self.keys)))
+        self.keys.clear()
+
+    def load(self, buckets: Sequence[Bucket], version: int) -> None:
+        """Take these weights, check them, and forget what was cached with the old ones."""
+        assert not self.busy, "weights change between steps only: staleness is bounded at ship time"
+        try:
+            self._run(self._load(buckets))
+        except Exception as error:  # from another process: its text is all that is left of its type
+            raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
+        self.version = version
+
+    async def _load(self, buckets: Sequence[Bucket]) -> None:
+        await self.engine.start_weight_update()
+        for bucket in buckets:
+            with shared_file(bucket) as path:
+                await self.engine.update_weights(WeightTransferUpdateRequest({"shared": path}))
+        await self.engine.finish_weight_update()
+        await self.engine.reset_prefix_cache(reset_running_requests=True)
+        await self.engine.collective_rpc("rltrain_check")
+
+    def settings(self, request: Request) -> dict[str, Any]:
+        """What the engine resolved for this request, after all its defaults (invariant E2)."""
+        return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self.engine.shutdown()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+@contextmanager
+def shared_file(bucket: Bucket) -> Iterator[str]:
+    """The bucket as a file in shared memory, readable by this user only, for as long as the block runs."""
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.NamedTemporaryFile(prefix="rltrain-weights-", dir=folder) as file:
+        pickle.dump(bucket, file, protocol=5)
+        file.flush()
+        yield file.name
+
+
+def resolved_settings(processor: Any, params: SamplingParams, request: Request) -> dict[str, Any]:
+    """The sampling parameters after vLLM's own processing of a request."""
+    prompt = {"prompt_token_ids": request.prompt_ids}
+    resolved = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
+    return {name: getattr(resolved, name) for name in resolved.__struct_fields__}
+
+
+def _name(request: Request) -> str:
+    return f"{request.key[0]}-{request.key[1]}"
+
+
+def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | AsyncVLLM:
     """The engine for a config: in this process on a CPU, AsyncLLM for GPUs and tensor parallelism."""
-    return InProcessVLLM(config.rollout, path, config.model.dtype, stop_ids)
+    assert config.rollout.vllm is not None, "vllm settings are there when the engine is vllm"
+    process = config.rollout.vllm.process
+    if process == "auto":
+        alone = config.rollout.vllm.tensor_parallel_size == 1 and not torch.cuda.is_available()
+        process = "inprocess" if alone else "async"
+    kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
+    return kind(config.rollout, path, config.model.dtype, stop_ids)

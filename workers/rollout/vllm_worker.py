@@ -3,20 +3,27 @@
 vLLM imports this module by name (`worker_extension_cls`) before it loads the model; importing it registers the back end.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -32,15 +39,22 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: itself in the same process, or the name of a shared-memory file that holds its bytes."""
+    """One bucket: itself in the same process, or the name of a file in shared memory that holds it."""
 
-    bucket: Bucket
+    bucket: Bucket | None = None
     shared: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+
+    def read(self) -> Bucket:
+        """The bucket."""
+        if self.bucket is None:
+            assert self.shared is not None, "a bucket, or where it lies"
+            self.bucket = pickle.loads(Path(self.shared).read_bytes())  # written by this run, readable by its user only
+        assert self.bucket is not None
+        return self.bucket
 
 
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets and loads them layer by layer through vLLM's reload."""
+    """Receives buckets, loads them layer by layer through vLLM's reload, and checks what the layers then compute."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -50,13 +64,14 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Put the layers into their loading form."""
+        self.probes: dict[str, np.ndarray] = {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Check the bytes and load them."""
-        bucket = update_info.bucket
-        if update_info.shared is not None:
-            bucket.data = np.fromfile(update_info.shared, dtype=np.uint8)
+        bucket = update_info.read()
+        self.version, self.dtype = bucket.version, bucket.dtype
+        self.probes |= bucket.probes
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors_of(bucket))
 
     def finish_weight_update(self) -> None:
@@ -67,6 +82,13 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
+
+    def check_layers(self) -> None:
+        """Raise SyncError unless every layer computes with the weights of the last update, where probes came along."""
+        if self.probes:
+            with torch.inference_mode():
+                outputs = layer_outputs(self.model)
+            check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -84,58 +106,77 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker, called on every tensor-parallel rank."""
+    """Added to vLLM's worker; naming this class makes the worker import this module."""
 
-    def rltrain_outputs(self) -> dict[str, Tensor]:
-        """W v per tensor of the checkpoint, through this engine's own layers (this rank's part of it)."""
-        model = self.model_runner.get_model()
-        with set_current_vllm_config(self.vllm_config), torch.inference_mode():
-            return layer_outputs(model)
-
-    def rltrain_check(self, probes: dict[str, np.ndarray], version: int, dtype: str) -> None:
-        """Raise SyncError unless every layer computes with the weights behind these probes."""
-        check_outputs(self.rltrain_outputs(), probes, version=version, dtype=dtype)
+    def rltrain_check(self) -> None:
+        """Check the last update on this rank; under tensor parallelism all ranks call it."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.check_layers()
 
 
 def layer_outputs(model: nn.Module) -> dict[str, Tensor]:
     """Run every linear layer, head and embedding on its probe vector; fused layers are cut into their parts.
+
+    Under tensor parallelism all ranks call it, and each gets the outputs of the whole layers.
 
     Returns:
         W v in float32 per checkpoint name; biases and norms as they are.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ParallelLMHead):
-            outputs[f"{name}.weight"] = _apply(module)[: module.org_vocab_size]
+            outputs[f"{name}.weight"] = gather([_apply(module)], module.tp_size)[0][: module.org_vocab_size]
         elif isinstance(module, VocabParallelEmbedding):
             rows = module(torch.arange(module.org_vocab_size, device=module.weight.device))
             outputs[f"{name}.weight"] = rows.float() @ probe_vector(rows.size(-1), rows.dtype).to(rows.device)
         elif isinstance(module, LinearBase):
             parent, _, last = name.rpartition(".")
             names = [f"{parent}.{part}" for part in fused.get(last, [last])]
-            sizes = _part_sizes(module, len(names))
-            parts = [("weight", _apply(module))] + ([("bias", module.bias)] if module.bias is not None else [])
-            for kind, whole in parts:
-                outputs |= {f"{n}.{kind}": piece for n, piece in zip(names, whole.split(sizes), strict=True)}
+            outputs |= {f"{n}.weight": part for n, part in zip(names, _linear(module, _apply(module)), strict=True)}
+            if module.bias is not None:
+                biases = _linear(module, module.bias.float(), is_bias=True)
+                outputs |= {f"{n}.bias": part for n, part in zip(names, biases, strict=True)}
         else:
             outputs |= {f"{name}.{n}": p.float() for n, p in module.named_parameters(recurse=False) if p.ndim == 1}
     return outputs
 
 
+def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
+    """A layer's output (or bias) on this rank as the whole outputs of its fused parts."""
+    size = module.tp_size
+    if isinstance(module, RowParallelLinear):  # each rank has a part of the inputs; the bias is whole
+        return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
+    if not isinstance(module, ColumnParallelLinear):
+        return [output]
+    parts = list(output.split(_part_sizes(module)))
+    whole = gather(parts, size)
+    if isinstance(module, QKVParallelLinear) and (copies := module.num_kv_head_replicas) > 1:
+        # Ranks that share a key-value head hold copies of it; keep one of each.
+        whole[1:] = [part.unflatten(0, (size // copies, copies, -1))[:, 0].flatten() for part in whole[1:]]
+    return whole
+
+
+def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Each part from all ranks, end to end."""
+    return list(parts) if size == 1 else [tensor_model_parallel_all_gather(part.contiguous(), dim=0) for part in parts]
+
+
 def _apply(module: nn.Module) -> Tensor:
-    """This layer's W v, without bias, through the kernel that inference uses."""
-    size = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size_per_partition
-    like = next(module.parameters())
-    vector = probe_vector(size, like.dtype).to(dtype=like.dtype, device=like.device)
-    return module.quant_method.apply(module, vector[None])[0].float()
+    """This rank's part of the layer's W v, without bias, through the kernel that inference uses."""
+    is_head = isinstance(module, ParallelLMHead)
+    size = module.embedding_dim if is_head else module.input_size_per_partition
+    whole = module.embedding_dim if is_head else module.input_size
+    dtype = module.params_dtype
+    vector = probe_vector(whole, dtype).to(dtype=dtype, device=next(module.parameters()).device)
+    if size != whole:
+        vector = vector.split(size)[get_tensor_model_parallel_rank()]
+    return module.quant_method.apply(module, vector[None].contiguous())[0].float()
 
 
-def _part_sizes(module: nn.Module, parts: int) -> list[int]:
-    """Output sizes of a layer's fused parts."""
-    if parts == 1:
-        return [module.output_size_per_partition]
-    if hasattr(module, "num_kv_heads"):  # query, key, value
-        key_value = module.num_kv_heads * module.head_size
-        return [module.num_heads * module.head_size, key_value, module.num_kv_heads * module.v_head_size]
+def _part_sizes(module: ColumnParallelLinear) -> list[int]:
+    """Output sizes of a layer's fused parts on this rank."""
+    if isinstance(module, QKVParallelLinear):
+        values = module.num_kv_heads * module.v_head_size
+        return [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, values]
     return list(module.output_partition_sizes)

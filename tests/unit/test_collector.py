@@ -1,0 +1,249 @@
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rltrain.collector import EVAL_SEED, Collector, place_scores, to_batch
+from rltrain.compose import compose
+from rltrain.data import Prompt
+from rltrain.errors import RewardError
+from rltrain.prompt_groups import Group, State, stream_seed
+from rltrain.protocol import DataProto, jagged
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
+
+PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
+ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0)]
+TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5)]
+
+
+class Engines:
+    """Answers one request at a time, in random order: the token says which request, the version which weights."""
+
+    def __init__(self, version=0):
+        self.waiting, self.requests, self.groups, self.version = [], [], [], version
+        self.random = random.Random(0)
+
+    def submit(self, groups):
+        self.groups += [[request.key for request in group] for group in groups]
+        new = [request for group in groups for request in group]
+        self.waiting, self.requests = self.waiting + new, self.requests + new
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def poll(self, timeout_s):
+        request = self.waiting.pop(self.random.randrange(len(self.waiting)))
+        uid, number = request.key
+        return [Completion(request.key, [10 * uid + number], [-1.0], "stop", [self.version], f"{uid}/{number}")]
+
+
+class Judges:
+    """Scores in reverse order; `score` makes a result of a request."""
+
+    def __init__(self, score):
+        self.score, self.waiting = score, []
+
+    def submit(self, requests):
+        self.waiting += requests
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def poll(self, timeout_s):
+        results, self.waiting = [self.score(request) for request in reversed(self.waiting)], []
+        return results
+
+
+def by_key(request) -> RewardResult:
+    return RewardResult(request.key, (100.0 * request.key[0] + request.key[1],))
+
+
+def some_fail(request) -> RewardResult:
+    number = request.key[1]
+    return RewardResult(request.key, (None,), failed=True, error=f"error {number}") if number else by_key(request)
+
+
+def collector(score=by_key, *, engines=None, max_failed=0.5, staleness=0) -> Collector:
+    config, _ = compose(
+        ["trainer.prompts_per_step=3", "trainer.prompts_per_minibatch=3", "rollout.samples_per_prompt=4",
+         "trainer.seed=5", "data.shuffle=false", f"reward.max_failed_fraction={max_failed}"]
+    )  # fmt: skip
+    made = Collector(config, rollout=engines or Engines(), rewards=Judges(score), prompts=PROMPTS)
+    made.groups.max_staleness = staleness
+    return made
+
+
+# Through the engines and the reward workers
+
+
+def test_G3_a_batch_holds_each_answer_with_its_own_score_sorted_by_group_and_sample():
+    batch = collector().collect(version=0)
+    assert batch.batch["uid"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert batch.values("responses").tolist() == [10 * uid + n for uid in range(3) for n in range(4)]
+    assert batch.batch["scores"].tolist() == [100.0 * uid + n for uid in range(3) for n in range(4)]
+    assert batch.non_tensor_batch["response_text"].tolist() == [f"{uid}/{n}" for uid in range(3) for n in range(4)]
+    assert batch.non_tensor_batch["prompt_text"].tolist() == [f"prompt {uid}" for uid in range(3) for _ in range(4)]
+    assert batch[4].values("prompts").tolist() == [1, 1]
+
+
+def test_each_step_continues_with_the_next_prompts_and_the_current_version():
+    engines = Engines()
+    made = collector(engines=engines)
+    for version in range(3):
+        engines.version = version
+        batch = made.collect(version)
+        assert batch.values("policy_version").tolist() == [version] * 12
+        assert sorted(set(batch.batch["uid"].tolist())) == [3 * version, 3 * version + 1, 3 * version + 2]
+    assert [len(group) for group in engines.groups] == [4] * 9
+
+
+def test_with_staleness_one_two_steps_are_shipped_at_first_and_then_one():
+    engines = Engines()
+    made, shipped = collector(engines=engines, staleness=1), []
+    for version in range(3):
+        engines.version = version
+        batch = made.collect(version)
+        assert batch.batch["uid"].unique().tolist() == [3 * version, 3 * version + 1, 3 * version + 2]
+        assert int(batch.values("policy_version").min()) >= version - 1
+        shipped.append(len(engines.groups))
+    assert shipped == [6, 9, 12]
+
+
+def test_E8_requests_carry_the_streams_of_the_runs_seed_and_evaluations_others():
+    engines = Engines()
+    made = collector(engines=engines)
+    made.collect(version=0)
+    assert sorted(r.seed for r in engines.requests) == sorted(stream_seed(5, u, n) for u in range(3) for n in range(4))
+    assert {request.temperature for request in engines.requests} == {made.config.rollout.temperature}
+    assert {request.max_tokens for request in engines.requests} == {made.config.rollout.max_response_length}
+    engines.requests.clear()
+    made.evaluate(PROMPTS[:2], greedy=False)
+    assert [request.seed for request in engines.requests] == [stream_seed(5 + EVAL_SEED, u, 0) for u in range(2)]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_an_evaluation_gives_one_answer_a_prompt_and_leaves_the_groups_alone(greedy):
+    engines = Engines(version=7)
+    made = collector(engines=engines)
+    batch = made.evaluate(PROMPTS[:5], greedy=greedy)
+    assert batch.non_tensor_batch["prompt_text"].tolist() == [p.text for p in PROMPTS[:5]]
+    assert {request.temperature for request in engines.requests} == {0.0 if greedy else made.config.rollout.temperature}
+    assert (made.groups.used, made.order.next(1)) == (0, [0])
+
+
+def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait():
+    class Forgetful(Engines):
+        def submit(self, groups):
+            super().submit([group[1:] for group in groups])
+
+    with pytest.raises(AssertionError, match="nobody works on them"):
+        collector(engines=Forgetful()).collect(version=0)
+
+
+# Failures
+
+
+def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_named():
+    with pytest.raises(RewardError) as caught:
+        collector(some_fail).collect(version=0)
+    assert str(caught.value) == (
+        "75% of this step's rewards failed, above reward.max_failed_fraction=0.5: "
+        "sample (0, 1): error 1; sample (0, 2): error 2; sample (0, 3): error 3"
+    )
+
+
+def test_failures_up_to_the_limit_go_on():
+    batch = collector(some_fail, max_failed=0.75).collect(version=0)
+    assert batch.batch["valid"].tolist() == [True, False, False, False] * 3
+
+
+def test_failures_of_earlier_steps_are_not_blamed():
+    broken = []
+    made = collector(lambda r: some_fail(r) if r.key[1] == 1 or broken else by_key(r))
+    made.collect(version=0)
+    broken.append(True)
+    made.rollout.version = 1
+    with pytest.raises(RewardError, match=r": sample \(3, 1\): error 1; sample \(3, 2\)"):
+        made.collect(version=1)
+
+
+def test_rewards_of_which_none_applies_are_named_so():
+    with pytest.raises(RewardError, match="100% of this step's rewards failed.*: no function applied"):
+        collector(lambda request: RewardResult(request.key, (None,))).collect(version=0)
+
+
+# Groups as a batch
+
+
+def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
+    completions = {
+        n: Completion((uid, n), list(ids), [-0.5] * len(ids), "stop", [0] * len(ids)) for n, ids in enumerate(tokens)
+    }
+    results = {
+        n: RewardResult((uid, n), (None,) * len(values) if n in failed else values, n in failed, "it broke" * (n in failed))
+        for n, values in enumerate(scores)
+    }
+    return Group(uid, PROMPTS[uid], len(tokens), State.READY, 0, completions, results)
+
+
+def test_B8_the_score_sits_on_the_last_trained_token_and_token_scores_sum_to_it():
+    batch = to_batch([group(0, [(2.0,), (-1.0,)]), group(1, [(0.25,), (0.0,)], tokens=((4, 5, 6), (7,)))], ONE)
+    assert batch.padded("token_level_scores").tolist() == [[0, 2, 0], [-1, 0, 0], [0, 0, 0.25], [0, 0, 0]]
+    assert batch.padded("token_level_scores").sum(-1).tolist() == batch.batch["scores"].tolist()
+    assert batch.padded("response_mask").tolist() == batch.padding_mask("responses").tolist()
+
+
+def test_C4_a_failed_row_is_masked_and_not_valid_and_its_zero_is_in_no_token():
+    batch = to_batch([group(0, [(2.0,), (5.0,)], failed=(1,))], ONE)
+    assert batch.batch["valid"].tolist() == [True, False]
+    assert batch.padded("response_mask").tolist() == [[True, True], [False, False]]
+    assert batch.padded("token_level_scores").tolist() == [[0, 2], [0, 0]]
+    assert batch.batch["reward_components"].isnan().tolist() == [[False], [True]]
+    assert batch.non_tensor_batch["reward_error"].tolist() == ["", "it broke"]
+
+
+def test_C4_nothing_that_a_failed_row_scored_is_kept():
+    half_done = replace(group(0, [(2.0, 2.0), (5.0, None)], failed=(1,)))
+    half_done.results[1] = RewardResult((0, 1), (5.0, None), failed=True, error="second function broke")
+    batch = to_batch([half_done], TWO)
+    assert batch.batch["scores"].tolist() == [3.0, 0.0]
+    assert batch.batch["reward_components"][1].isnan().all()
+    assert batch.batch["valid"].tolist() == [True, False]
+
+
+def test_G4_a_component_that_does_not_apply_is_left_out_and_a_row_with_none_is_not_valid():
+    batch = to_batch([group(0, [(1.0, None), (None, None)]), group(1, [(None, 4.0), (1.0, 4.0)])], TWO)
+    assert batch.batch["scores"].tolist() == [1.0, 0.0, 2.0, 3.0]
+    assert batch.batch["valid"].tolist() == [True, False, True, True]
+    assert batch.padded("response_mask")[1].tolist() == [False, False]
+
+
+def test_scores_that_are_whole_numbers_keep_their_weights():
+    batch = to_batch([group(0, [(1, 1), (0, 1)])], TWO)
+    assert batch.batch["scores"].tolist() == [1.5, 0.5]
+    assert batch.batch["reward_components"].dtype == torch.float32
+
+
+def test_B3_an_empty_answer_gets_no_token_score_and_disturbs_no_neighbour():
+    batch = to_batch([group(0, [(1.0,), (9.0,), (3.0,)], tokens=((), (1,), ()))], ONE)
+    assert batch.values("token_level_scores").tolist() == [9.0]
+    first = to_batch([group(0, [(7.0,), (9.0,)], tokens=((1, 2), ()))], ONE)
+    assert first.values("token_level_scores").tolist() == [0.0, 7.0]
+
+
+def test_rows_are_sorted_by_group_and_sample():
+    batch = to_batch([group(2, [(1.0,), (2.0,)]), group(0, [(3.0,), (4.0,)])], ONE)
+    assert batch.batch["uid"].tolist() == [0, 0, 2, 2]
+    assert batch.batch["scores"].tolist() == [3, 4, 1, 2]
+
+
+def test_place_scores_shares_the_offsets_of_the_responses():
+    batch = place_scores(
+        DataProto.from_dict({"responses": jagged([[1]], torch.int64), "valid": torch.tensor([True]), "scores": torch.ones(1)})
+    )
+    assert batch.offsets("token_level_scores") is batch.offsets("response_mask") is batch.offsets("responses")

@@ -1,0 +1,144 @@
+"""What every file of the project keeps, whatever it does."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rltrain.schema import Config, keys
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / folder).rglob("*.py"))
+PYTHON = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KEYS = 400, 60, 120
+
+# A child that starts with a module has none of ours loaded, but need not import torch again.
+IMPORT_EACH_FIRST = """
+import contextlib, importlib, json, os, sys, traceback
+for name in ("torch", "tensordict", "transformers", "ray", "hydra", "vllm"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+failed = []
+for name in json.loads(sys.argv[1]):
+    ours = [loaded for loaded in sys.modules if loaded.split(".")[0] in ("rltrain", "workers")]
+    assert not ours, ours
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+print(json.dumps(failed))
+"""
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def fresh(code, *arguments):
+    """Run code in a new interpreter; returns the last line that it printed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1], done.stderr
+
+
+def functions_of(path):
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def length_of(function):
+    """Lines from the signature to the end, the docstring's left out."""
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+def texts():
+    """The project's files that people read: (path from the root, text)."""
+    folders = ["rltrain", "workers", "config", "tests", "docker", "examples", ".ci"]
+    inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    files = [path for path in (*inside, *ROOT.iterdir()) if path.is_file() and path.suffix not in (".png", ".pyc")]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files}
+
+
+@pytest.mark.slow
+def test_each_module_can_be_the_first_that_a_process_imports():
+    names = [name_of(path) for path in SOURCES]
+    if importlib.util.find_spec("vllm") is None:
+        names = [name for name in names if not name.startswith("workers.rollout.vllm")]
+    failed, errors = fresh(IMPORT_EACH_FIRST, json.dumps(names))
+    assert json.loads(failed) == [], errors
+
+
+def test_the_algorithms_import_neither_engines_nor_configs():
+    heavy = "ray vllm transformers hydra omegaconf tensordict".split()
+    loaded, _ = fresh(f"import sys, rltrain.algorithms; print([name for name in {heavy} if name in sys.modules])")
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize("package", ["rltrain", "workers"])
+def test_a_top_package_imports_nothing(package):
+    body = ast.parse((ROOT / package / "__init__.py").read_text()).body
+    assert all(isinstance(node, ast.Expr) for node in body)  # its docstring
+
+
+def test_no_file_is_over_400_lines():
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PYTHON}
+    assert {path: size for path, size in sizes.items() if size > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_over_60_lines_without_its_docstring():
+    sizes = {f"{name_of(path)}.{f.name}": length_of(f) for path in PYTHON for f in functions_of(path)}
+    assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION_LINES} == {}
+
+
+def test_the_training_step_is_at_most_60_lines_with_its_docstring():
+    (step,) = (f for f in functions_of(ROOT / "rltrain" / "trainer.py") if f.name == "train_step")
+    assert step.end_lineno - step.lineno + 1 <= MAX_FUNCTION_LINES
+
+
+def test_there_are_at_most_120_config_keys():
+    assert len(keys(Config)) <= MAX_KEYS
+
+
+def test_every_module_has_its_layer():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    placed = re.findall(r"[\w.]+", " ".join(layers))
+    top = [path for path in (ROOT / "rltrain").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert sorted(placed) == sorted({"workers", *(name_of(path) for path in top)} - {"rltrain"})
+
+
+def test_no_file_names_a_path_of_somebodys_machine():
+    own = re.compile("/(?:" + "|".join(["home", "Users", "root", "work"]) + r")/\w")
+    assert {path: own.search(text)[0] for path, text in texts().items() if own.search(text)} == {}
+
+
+def test_the_wheel_holds_the_code_and_the_config(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    there = {str(path.relative_to(ROOT)) for path in SOURCES}
+    there |= {f"rltrain/{path.relative_to(ROOT)}" for path in (ROOT / "config").rglob("*.yaml")}
+    assert {name for name in names if ".dist-info/" not in name} == there

@@ -1,0 +1,86 @@
+import math
+import time
+
+import pytest
+import torch
+
+from rltrain.metrics import Timer, log_prob_gap, sample_metrics
+from rltrain.protocol import DataProto, jagged
+
+NAN = math.nan
+
+
+def samples(scores, valid, components) -> DataProto:
+    return DataProto.from_dict(
+        {"responses": jagged([[1], [1, 2, 3], [1, 2], [1, 2]], torch.int64), "prompts": jagged([[1]] * 4, torch.int64),
+         "scores": torch.tensor(scores), "valid": torch.tensor(valid), "reward_components": torch.tensor(components)},
+        {"finish_reason": ["stop", "length", "stop", "abort"]},
+    )  # fmt: skip
+
+
+def test_means_are_over_valid_rows_and_fractions_over_all():
+    made = samples([1.0, 0.0, 3.0, 0.0], [True, True, True, False], [[1, 0], [0, NAN], [1, 2], [NAN, NAN]])
+    metrics = sample_metrics(made, ["exact", "style"])
+    assert metrics == pytest.approx({
+        "reward/mean": 4 / 3, "reward/std": (14 / 9) ** 0.5, "reward/accuracy": 2 / 3, "reward/failed_fraction": 0.25,
+        "rollout/length_mean": 2.0, "rollout/length_max": 3.0, "rollout/truncated_fraction": 0.25,
+        "reward/exact/mean": 2 / 3, "reward/style/mean": 1.0,
+    })  # fmt: skip
+
+
+def test_C4_what_a_failed_row_holds_is_in_no_mean():
+    base = sample_metrics(samples([1.0, 0.0, 3.0, 0.0], [True] * 3 + [False], [[1.0], [0.0], [1.0], [NAN]]), ["exact"])
+    other = sample_metrics(samples([1.0, 0.0, 3.0, 99.0], [True] * 3 + [False], [[1.0], [0.0], [1.0], [7.0]]), ["exact"])
+    assert base == other
+
+
+def test_without_a_valid_row_every_metric_is_finite():
+    metrics = sample_metrics(samples([0.0] * 4, [False] * 4, [[NAN]] * 4), ["exact"])
+    assert metrics["reward/failed_fraction"] == 1.0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def gap_of(old, rollout, mask) -> dict[str, float]:
+    made = DataProto.from_dict({"responses": jagged([[1, 2], [3]], torch.int64)}).with_values(
+        "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout), response_mask=torch.tensor(mask)
+    )
+    return log_prob_gap(made)
+
+
+def test_E1_the_gap_is_the_mean_difference_over_trained_tokens():
+    metrics = gap_of([-1.0, -2.0, -50.0], [-1.5, -1.9, 0.0], [True, True, False])
+    assert metrics == pytest.approx({
+        "rollout/log_prob_gap": 0.3, "rollout/log_prob_gap_max": 0.5,
+        "rollout/kl": ((math.exp(0.5) - 1 - 0.5) + (math.exp(-0.1) - 1 + 0.1)) / 2,
+    })  # fmt: skip
+    assert set(gap_of([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0], [True] * 3).values()) == {0.0}
+    assert set(gap_of([-1.0, -2.0, -3.0], [-9.0, -9.0, -9.0], [False] * 3).values()) == {0.0}
+
+
+def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
+    engine, actor = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
+    counts = [7, 2, 1]  # tokens as often as the engine samples them
+    old, rollout = ([float(p.log()[t]) for t, n in enumerate(counts) for _ in range(n)] for p in (actor, engine))
+    made = DataProto.from_dict({"responses": jagged([[1] * 10], torch.int64)}).with_values(
+        "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout),
+        response_mask=torch.ones(10, dtype=torch.bool),
+    )  # fmt: skip
+    assert log_prob_gap(made)["rollout/kl"] == pytest.approx(float((engine * (engine / actor).log()).sum()), rel=1e-5)
+
+
+def test_a_nan_shows_in_the_gap():
+    assert math.isnan(gap_of([NAN, -2.0, -3.0], [-1.0, -2.0, -3.0], [True] * 3)["rollout/log_prob_gap"])
+
+
+def test_the_timer_adds_up_each_phase_and_counts_tokens_a_second():
+    timer = Timer()
+    for _ in range(2):
+        with timer("a"):
+            time.sleep(0.02)
+    with timer("b"):
+        pass
+    metrics = timer.metrics(samples([0.0] * 4, [True] * 4, [[0.0]] * 4))
+    assert set(metrics) == {"timing/a", "timing/b", "timing/step", "perf/tokens_per_s"}
+    assert 0.04 <= metrics["timing/a"] <= metrics["timing/step"]
+    assert metrics["timing/b"] < 0.01
+    assert metrics["perf/tokens_per_s"] * metrics["timing/step"] == pytest.approx(8 + 4)

@@ -1,0 +1,411 @@
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.protocol import COLUMNS, DataProto, jagged, offsets_of, positions
+
+PROMPTS = [[7], [8, 8], [9], [10, 10]]
+RESPONSES = [[1, 2], [], [3], [4, 5, 6]]
+
+
+def example() -> DataProto:
+    batch = DataProto.from_dict(
+        {"prompts": jagged(PROMPTS, torch.int64), "responses": jagged(RESPONSES, torch.int64),
+         "uid": torch.tensor([5, 5, 6, 6]), "reward_components": torch.arange(8.0).view(4, 2)},
+        {"name": ["a", "b", "c", "d"], "tools": [[1], [2], [3], [4]]},
+        {"step": 3},
+    )  # fmt: skip
+    return batch.with_values("responses", response_mask=torch.tensor([True, False, True, True, True, False]))
+
+
+def plain(batch: DataProto) -> dict:
+    """All that a batch holds, as lists."""
+    columns = {key: batch.batch[key] for key in batch.batch.keys()}  # noqa: SIM118
+    found = {key: [r.tolist() for r in c.unbind()] if c.is_nested else c.tolist() for key, c in columns.items()}
+    kinds = {key: (c.is_nested, c.dtype) for key, c in columns.items()}
+    others = {key: column.tolist() for key, column in batch.non_tensor_batch.items()}
+    return {"tensors": found, "kinds": kinds, "others": others, "meta": batch.meta_info, "rows": len(batch)}
+
+
+def rows_of(batch: DataProto) -> list[tuple]:
+    """The batch row by row, each a tuple that can be compared: an oracle that knows nothing of offsets."""
+    content = plain(batch)
+    keys = sorted(content["tensors"]), sorted(content["others"])
+    return [
+        tuple(repr(content["tensors"][k][i]) for k in keys[0]) + tuple(repr(content["others"][k][i]) for k in keys[1])
+        for i in range(content["rows"])
+    ]
+
+
+def shares_one_offsets_object(batch: DataProto) -> bool:
+    return batch.offsets("responses") is batch.offsets("response_mask")
+
+
+def received(batch: DataProto) -> DataProto:
+    """The batch as another process gets it from shared memory: pickle 5, the buffers read-only and out of band."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(stream, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
+@st.composite
+def batches(draw, *, min_rows: int = 0) -> DataProto:
+    lengths = draw(st.lists(st.integers(0, 4), min_size=min_rows, max_size=7))
+    count = iter(range(1000))
+    responses = [[next(count) for _ in range(length)] for length in lengths]
+    batch = DataProto.from_dict(
+        {"responses": jagged(responses, torch.int64), "prompts": jagged([[9] * (i % 3) for i in lengths], torch.int64),
+         "uid": torch.arange(len(lengths)), "half": torch.randn(len(lengths), 3, dtype=torch.bfloat16)},
+        {"name": [f"row {i}" for i in range(len(lengths))]}, {"k": 1},
+    )  # fmt: skip
+    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))), dtype=torch.bool)
+    return batch.with_values("responses", response_mask=mask)
+
+
+# Views
+
+
+def test_padded_puts_rows_on_the_left_and_the_padding_behind():
+    assert example().padded("responses", padding=-1).tolist() == [[1, 2, -1], [-1, -1, -1], [3, -1, -1], [4, 5, 6]]
+    assert example().padding_mask("responses").tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 1, 1]]
+    mask = example().padded("response_mask")
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[True, False, False], [False] * 3, [True, False, False], [True, True, False]]
+
+
+def test_values_offsets_and_lengths_of_a_column_without_padding():
+    batch = example()
+    assert batch.values("responses").tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.offsets("responses").tolist() == [0, 2, 2, 3, 6]
+    assert batch.lengths("responses").tolist() == [2, 0, 1, 3]
+    with pytest.raises(ValueError, match="column 'uid' is not jagged"):
+        batch.values("uid")
+    with pytest.raises(KeyError, match="no column 'nothing'; there are prompts, responses"):
+        batch.values("nothing")
+
+
+def test_with_padded_reads_the_real_slots_only():
+    padded = torch.tensor([[1.0, 2, 99], [99, 99, 99], [3, 99, 99], [4, 5, 6]])
+    batch = example().with_padded("responses", advantages=padded)
+    assert batch.values("advantages").tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.offsets("advantages") is batch.offsets("responses")
+
+
+def test_with_values_refuses_another_number_of_tokens():
+    with pytest.raises(ValueError, match="5 values for 'advantages', 6 in 'responses': give one a token"):
+        example().with_values("responses", advantages=torch.zeros(5))
+
+
+def test_positions_restart_in_each_row():
+    assert positions(torch.tensor([2, 0, 3])).tolist() == [0, 1, 0, 1, 2]
+    assert offsets_of(torch.tensor([2, 0, 3])).tolist() == [0, 2, 2, 5]
+
+
+def test_a_batch_without_rows_has_views_too():
+    empty = example()[[]]
+    assert (len(empty), empty.padded("responses").shape, empty.values("responses").dtype) == (0, (0, 0), torch.int64)
+
+
+def test_every_column_of_the_table_has_a_family_and_a_meaning():
+    assert {family for family, _ in COLUMNS.values()} == {"prompt", "response", "row"}
+    assert all(meaning for _, meaning in COLUMNS.values())
+
+
+# Columns
+
+
+def test_columns_of_different_heights_are_refused():
+    with pytest.raises(ValueError, match=r"columns differ in rows: \{'a': 2, 'b': 3\}"):
+        DataProto.from_dict({"a": torch.zeros(2)}, {"b": ["x"] * 3})
+    with pytest.raises(ValueError, match=r"columns have \[1, 4\] rows"):
+        DataProto(example().batch, {"b": np.array(["x"], dtype=object)}, {})
+    with pytest.raises(ValueError, match=r"\['a'\] are tensors and objects at once"):
+        DataProto.from_dict({"a": torch.zeros(2)}, {"a": ["x"] * 2})
+
+
+def test_objects_that_are_lists_stay_lists():
+    batch = DataProto.from_dict({}, {"pairs": [[1, 2], [3, 4]], "one": [[5], [6]]})
+    assert batch.non_tensor_batch["pairs"].tolist() == [[1, 2], [3, 4]]
+    assert DataProto.from_dict({}, {"one": [[5]]}).non_tensor_batch["one"].tolist() == [[5]]
+    assert batch[1].non_tensor_batch["one"][0] == [6]
+
+
+def test_pop_returns_the_taken_and_the_rest():
+    taken, rest = example().pop(["responses", "name"])
+    assert sorted(taken.keys()) == ["name", "responses"]
+    assert sorted(rest.keys()) == ["prompts", "response_mask", "reward_components", "tools", "uid"]
+    assert taken.meta_info == rest.meta_info == {"step": 3}
+    assert plain(rest.union(taken)) == plain(example())
+    with pytest.raises(KeyError, match="no column 'nothing'"):
+        example().pop(["nothing"])
+
+
+def test_select_of_no_column_keeps_the_number_of_rows():
+    assert (len(example().select([])), example().select([]).keys()) == (4, [])
+
+
+def test_rename_moves_values_and_refuses_one_name_for_two():
+    batch = example().rename({"responses": "answers", "name": "label"})
+    assert batch.values("answers").tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.non_tensor_batch["label"].tolist() == ["a", "b", "c", "d"]
+    assert "responses" not in batch
+    assert "name" not in batch
+    assert batch.offsets("answers") is batch.offsets("response_mask")
+    swapped = example().rename({"prompts": "responses", "responses": "prompts"})
+    assert swapped.values("prompts").tolist() == [1, 2, 3, 4, 5, 6]
+    for clash in ({"uid": "responses"}, {"uid": "name"}, {"uid": "x", "name": "x"}):
+        with pytest.raises(ValueError, match="gives two columns one name"):
+            example().rename(clash)
+
+
+def test_union_adds_columns_and_shares_the_offsets():
+    worker = received(example().select(["responses"]).with_values("responses", old_log_probs=torch.ones(6)))
+    batch = example().union(worker.select(["old_log_probs"]))
+    assert batch.values("old_log_probs").tolist() == [1] * 6
+    assert batch.offsets("old_log_probs") is batch.offsets("responses")
+    assert (batch.batch["old_log_probs"] + batch.batch["responses"]).values().tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_union_accepts_equal_columns_and_refuses_different_ones():
+    nan = DataProto.from_dict({"reward_components": torch.tensor([[1.0, float("nan")]])})
+    assert nan.union(received(nan)).keys() == ["reward_components"]
+    one = DataProto.from_dict({"x": torch.tensor([1.0])}, {"n": ["a"]}, {"f": 1})
+    others = [
+        DataProto.from_dict({"x": torch.tensor([2.0])}),
+        DataProto.from_dict({"x": torch.tensor([1])}),
+        DataProto.from_dict({"x": jagged([[1.0]], torch.float32)}),
+        DataProto.from_dict({}, {"x": [1.0]}),
+        DataProto.from_dict({}, {"n": ["b"]}),
+        DataProto.from_dict({"y": torch.zeros(1)}, {}, {"f": 2}),
+        DataProto.from_dict({"y": torch.zeros(2)}),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="union"):
+            one.union(other)
+    assert one.union(DataProto.from_dict({"y": torch.zeros(1)}, {}, {"f": 1, "g": 2})).meta_info == {"f": 1, "g": 2}
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (slice(1, 3), [1, 2]), (slice(None, None, -1), [3, 2, 1, 0]), (slice(3, 1), []), (slice(9, None), []), (-1, [3]),
+        ([0, 0, 2], [0, 0, 2]), ([-1, 1], [3, 1]), ([True, False, False, True], [0, 3]), ([], []),
+        (torch.tensor([2, 1]), [2, 1]), (torch.tensor([False, True, False, False]), [1]), (np.array([3, 0]), [3, 0]),
+        (np.array([True, True, False, False]), [0, 1]),
+    ],
+)  # fmt: skip
+def test_indexing_picks_rows(index, expected):
+    assert [rows_of(example())[i] for i in expected] == rows_of(example()[index])
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([4], "row 4 of a batch of 4 rows: rows go from -4 to 3"), ([0, -5], "row -5 of a batch"),
+        ([True, False], "a mask of 2 values for 4 rows"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_not_there_are_refused(index, message):
+    with pytest.raises(IndexError, match=message):
+        example()[index]
+
+
+def test_repeat_interleaves_or_not():
+    assert example()[:2].repeat(2).non_tensor_batch["name"].tolist() == ["a", "a", "b", "b"]
+    assert example()[:2].repeat(2, interleave=False).non_tensor_batch["name"].tolist() == ["a", "b", "a", "b"]
+    assert example()[:2].repeat(2).padded("responses").tolist() == [[1, 2], [1, 2], [0, 0], [0, 0]]
+
+
+def test_chunk_sizes_differ_by_one_row_and_more_chunks_than_rows_are_refused():
+    assert [len(part) for part in example().chunk(3)] == [2, 1, 1]
+    with pytest.raises(ValueError, match="4 rows do not make 5 chunks; use 1 to 4"):
+        example().chunk(5)
+    with pytest.raises(ValueError, match="split size must be >= 1, got 0"):
+        example().split(0)
+
+
+def test_padding_to_a_divisor_repeats_rows_from_the_start():
+    padded, added = example()[:3].pad_to_divisor(5)
+    assert (added, padded.non_tensor_batch["name"].tolist()) == (2, ["a", "b", "c", "a", "b"])
+    assert example().pad_to_divisor(2)[1] == 0
+
+
+def test_concat_refuses_parts_that_differ_in_columns_or_their_kind():
+    with pytest.raises(ValueError, match="give at least one"):
+        DataProto.concat([])
+    dense = DataProto.from_dict({"x": torch.zeros(1)})
+    for other in (example(), DataProto.from_dict({}, {"x": [0]}), DataProto.from_dict({"x": jagged([[0]], torch.int64)})):
+        with pytest.raises(ValueError, match="concat: columns differ"):
+            DataProto.concat([dense, other])
+
+
+def test_concat_of_parts_of_which_some_are_empty():
+    batch = example()
+    assert rows_of(DataProto.concat([batch[:0], batch[:3], batch[:0], batch[3:]])) == rows_of(batch)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_splitting_and_joining_gives_the_same_rows(data):
+    batch = data.draw(batches(min_rows=1))
+    chunks, size = data.draw(st.integers(1, len(batch))), data.draw(st.integers(1, 9))
+    for parts in (batch.chunk(chunks), batch.split(size)):
+        joined = DataProto.concat(parts)
+        assert plain(joined) == plain(batch)
+        assert shares_one_offsets_object(joined)
+    assert len(batch.chunk(chunks)) == chunks
+    padded, added = batch.pad_to_divisor(size)
+    assert len(padded) % size == 0
+    assert added < size
+    assert plain(padded.unpad(added)) == plain(batch)
+    times = data.draw(st.integers(1, 3))
+    assert plain(batch.repeat(times)[::times]) == plain(batch)
+    assert rows_of(batch.repeat(times, interleave=False)) == rows_of(batch) * times
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_reordering_moves_whole_rows_and_can_be_undone(data):
+    batch = data.draw(batches())
+    order = data.draw(st.permutations(range(len(batch))))
+    moved = batch.reorder(order)
+    assert rows_of(moved) == [rows_of(batch)[i] for i in order]
+    assert shares_one_offsets_object(moved)
+    assert plain(moved.reorder(torch.tensor(order, dtype=torch.int64).argsort())) == plain(batch)
+
+
+@given(batches())
+@settings(max_examples=40, deadline=None)
+def test_saving_and_sending_keep_everything(tmp_path_factory, batch):
+    path = tmp_path_factory.mktemp("batch") / "batch.pt"
+    batch.save(path)
+    copies = [DataProto.load(path), received(batch), *(pickle.loads(pickle.dumps(batch, p)) for p in (2, 4, 5))]
+    for copy in [*copies, batch.to("cpu")]:
+        assert plain(copy) == plain(batch)
+        assert shares_one_offsets_object(copy)
+
+
+# No method changes its argument
+
+
+CALLS = {
+    "values": lambda b: b.values("responses"),
+    "offsets": lambda b: b.offsets("responses"),
+    "lengths": lambda b: b.lengths("responses"),
+    "with_values": lambda b: b.with_values("responses", response_mask=torch.zeros(6)),
+    "with_padded": lambda b: b.with_padded("responses", uid=torch.zeros(4, 3)),
+    "padded": lambda b: b.padded("responses").fill_(9),
+    "padding_mask": lambda b: b.padding_mask("responses").fill_(9),
+    "select": lambda b: b.select(["uid"]).non_tensor_batch.update(x=1),
+    "pop": lambda b: b.pop(["uid", "name"])[1].meta_info.update(step=4),
+    "rename": lambda b: b.rename({"uid": "u", "name": "n"}).meta_info.clear(),
+    "union": lambda b: b.union(DataProto.from_dict({"x": torch.zeros(4)}, {"y": list("abcd")}, {"z": 1})),
+    "concat": lambda b: zero(DataProto.concat([b, b])),
+    "chunk": lambda b: [zero(part) for part in b.chunk(2)],
+    "split": lambda b: [zero(part) for part in b.split(2)],
+    "repeat": lambda b: zero(b.repeat(2)),
+    "reorder": lambda b: zero(b.reorder([3, 2, 1, 0])),
+    "pad_to_divisor": lambda b: zero(b.pad_to_divisor(3)[0]),
+    "unpad": lambda b: zero(b.unpad(1)),
+    "to": lambda b: b.to("cpu").batch.update({"x": torch.zeros(4)}),
+    "save": lambda b: b.save("/dev/null"),
+    "keys": lambda b: b.keys().clear(),
+}
+
+
+def zero(batch: DataProto) -> None:
+    """Overwrite all of it in place."""
+    for column in batch.batch.values():
+        (column.values() if column.is_nested else column).zero_()
+    for objects in batch.non_tensor_batch.values():
+        objects[:] = None
+    batch.meta_info.clear()
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_method_leaves_its_batch_as_it_was(method):
+    batch = example()
+    CALLS[method](batch)
+    assert plain(batch) == plain(example())
+
+
+def test_no_public_method_is_left_out_of_that():
+    public = {name for name, _ in inspect.getmembers(DataProto, callable) if not name.startswith("_")}
+    assert public - CALLS.keys() == {"from_dict", "load"}
+
+
+# Between processes
+
+
+def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(example(), protocol=5, buffer_callback=buffers.append)
+    store = [bytearray(buffer.raw()) for buffer in buffers]  # writable: a write through it would be seen, not refused
+    first, second = (pickle.loads(stream, buffers=store) for _ in range(2))
+    zero(first)
+    first.offsets("responses").zero_()
+    assert plain(second) == plain(example()) == plain(pickle.loads(stream, buffers=store))
+
+
+def test_a_received_batch_does_not_alias_the_sender():
+    batch = example()
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    copy = pickle.loads(stream, buffers=buffers)  # the sender's own memory, as between threads of one process
+    for tensor in (copy.values("responses"), copy.batch["uid"], copy.offsets("prompts")):
+        tensor.zero_()
+    assert plain(batch) == plain(example())
+
+
+def test_sending_takes_one_buffer_a_column_and_one_a_family_without_copying():
+    batch = example()
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    sent = sorted(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0] for buffer in buffers)
+    memory = [batch.values(key) for key in ("prompts", "responses", "response_mask")]
+    memory += [batch.batch["uid"], batch.batch["reward_components"], batch.offsets("prompts"), batch.offsets("responses")]
+    assert sent == sorted(tensor.data_ptr() for tensor in memory)
+    assert len(stream) < 2000
+
+
+def test_a_sliced_batch_sends_only_its_own_rows():
+    tokens = torch.arange(100_000)
+    batch = DataProto.from_dict({"responses": jagged(tokens.view(1000, 100).unbind(), torch.int64),
+                                 "uid": torch.arange(1000)}, {"text": ["x" * 100] * 1000})  # fmt: skip
+    for part in (batch[10:12], batch[[10, 11]], batch.split(2)[5]):
+        assert len(pickle.dumps(part, protocol=5)) < 2 * (100 * 8 + 8 + 100) + 1000
+    view = DataProto.from_dict({"uid": torch.arange(1000)[:2]})
+    assert len(pickle.dumps(view, protocol=5)) < 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_and_shape_arrives_as_it_was_sent(dtype):
+    batch = DataProto.from_dict(
+        {"matrix": torch.arange(12).view(2, 3, 2).to(dtype).transpose(1, 2), "nothing": torch.zeros(2, 0, dtype=dtype),
+         "rows": jagged([[1, 0], [1]], dtype), "no_tokens": jagged([[], []], dtype)}
+    )  # fmt: skip
+    assert plain(received(batch)) == plain(batch)
+    assert plain(received(batch[:0])) == plain(batch[:0])
+
+
+def test_objects_and_facts_arrive():
+    copy = received(example())
+    assert copy.non_tensor_batch["tools"].tolist() == [[1], [2], [3], [4]]
+    assert copy.meta_info == {"step": 3}
+
+
+def test_moving_to_a_device_moves_a_familys_offsets_once():
+    moved = example().to("meta")
+    assert moved.batch["uid"].is_meta
+    assert moved.values("responses").is_meta
+    assert moved.offsets("responses").is_meta
+    assert shares_one_offsets_object(moved)
+    assert not example().values("responses").is_meta
