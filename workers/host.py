@@ -61,5 +61,5 @@ def quiet() -> None:
     import warnings
 
     warnings.simplefilter("ignore")
-    for name in ("torch", "transformers", "vllm", "ray", "httpx"):
+    for name in ("torch", "torch.fx._symbolic_trace", "transformers", "vllm", "ray", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +47,19 @@ def roles_of(config: Config, *, needs_critic: bool) -> list[str]:
 
 def connect(config: Config) -> dict[str, float]:
     """Start or join Ray; returns the cluster's resources by name."""
+    local = config.placement.address == "local"
+    if "ray" not in sys.modules:  # it reads these when it is imported
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if local:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but said aloud it needs no warning
+            os.environ.setdefault("RAY_worker_niceness", "0")  # workers are all there is to run
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    level = "info" if config.verbose else "error"
-    options: dict[str, Any] = {"logging_level": level, "log_to_driver": config.verbose, "configure_logging": config.verbose}
-    if config.placement.address == "local":
+    options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
+    if local:
         options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
-    ray.init(address=config.placement.address, **options)
+    ray.init(address=config.placement.address, logging_level="info" if config.verbose else "error", **options)
     return dict(ray.cluster_resources())
 
 

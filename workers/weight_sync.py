@@ -5,6 +5,7 @@ W the product W v with a fixed random vector v. An engine checks the checksum of
 own linear layers on the same v: on CPU the engine packs weights away, so only its own compute path shows what it uses.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from rltrain.errors import SyncError
 
 BUCKET_BYTES = 256 << 20
+ALIGNMENT = 64  # each tensor of a bucket starts at a multiple of so many bytes
 RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest output, between engine and trainer
 
 
@@ -27,7 +29,7 @@ class Bucket:
         version: weight version.
         dtype: of all tensors, "float32" or "bfloat16".
         names, shapes, checksums: per tensor; names as in the Hugging Face checkpoint, sums as in `checksum`.
-        data: uint8, the tensors one after the other.
+        data: uint8, the tensors one after the other, each at a multiple of `ALIGNMENT`.
         probes: W v per matrix, float32; one-dimensional tensors are their own probe. Empty without checks.
     """
 
@@ -64,9 +66,10 @@ def buckets_of(
         bucket = buckets[-1]
         bucket.names.append(name)
         bucket.shapes.append(tuple(sent.shape))
-        parts.append(sent.view(-1).view(torch.uint8))
+        data = sent.view(-1).view(torch.uint8)
+        parts += [data, data.new_zeros(-len(data) % ALIGNMENT)]
         if check:
-            bucket.checksums.append(checksum(parts[-1]))
+            bucket.checksums.append(checksum(data))
             bucket.probes[name] = probe(sent).numpy()
             bucket.probes |= {alias: bucket.probes[name] for alias, target in aliases.items() if target == name}
     _close(buckets, parts)
@@ -100,13 +103,14 @@ def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def tensors_of(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The bucket's tensors, without a copy. Raises SyncError for bytes that are not the sender's."""
-    data = torch.frombuffer(memoryview(bucket.data).cast("B"), dtype=torch.uint8) if len(bucket.data) else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # it is only read here
+        data = torch.from_numpy(bucket.data)
     start = 0
     for number, (name, shape) in enumerate(zip(bucket.names, bucket.shapes, strict=True)):
         size = int(np.prod(shape, dtype=np.int64)) * getattr(torch, bucket.dtype).itemsize
-        assert data is not None, "a bucket with names has data"
         part = data[start : start + size]
-        start += size
+        start += size + -size % ALIGNMENT
         if bucket.checksums and checksum(part) != bucket.checksums[number]:
             raise SyncError(
                 f"weight sync {bucket.version}: the bytes of '{name}' are not those that the actor sent (checksum "

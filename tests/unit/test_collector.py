@@ -173,7 +173,7 @@ def test_failures_of_earlier_steps_are_not_blamed():
 
 
 def test_rewards_of_which_none_applies_are_named_so():
-    with pytest.raises(RewardError, match="100% of this step's rewards failed.*: no function applied"):
+    with pytest.raises(RewardError, match=r"100% of this step's rewards failed.*: no function applied"):
         collector(lambda request: RewardResult(request.key, (None,))).collect(version=0)
 
 
@@ -185,7 +185,9 @@ def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
         n: Completion((uid, n), list(ids), [-0.5] * len(ids), "stop", [0] * len(ids)) for n, ids in enumerate(tokens)
     }
     results = {
-        n: RewardResult((uid, n), (None,) * len(values) if n in failed else values, n in failed, "it broke" * (n in failed))
+        n: RewardResult(
+            (uid, n), (None,) * len(values) if n in failed else values, n in failed, "it broke" * (n in failed)
+        )
         for n, values in enumerate(scores)
     }
     return Group(uid, PROMPTS[uid], len(tokens), State.READY, 0, completions, results)
@@ -244,6 +246,8 @@ def test_rows_are_sorted_by_group_and_sample():
 
 def test_place_scores_shares_the_offsets_of_the_responses():
     batch = place_scores(
-        DataProto.from_dict({"responses": jagged([[1]], torch.int64), "valid": torch.tensor([True]), "scores": torch.ones(1)})
+        DataProto.from_dict(
+            {"responses": jagged([[1]], torch.int64), "valid": torch.tensor([True]), "scores": torch.ones(1)}
+        )
     )
     assert batch.offsets("token_level_scores") is batch.offsets("response_mask") is batch.offsets("responses")

@@ -90,7 +90,7 @@ def test_each_module_can_be_the_first_that_a_process_imports():
 
 
 def test_the_algorithms_import_neither_engines_nor_configs():
-    heavy = "ray vllm transformers hydra omegaconf tensordict".split()
+    heavy = ["ray", "vllm", "transformers", "hydra", "omegaconf", "tensordict"]
     loaded, _ = fresh(f"import sys, rltrain.algorithms; print([name for name in {heavy} if name in sys.modules])")
     assert loaded == "[]"
 

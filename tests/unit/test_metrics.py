@@ -30,7 +30,9 @@ def test_means_are_over_valid_rows_and_fractions_over_all():
 
 def test_C4_what_a_failed_row_holds_is_in_no_mean():
     base = sample_metrics(samples([1.0, 0.0, 3.0, 0.0], [True] * 3 + [False], [[1.0], [0.0], [1.0], [NAN]]), ["exact"])
-    other = sample_metrics(samples([1.0, 0.0, 3.0, 99.0], [True] * 3 + [False], [[1.0], [0.0], [1.0], [7.0]]), ["exact"])
+    other = sample_metrics(
+        samples([1.0, 0.0, 3.0, 99.0], [True] * 3 + [False], [[1.0], [0.0], [1.0], [7.0]]), ["exact"]
+    )
     assert base == other
 
 
@@ -42,7 +44,10 @@ def test_without_a_valid_row_every_metric_is_finite():
 
 def gap_of(old, rollout, mask) -> dict[str, float]:
     made = DataProto.from_dict({"responses": jagged([[1, 2], [3]], torch.int64)}).with_values(
-        "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout), response_mask=torch.tensor(mask)
+        "responses",
+        old_log_probs=torch.tensor(old),
+        rollout_log_probs=torch.tensor(rollout),
+        response_mask=torch.tensor(mask),
     )
     return log_prob_gap(made)
 

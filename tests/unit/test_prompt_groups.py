@@ -96,7 +96,7 @@ def test_an_answer_before_shipping_is_ignored():
 def test_a_reissued_group_starts_anew_and_its_late_answers_are_ignored():
     made = groups()
     made.generated(completion(0, 0))
-    made.scored(score(0, 0))
+    made.scored(score(0, 0, value=7.0))  # of the answer that is given up
     made.reissue([0, 99])
     assert (made.groups[0].state, made.groups[0].shipped) == (State.PENDING, -1)
     assert made.generated(completion(0, 1)) is None
@@ -106,6 +106,7 @@ def test_a_reissued_group_starts_anew_and_its_late_answers_are_ignored():
     finish(made, 0, version=1)
     (group,) = made.take(1)
     assert (group.shipped, [c.versions for c in group.completions.values()]) == (1, [[1], [1]])
+    assert [result.scores for result in group.results.values()] == [(1.0,), (1.0,)]
 
 
 def test_a_ready_group_is_not_reissued():

@@ -131,6 +131,7 @@ def test_columns_of_different_heights_are_refused():
 def test_objects_that_are_lists_stay_lists():
     batch = DataProto.from_dict({}, {"pairs": [[1, 2], [3, 4]], "one": [[5], [6]]})
     assert batch.non_tensor_batch["pairs"].tolist() == [[1, 2], [3, 4]]
+    assert batch.non_tensor_batch["pairs"].shape == batch.non_tensor_batch["one"].shape == (2,)
     assert DataProto.from_dict({}, {"one": [[5]]}).non_tensor_batch["one"].tolist() == [[5]]
     assert batch[1].non_tensor_batch["one"][0] == [6]
 
@@ -196,7 +197,8 @@ def test_union_accepts_equal_columns_and_refuses_different_ones():
 @pytest.mark.parametrize(
     ("index", "expected"),
     [
-        (slice(1, 3), [1, 2]), (slice(None, None, -1), [3, 2, 1, 0]), (slice(3, 1), []), (slice(9, None), []), (-1, [3]),
+        (slice(1, 3), [1, 2]), (slice(None, None, -1), [3, 2, 1, 0]), (slice(3, 1), []), (slice(9, None), []),
+        (-1, [3]),
         ([0, 0, 2], [0, 0, 2]), ([-1, 1], [3, 1]), ([True, False, False, True], [0, 3]), ([], []),
         (torch.tensor([2, 1]), [2, 1]), (torch.tensor([False, True, False, False]), [1]), (np.array([3, 0]), [3, 0]),
         (np.array([True, True, False, False]), [0, 1]),
@@ -242,7 +244,11 @@ def test_concat_refuses_parts_that_differ_in_columns_or_their_kind():
     with pytest.raises(ValueError, match="give at least one"):
         DataProto.concat([])
     dense = DataProto.from_dict({"x": torch.zeros(1)})
-    for other in (example(), DataProto.from_dict({}, {"x": [0]}), DataProto.from_dict({"x": jagged([[0]], torch.int64)})):
+    for other in (
+        example(),
+        DataProto.from_dict({}, {"x": [0]}),
+        DataProto.from_dict({"x": jagged([[0]], torch.int64)}),
+    ):
         with pytest.raises(ValueError, match="concat: columns differ"):
             DataProto.concat([dense, other])
 
@@ -371,7 +377,12 @@ def test_sending_takes_one_buffer_a_column_and_one_a_family_without_copying():
     stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     sent = sorted(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0] for buffer in buffers)
     memory = [batch.values(key) for key in ("prompts", "responses", "response_mask")]
-    memory += [batch.batch["uid"], batch.batch["reward_components"], batch.offsets("prompts"), batch.offsets("responses")]
+    memory += [
+        batch.batch["uid"],
+        batch.batch["reward_components"],
+        batch.offsets("prompts"),
+        batch.offsets("responses"),
+    ]
     assert sent == sorted(tensor.data_ptr() for tensor in memory)
     assert len(stream) < 2000
 

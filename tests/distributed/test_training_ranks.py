@@ -1,0 +1,188 @@
+"""Sharded training over gloo ranks: any number of ranks and any token budget learns the same."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rltrain.batching import minibatches
+from rltrain.compose import compose
+from rltrain.protocol import DataProto, jagged
+from rltrain.schema import Config
+from workers.group import LocalHosts, RayHosts, WorkerGroup
+from workers.host import Host
+from workers.placement import ROLES, build, meet, ray_hosts
+from workers.weight_sync import tensors_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
+STEPS = 10
+SMALL = ["trainer.prompts_per_step=6", "trainer.prompts_per_minibatch=3", f"trainer.total_steps={STEPS}"]
+
+
+def config_of(*overrides: str) -> Config:
+    return compose([*SMALL, "algorithm.kl_loss.kl_loss_coef=0.01", "algorithm.entropy_coef=0.001", *overrides])[0]
+
+
+def replayed(step: int) -> DataProto:
+    """A step's batch: 6 prompts x 4 samples of random tokens, one answer empty, one row not trained on."""
+    generator = torch.Generator().manual_seed(step)
+
+    def ids(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(48, 58, (length,), generator=generator).tolist()
+
+    responses = [ids(1, 13) for _ in range(23)] + [[]]
+    tokens = sum(map(len, responses))
+    batch = DataProto.from_dict(
+        {
+            "prompts": jagged([ids(3, 9) for _ in range(24)], torch.int64),
+            "responses": jagged(responses, torch.int64),
+            "uid": torch.arange(24) // 4,
+        }
+    )
+    mask = torch.ones(tokens, dtype=torch.bool)
+    mask[: len(responses[0])] = False
+    noise = torch.randn(tokens, generator=generator)
+    return batch.with_values("responses", response_mask=mask, advantages=noise, rollout_log_probs=-noise.abs())
+
+
+def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
+    hosts: LocalHosts | RayHosts
+    if ranks:
+        hosts = ray_hosts(config, ranks, gpus=1)
+        meet(hosts, loopback=True)
+    else:
+        hosts = LocalHosts(Host({}, verbose=True))
+        hosts.host.join(0, 1, None, 60.0)
+    for role in roles:
+        hosts.wait(build(hosts, role, ROLES[role], config, start))
+    return {role: WorkerGroup(hosts, role) for role in roles}
+
+
+def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics of every step, and the weights at the end."""
+    workers, history = group(config, start, ranks), []
+    budget = config.actor.max_tokens_per_microbatch
+    for step in range(STEPS):
+        batch = replayed(step)
+        for role in ("actor", "reference"):
+            batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=budget))
+        plan = minibatches(batch.batch["uid"].tolist(), 3, 1, seed=0, step=step)
+        history.append(workers["actor"].update(batch, plan, max_tokens=budget))
+    buckets = workers["actor"].wait(workers["actor"].start("export", 1, True))[0]
+    return history, {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
+
+
+@pytest.fixture(scope="module")
+def one_rank(ray_here, start):
+    return train(config_of(), start, 0)
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 8192), (4, 8192), (2, 40), (0, 40)])
+def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_and_weights(one_rank, start, ranks, budget):
+    """Ten steps on replayed rollouts: losses, KL, entropy, clip fractions and the norm of the full gradient."""
+    history, weights = train(config_of(f"actor.max_tokens_per_microbatch={budget}"), start, ranks)
+    for got, expected in zip(history, one_rank[0], strict=True):
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    for name, tensor in one_rank[1].items():
+        assert (weights[name] - tensor).abs().max() < 1e-4, name
+
+
+def test_the_metrics_of_an_update_are_alive(one_rank):
+    for name in ("policy_loss", "kl_loss", "ref_kl", "entropy", "grad_norm", "clip_fraction", "ppo_kl", "lr"):
+        assert any(step[name] != 0 for step in one_rank[0]), name
+    assert one_rank[0][0]["ref_kl"] == pytest.approx(0, abs=1e-6) or one_rank[0][0]["ref_kl"] > 0
+
+
+def test_F3_the_schedule_ends_at_exactly_the_last_optimizer_step(one_rank):
+    config = config_of()
+    rates = [step["lr"] for step in one_rank[0]]
+    total = config.optimizer_steps
+    assert total == STEPS * 2
+    # Linear to 0: step n runs at lr * (1 - n / total); a training step averages its two optimizer steps.
+    expected = [config.actor.lr * (1 - (2 * step + 0.5) / total) for step in range(STEPS)]
+    assert rates == pytest.approx(expected)
+
+
+def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start, ray_here):
+    """A hundred AdamW steps at lr 1e-6 on a sharded model move its weights as float64 arithmetic does."""
+    from transformers import AutoModelForCausalLM
+
+    from workers.forward import load_model
+    from workers.fsdp import Optimizer, full, shard
+
+    config = dataclasses.replace(config_of().actor, lr=1e-6, lr_schedule="constant", max_grad_norm=1e9)
+    model = shard(load_model(AutoModelForCausalLM, start), dtype="float32")
+    parameters = list(model.parameters())
+    optimizer = Optimizer(parameters, config, total_steps=100)
+    weights = [full(p.detach()).double().clone() for p in parameters]
+    first = [torch.zeros_like(w) for w in weights]
+    second = [torch.zeros_like(w) for w in weights]
+    origin = [w.clone() for w in weights]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 101):
+        for number, parameter in enumerate(parameters):
+            gradient = torch.randn(weights[number].shape, generator=generator) * 0.1 + 0.05
+            parameter.grad = torch.distributed.tensor.distribute_tensor(
+                gradient, parameter.device_mesh, parameter.placements
+            )
+            first[number].mul_(0.9).add_(gradient.double(), alpha=0.1)
+            second[number].mul_(0.999).addcmul_(gradient.double(), gradient.double(), value=0.001)
+            mean, square = first[number] / (1 - 0.9**step), second[number] / (1 - 0.999**step)
+            weights[number] -= 1e-6 * mean / (square.sqrt() + 1e-8)
+        optimizer.step()
+    for parameter, expected, before in zip(parameters, weights, origin, strict=True):
+        moved = full(parameter.detach()).double() - before
+        # Float32 weights near 1 round by up to 6e-8 a step; in bfloat16 none of these steps would move them at all.
+        assert (moved - (expected - before)).abs().max() < 0.02 * (expected - before).abs().max()
+
+
+def test_D7_the_reference_never_changes_and_step_0_has_kl_zero(one_rank, start):
+    config = config_of()
+    workers = group(config, start, 0)
+    batch = replayed(0)
+    before = workers["reference"].rows("compute_log_probs", batch, max_tokens=8192)
+    old = workers["actor"].rows("compute_log_probs", batch, max_tokens=8192)
+    assert torch.equal(before.values("ref_log_probs"), old.values("old_log_probs"))
+    whole = batch.union(old).union(before)
+    plan = minibatches(whole.batch["uid"].tolist(), 3, 1, seed=0, step=0)
+    workers["actor"].update(whole, plan, max_tokens=8192)
+    after = workers["reference"].rows("compute_log_probs", batch, max_tokens=8192)
+    assert torch.equal(before.values("ref_log_probs"), after.values("ref_log_probs"))
+    moved = workers["actor"].rows("compute_log_probs", batch, max_tokens=8192)
+    assert not torch.equal(moved.values("old_log_probs"), old.values("old_log_probs"))
+
+
+def test_D1_old_log_probs_of_other_weights_are_caught_before_the_first_step(start):
+    from rltrain.errors import LogProbError
+
+    workers = group(config_of(), start, 0)
+    batch = replayed(0)
+    for role in ("actor", "reference"):
+        batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=8192))
+    wrong = batch.with_values("responses", old_log_probs=batch.values("old_log_probs") + 0.01)
+    with pytest.raises(LogProbError, match=r"moved by 0\.01 nats"):
+        workers["actor"].update(wrong, [list(range(24))], max_tokens=8192)
+
+
+def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
+    config = config_of("algorithm=ppo")
+    histories = []
+    for ranks in (0, 2):
+        critic = group(config, start, ranks, roles=("critic",))["critic"]
+        history = []
+        for step in range(4):
+            batch = replayed(step)
+            values = critic.rows("compute_values", batch, max_tokens=8192)
+            if step == 0:
+                assert float(values.values("values").abs().max()) == 0.0
+            batch = batch.union(values)
+            batch = batch.with_values("responses", returns=torch.ones(len(values.values("values"))))
+            history.append(critic.update(batch, [list(range(24))] * 2, max_tokens=60))
+        histories.append(history)
+    losses = [step["value_loss"] for step in histories[0]]
+    assert losses == sorted(losses, reverse=True)
+    for here, there in zip(*histories, strict=True):
+        assert there == pytest.approx(here, rel=1e-4, abs=1e-6)

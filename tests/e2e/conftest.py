@@ -1,0 +1,6 @@
+"""Helpers of the end-to-end tests are imported by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

@@ -1,0 +1,82 @@
+"""Starting the program as users do, and looking at what it left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4", "rollout.samples_per_prompt=4", "data.val_size=16",
+    "trainer.sample_every=2",
+]  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A finished run."""
+
+    status: int
+    stdout: str
+    stderr: str
+    output: Path
+    survivors: list[int]
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Training steps, without evaluations."""
+        return [row for row in self.rows() if "timing/step" in row]
+
+    def rows(self) -> list[dict[str, float]]:
+        """Every line of metrics.jsonl."""
+        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
+    """`python -m rltrain.main` in a process group of its own; every process it starts carries its mark."""
+    command = [sys.executable, "-m", "rltrain.main", f"trainer.output_dir={output}", *overrides]
+    environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, **options,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240) -> Run:
+    """Wait for the end, and look for processes that outlived it."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        for pid in marked(output):
+            os.kill(pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"no end after {timeout_s} s\n{stdout}\n{stderr}") from None
+    deadline = time.monotonic() + 10
+    while (survivors := marked(output)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return Run(process.returncode, stdout, stderr, output, survivors)
+
+
+def train(output: Path, *overrides: str) -> Run:
+    """A whole run."""
+    return finish(start(output, *overrides), output)
+
+
+def marked(output: Path) -> list[int]:
+    """Processes that a run with this output directory started and that are still there."""
+    mark = f"RLTRAIN_TEST_RUN={output}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment, state = (entry / "environ").read_bytes(), (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if mark in environment.split(b"\0") and state != "Z":
+            found.append(int(entry.name))
+    return found

@@ -1,0 +1,104 @@
+"""The whole program, as its users start it."""
+
+import os
+import signal
+import time
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from runs import SMALL, finish, start, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.slow
+
+
+def check_outputs(run, steps: int) -> None:
+    """Everything that a run promises to leave, readable by the libraries that users read it with."""
+    assert [row["step"] for row in run.metrics()] == list(range(1, steps + 1))
+    evaluations = [row for row in run.rows() if "eval/greedy_accuracy" in row]
+    assert [row["step"] for row in evaluations] == [0, steps]
+    table = pq.read_table(run.output / "rollouts" / f"step_{steps:06d}.parquet")
+    assert table.num_rows == 32
+    rows = table.to_pylist()
+    assert all(len(row["responses"]) == len(row["rollout_log_probs"]) == len(row["advantages"]) for row in rows)
+    assert {len(row["prompt"]) for row in rows} == {8}
+    assert "trainer:" in (run.output / "config.yaml").read_text()
+    assert any((run.output / "tensorboard").glob("events.*"))
+    with Image.open(run.output / "learning_curve.png") as picture:
+        assert picture.size[0] > 400
+    model = AutoModelForCausalLM.from_pretrained(run.output / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run.output / "model")
+    logits = model(torch.tensor([tokenizer("2299907=")["input_ids"]])).logits
+    assert bool(logits.isfinite().all())
+
+
+def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(tmp_path):
+    output = tmp_path / "run"
+    run = train(output, *SMALL, "trainer.total_steps=3", "placement.actor_ranks=2")
+    assert run.status == 0, run.stderr
+    assert run.stderr == ""
+    assert "8 prompts x 4 samples = 32 sequences" in run.stdout
+    assert "held-out accuracy after 0 steps" in run.stdout
+    assert "learning_curve.png" in run.stdout
+    assert run.survivors == []
+    check_outputs(run, 3)
+    for row in run.metrics():
+        assert row["rollout/log_prob_gap_max"] < 1e-4  # E1: engine and trainer agree in float32
+        assert row["actor/grad_norm"] > 0
+    assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # it was measured
+
+
+def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_path):
+    """E7, E8: same seed, same metrics to the last bit outside timing; another seed, another run."""
+    common = [*SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=3", "trainer.deterministic=true"]
+    first, again = (train(tmp_path / name, *common) for name in ("first", "again"))
+    other = train(tmp_path / "other", *common, "trainer.seed=1")
+    for run in (first, again, other):
+        assert run.status == 0, run.stderr
+        check_outputs(run, 3)
+
+    def timeless(run):
+        return [{k: v for k, v in row.items() if not k.startswith(("timing/", "perf/"))} for row in run.rows()]
+
+    assert timeless(first) == timeless(again)
+    assert timeless(first) != timeless(other)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "gspo", "dr_grpo", "dapo", "rloo"])
+def test_every_preset_runs_with_kl_terms_on(tmp_path, algorithm):
+    run = train(
+        tmp_path / "run", *SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=2", f"algorithm={algorithm}",
+        "algorithm.kl_loss.kl_loss_coef=0.01", "algorithm.kl_in_reward.kl_coef=0.02", "data.val=null",
+        "algorithm.kl_in_reward.controller=adaptive", "algorithm.entropy_coef=0.001",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    first, second = run.metrics()
+    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: before its first update the actor is the reference
+    assert second["reward/kl"] > 0
+    assert first["actor/ref_kl"] > 0
+    assert second["reward/kl_coef"] != first["reward/kl_coef"]
+    assert first["actor/entropy"] > 0
+    assert ("critic/value_loss" in first) == (algorithm == "ppo")
+
+
+def test_ctrl_c_saves_the_model_and_leaves_no_process(tmp_path):
+    output = tmp_path / "run"
+    process = start(output, *SMALL, "trainer.total_steps=100000", "data.val=null")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        lines = (output / "metrics.jsonl").read_text().count("\n") if (output / "metrics.jsonl").exists() else 0
+        if lines >= 3:
+            break
+        time.sleep(0.2)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the foreground group
+    run = finish(process, output, timeout_s=60)
+    assert run.status == 130, run.stdout + run.stderr
+    assert time.monotonic() - began < 30
+    assert run.survivors == []
+    assert "Stopped early" in run.stdout
+    assert "Traceback" not in run.stderr
+    assert len(run.metrics()) >= 3
+    AutoModelForCausalLM.from_pretrained(output / "model")

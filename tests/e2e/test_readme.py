@@ -1,0 +1,176 @@
+"""What the documents show is true: commands are accepted, recipes run, files and metrics are as they say."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, check_knobs
+from rltrain.compose import choices, compose, parse_args
+from rltrain.main import main
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md"]
+COMMAND = "python -m rltrain.main"
+TINY = [
+    "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
+    "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4", "data.val_size=4",
+]  # fmt: skip
+
+
+def bash_lines(document):
+    """The commands of a document's bash blocks, continued lines joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.S | re.M)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def runs(document):
+    """The arguments of each command that starts a run, wherever in its line it stands."""
+    return [line.partition(COMMAND)[2] for line in bash_lines(document) if COMMAND in line]
+
+
+def named_files(document):
+    """(path, content) of each block that follows a line with nothing but a path."""
+    return re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M)
+
+
+def script(name, *overrides, **environment):
+    """Run an example with tiny settings; returns what it printed."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **environment}
+    command = ["bash", str(ROOT / "examples" / name), *TINY, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_document_has_commands(document):
+    assert bash_lines(document)
+
+
+@pytest.mark.parametrize(("document", "arguments"), [(name, text) for name in DOCUMENTS for text in runs(name)])
+def test_a_command_of_a_document_is_accepted(document, arguments):
+    args = parse_args(shlex.split(arguments, comments=True))
+    algorithm = compose(args.overrides)[0].algorithm
+    check_knobs(algorithm.loss_mode, POLICY_LOSSES.get(algorithm.loss_mode), algorithm.loss)
+    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
+    check_knobs(algorithm.advantage_estimator, estimator, algorithm.advantage)
+
+
+def test_a_command_of_the_readme_goes_through_main(capsys):
+    assert main(["algorithm=ppo", "trainer.total_steps=60", "--cfg"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["advantage_estimator"] == "gae"
+
+
+def test_a_make_target_of_a_document_exists():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    called = {word for name in DOCUMENTS for line in bash_lines(name) for word in _targets(line)}
+    assert {"demo", "test", "check"} <= called <= targets
+
+
+def _targets(line):
+    words = shlex.split(line, comments=True)
+    return words[1:] if words[:1] == ["make"] else []
+
+
+def test_ci_runs_what_contributing_says():
+    command = "make check test"
+    assert any(line.startswith(command) for line in bash_lines("CONTRIBUTING.md"))
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == command
+
+
+def test_a_script_of_the_examples_exists_and_is_executable():
+    named = {word for line in bash_lines("examples/README.md") for word in line.split() if word.endswith(".sh")}
+    assert named == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.sh")}
+    assert all(os.access(ROOT / name, os.X_OK) for name in named)
+
+
+def test_the_readmes_table_has_every_preset():
+    table = re.findall(r"^\| `algorithm=(\w+)` \|", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(table) == choices("algorithm")
+
+
+def test_the_readme_shows_the_example_files_as_they_are():
+    ((path, content),) = named_files("README.md")
+    assert (ROOT / path).read_text() == content
+    shown = re.search(r"`(\S+)` begins\n\n```json\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert (ROOT / shown[1]).read_text().startswith(shown[2])
+
+
+def test_links_of_a_document_lead_somewhere():
+    for document in DOCUMENTS:
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / document).read_text())
+        assert all((ROOT / document).parent.joinpath(link).exists() for link in links), document
+
+
+def test_the_compose_file_has_a_head_and_workers():
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    assert list(services) == ["head", "worker"]
+    assert all(service["shm_size"] and service["volumes"] == ["outputs:/outputs"] for service in services.values())
+
+
+@pytest.mark.slow
+def test_the_algorithm_of_contributing_works(tmp_path):
+    for folder in ("rltrain", "workers", "config", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    files = named_files("CONTRIBUTING.md")
+    assert len(files) == 3
+    for path, content in files:
+        assert not (tmp_path / path).exists(), f"{path} is part of the project now: show another algorithm"
+        (tmp_path / path).write_text(content)
+    known = tmp_path / "rltrain" / "algorithms" / "policy_losses" / "__init__.py"
+    known.write_text(known.read_text() + "\nfrom rltrain.algorithms.policy_losses import topr  # noqa\n")
+    tests = [files[2][0], "tests/unit/algorithms/test_masks.py", "tests/unit/algorithms/test_knobs.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout
+    assert "topr" in subprocess.run(
+        [sys.executable, "-m", "rltrain.main", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    ).stdout  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_recipe_for_own_data_trains_and_the_readme_explains_its_metrics(tmp_path):
+    printed = script("own_data.sh", f"trainer.output_dir={tmp_path / 'run'}")
+    assert "scored by right, length" in printed
+    *_, last = [record for record in metrics_of(tmp_path / "run") if "reward/mean" in record]
+    assert last["reward/mean"] == pytest.approx(last["reward/right/mean"] - 0.01 * last["reward/length/mean"], abs=1e-5)
+    explained = "|".join(_glossary())
+    names = {name for record in metrics_of(tmp_path / "run") for name in record} - {"step"}
+    assert [name for name in sorted(names) if not re.fullmatch(explained, name)] == []
+
+
+def _glossary():
+    """A pattern for each name in the README's table of metrics; <what> stands for any one word."""
+    section = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return [re.sub("<.*?>", r"\\w+", name) for row in rows for name in re.findall("`(.*?)`", row)]
+
+
+@pytest.mark.slow
+def test_the_recipe_that_compares_algorithms_ends_with_a_table(tmp_path):
+    printed = script("compare_algorithms.sh", ALGORITHMS="ppo gspo", OUT=str(tmp_path))
+    header, *rows = printed.splitlines()[-3:]
+    assert header.split() == [
+        "run",
+        "reward/mean",
+        "rollout/length_mean",
+        "eval/sampled_accuracy",
+        "eval/greedy_accuracy",
+    ]
+    assert [row.split()[0] for row in rows] == ["gspo", "ppo"]
+    assert all(len(re.findall(r"[\d.e-]+ -> [\d.e-]+", row)) == 4 for row in rows)
+    written = {name for record in metrics_of(tmp_path / "ppo") for name in record} - {"step"}
+    assert [name for name in sorted(written) if not re.fullmatch("|".join(_glossary()), name)] == []

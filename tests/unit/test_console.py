@@ -1,0 +1,220 @@
+import io
+import os
+import shlex
+
+import pytest
+import torch
+from rich.console import Console
+
+from rltrain.console import ConsoleDisplay, next_command, sample_text, summary
+from rltrain.protocol import DataProto
+
+METRICS = {
+    "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 12.3, "perf/tokens_per_s": 12345.6,
+    "actor/ppo_kl": 0.01,
+}  # fmt: skip
+
+
+def sample(response="answer", prompt="1+1=", reason="stop", score=1.0, valid=True) -> DataProto:
+    return DataProto.from_dict(
+        {"scores": torch.tensor([score]), "valid": torch.tensor([valid])},
+        {"prompt_text": [prompt], "response_text": [response], "finish_reason": [reason]},
+    )
+
+
+def console(*, terminal=False, width=80) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, color_system=None if not terminal else "auto"
+    )
+
+
+def shown(batch: DataProto, *, terminal=False) -> str:
+    """What the console writes for a sample."""
+    where = console(terminal=terminal)
+    display = ConsoleDisplay(10, 1, where)
+    display.step(1, METRICS, batch)
+    return where.file.getvalue()
+
+
+# Without a terminal
+
+
+def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end():
+    where = console()
+    with ConsoleDisplay(25, 0, where) as display:
+        for step in range(1, 26):
+            display.step(step, METRICS, sample())
+    lines = where.file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
+    assert lines[0] == "step   10/25  reward 0.50  acc 25%  kl 0.0100  len 12.3  12,346 tok/s"
+
+
+def test_a_line_is_one_line_however_long_it_is():
+    where = console(width=40)
+    display = ConsoleDisplay(10_000, 10, where)
+    display.step(10_000, {**METRICS, "perf/tokens_per_s": 12345678.0}, sample("long " * 30))
+    display.evaluation(
+        10_000, {f"eval/{kind}_accuracy": 0.5 for kind in ("sampled", "greedy")} | {"eval/sampled_length": 9}
+    )
+    first, second, third = where.file.getvalue().splitlines()
+    assert first.startswith("step 10000/10000")
+    assert first.endswith("12,345,678 tok/s")
+    assert second.endswith("-> reward 1")
+    assert third == "held-out accuracy after 10000 steps: sampled 50.0%, greedy 50.0%; answers of 9.0 tokens"
+
+
+def test_no_escape_sequence_is_written_where_there_is_no_terminal():
+    where = console()
+    display = ConsoleDisplay(10, 5, where)
+    with display, display.waiting("starting"):
+        display.step(10, METRICS, sample())
+    assert "\x1b" not in where.file.getvalue()
+    assert where.file.getvalue().splitlines()[0] == "starting"
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (4, [1, 4, 8]), (1, list(range(1, 10)))])
+def test_samples_come_at_the_first_step_and_then_as_often_as_asked(every, steps):
+    where = console()
+    display = ConsoleDisplay(100, every, where)
+    for step in range(1, 10):
+        display.step(step, METRICS, sample())
+    assert where.file.getvalue().splitlines() == [f"  step {step}: 1+1=answer  -> reward 1" for step in steps]
+
+
+def test_on_a_terminal_a_bar_moves_and_no_lines_are_written():
+    where = console(terminal=True)
+    with ConsoleDisplay(25, 0, where) as display, display.waiting("starting"):
+        pass
+    with ConsoleDisplay(25, 0, where) as display:
+        for step in range(1, 26):
+            display.step(step, METRICS, sample())
+    assert "step   10/25" not in where.file.getvalue()
+    assert "25/25" in where.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("extra", "kl"), [({}, 0.01), ({"reward/kl": 0.02}, 0.02), ({"reward/kl": 0.02, "actor/ref_kl": 0.03}, 0.03)]
+)
+def test_the_kl_shown_is_that_to_the_reference_where_there_is_one(extra, kl):
+    where = console()
+    ConsoleDisplay(1, 0, where).step(1, METRICS | extra, sample())
+    assert f"kl {kl:.4f}" in where.file.getvalue()
+
+
+# What a model writes is text
+
+
+MARKUP = [
+    "[bold]x[/]",
+    "[/]",
+    "[red]",
+    "[link=http://x]y[/link]",
+    "a[",
+    "a\\",
+    "a\\\\",
+    "a\\\\\\",
+    "\\[/]",
+    ":smile:",
+    "[i]\\",
+]
+
+
+@pytest.mark.parametrize("text", MARKUP)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_markup_in_a_sample_is_shown_as_it_is(text, terminal):
+    assert text in shown(sample(response=text), terminal=terminal)
+    assert text in shown(sample(prompt=text), terminal=terminal)
+    assert sample_text(1, sample(text, text)).plain == f"  step 1: {text}{text}  -> reward 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("\x1b[2J\x1b[31mred", "\\x1b[2J\\x1b[31mred"), ("a\rb", "a\\rb"), ("a\nb", "a\\nb"),
+        ("\x07\x08\x00", "\\x07\\x08\\x00"),
+        ("\x9b31m", "\\x9b31m"), ("a\u202eb\u2028c", "a\\u202eb\\u2028c"), ("\ud800", "\\ud800"), ("\ttab", "\\ttab"),
+        ("日本 é 😀", "日本 é 😀"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("terminal", [False, True])
+def test_control_characters_in_a_sample_are_shown_and_never_sent(text, seen, terminal):
+    written = shown(sample(response=text), terminal=terminal)
+    assert seen in written
+    assert not {"\r", "\x07", "\x08", "\x00", "\x9b", "\u202e"} & set(written)
+    assert "\x1b[2J" not in written
+    if not terminal:
+        assert written.count("\n") == 1
+        assert "\x1b" not in written
+    written.encode()
+
+
+@pytest.mark.parametrize(
+    ("batch", "ending"),
+    [
+        (sample(), "answer  -> reward 1"), (sample(reason="length"), "answer (cut at the length limit)  -> reward 1"),
+        (sample(reason="abort"), "answer (aborted)  -> reward 1"), (sample(score=0.25), "-> reward 0.25"),
+        (sample(score=0.0, valid=False), "-> reward failed"),
+    ],
+)  # fmt: skip
+def test_a_sample_says_how_it_ended_and_what_it_got(batch, ending):
+    assert sample_text(1, batch).plain.endswith(ending)
+
+
+def test_a_long_sample_is_cut_in_the_middle():
+    text = sample_text(1, sample("b" * 150 + "e" * 150)).plain
+    assert "b" * 100 + " ... " + "e" * 100 + "  ->" in text
+    assert "b" * 101 not in text
+
+
+def test_each_time_another_sample_is_shown():
+    batch = DataProto.concat([sample(str(n)) for n in range(64)])
+    assert len({sample_text(step, batch).plain.split("=")[1] for step in range(20, 200, 20)}) == 9
+
+
+# At the end
+
+
+def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=()):
+    where = console()
+    (tmp_path / "model").mkdir(parents=True)
+    summary(
+        where, evaluations=evaluations, history=[METRICS] * 3, seconds=12.4, output_dir=tmp_path, curve=None,
+        overrides=overrides, finished=finished,
+    )  # fmt: skip
+    return where.file.getvalue()
+
+
+def test_the_summary_says_what_was_learnt_and_where_it_lies(tmp_path):
+    before, after = (
+        {"eval/sampled_accuracy": a, "eval/greedy_accuracy": b, "eval/sampled_length": c}
+        for a, b, c in ((0.1, 0.2, 9.0), (0.8, 0.9, 7.5))
+    )
+    text = summary_of(tmp_path, evaluations=[before, before, after])
+    rows = [line.split() for line in text.splitlines()]
+    assert "Done after 3 steps, 12 s" in text
+    assert ["sampled", "accuracy", "10.0%", "80.0%"] in rows
+    assert ["greedy", "accuracy", "20.0%", "90.0%"] in rows
+    assert ["answer", "length", "9.0", "7.5"] in rows
+    assert ["model:", str(tmp_path / "model")] in rows
+    assert "learning curve" not in text
+    assert "Stopped early after 3 steps" in summary_of(tmp_path / "b", finished=False)
+
+
+def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
+    folder = tmp_path / "[red] run :smile: 1"
+    overrides = ["reward.functions=[my_reward.py:score]", "trainer.seed=3"]
+    text = summary_of(folder, overrides=overrides)
+    assert str(folder / "model") in text
+    (command,) = [line for line in text.splitlines() if line.startswith("next:")]
+    assert shlex.split(command)[1:] == ["python", "-m", "rltrain.main", "algorithm=ppo", *overrides]
+    (board,) = [line for line in text.splitlines() if "tensorboard" in line]
+    assert shlex.split(board) == ["tensorboard", "--logdir", str(folder.parent)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "algorithm"), [([], "ppo"), (["algorithm=ppo"], "grpo"), (["algorithm=rloo", "data=sort"], "grpo")]
+)
+def test_the_next_command_tries_another_algorithm_in_a_folder_of_its_own(tmp_path, overrides, algorithm):
+    first = next_command([*overrides, f"trainer.output_dir={tmp_path}"], tmp_path).split(os.linesep)[0]
+    kept = [override for override in overrides if not override.startswith("algorithm=")]
+    assert shlex.split(first) == ["python", "-m", "rltrain.main", f"algorithm={algorithm}", *kept]

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.protocol import DataProto, jagged
+from workers.dispatch import Minibatch, UpdateResult, collect_rows, split_minibatches, split_rows, sum_updates
+
+
+def batch(masks) -> DataProto:
+    made = DataProto.from_dict(
+        {"responses": jagged([[row] * len(mask) for row, mask in enumerate(masks)], torch.int64),
+         "row": torch.arange(len(masks))}
+    )  # fmt: skip
+    return made.with_values(
+        "responses", response_mask=torch.tensor([m for mask in masks for m in mask], dtype=torch.bool)
+    )
+
+
+MASKS = [[1, 1, 1], [0, 0], [], [1, 0]]
+
+
+def test_every_rank_gets_its_rows_and_the_counts_of_the_whole_minibatch():
+    plans = split_minibatches(batch(MASKS), [4, 3, 1, 3], [[0, 1], [2, 3]], 2, 10)
+    assert plans == [
+        [Minibatch([[0]], 3, 1), Minibatch([[3]], 1, 1)],
+        [Minibatch([[1]], 3, 1), Minibatch([[2]], 1, 1)],
+    ]
+
+
+def test_ranks_without_rows_get_an_empty_microbatch():
+    plans = split_minibatches(batch(MASKS), [4, 3, 1, 3], [[0]], 3, 10)
+    assert [plan[0].microbatches for plan in plans] == [[[0]], [[]], [[]]]
+    assert split_rows([5], 2, 5) == [[[0]], [[]]]
+
+
+@given(
+    masks=st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=12), ranks=st.integers(1, 3),
+    budget=st.integers(6, 20), data=st.data(),
+)  # fmt: skip
+@settings(deadline=None, max_examples=60)
+def test_A4_counts_are_those_of_the_minibatch_for_any_split(masks, ranks, budget, data):
+    rows = data.draw(st.permutations(range(len(masks))))
+    cut = data.draw(st.integers(0, len(rows)))
+    minibatches = [part for part in (rows[:cut], rows[cut:]) if part]
+    plans = split_minibatches(batch(masks), [len(mask) + 1 for mask in masks], minibatches, ranks, budget)
+    for number, part in enumerate(minibatches):
+        mine = [plan[number] for plan in plans]
+        assert sorted(row for own in mine for rows in own.microbatches for row in rows) == sorted(part)
+        assert {own.num_tokens for own in mine} == {sum(sum(masks[row]) for row in part)}
+        assert {own.num_sequences for own in mine} == {sum(any(masks[row]) for row in part)}
+        assert len({len(own.microbatches) for own in mine}) == 1
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12), ranks=st.integers(1, 4), budget=st.integers(6, 20))
+@settings(deadline=None, max_examples=60)
+def test_rows_come_back_in_the_order_in_which_they_were_sent(lengths, ranks, budget):
+    made = batch([[True] * length for length in lengths])
+    plan = split_rows(lengths, ranks, budget)
+    parts = [made[[row for rows in rank for row in rows]] for rank in plan]
+    back = collect_rows(parts, plan)
+    assert back.batch["row"].tolist() == list(range(len(lengths)))
+    assert back.values("responses").tolist() == made.values("responses").tolist()
+
+
+def test_updates_of_two_ranks_add_up():
+    steps = [{"grad_norm": 3.0, "lr": 0.1}, {"grad_norm": 1.0, "lr": 0.3}]
+    ranks = [
+        UpdateResult({"clip": 2.0}, {"policy_loss": 0.5}, 8, steps),
+        UpdateResult({"clip": 4.0}, {"policy_loss": 1.5}, 8, steps),
+    ]
+    assert sum_updates(ranks) == pytest.approx(
+        {"clip": 6 / 8, "policy_loss": 2.0 / 2, "grad_norm": 2.0, "grad_norm_max": 3.0, "lr": 0.2}
+    )
+
+
+def test_an_update_without_trained_tokens_or_steps_has_finite_metrics():
+    assert sum_updates([UpdateResult({"clip": 0.0}, {}, 0, [])]) == {"clip": 0.0}
+    assert sum_updates([UpdateResult()]) == {}

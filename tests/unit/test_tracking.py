@@ -1,0 +1,144 @@
+import json
+import math
+
+import matplotlib.image
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rltrain.protocol import DataProto, jagged
+from rltrain.tracking import Tracker, draw_learning_curve, sample_table
+
+NAN = math.nan
+
+
+def batch() -> DataProto:
+    """Three samples: one good, one without tokens that failed, one with awkward text."""
+    made = DataProto.from_dict(
+        {"prompts": jagged([[1], [1, 2], [3]], torch.int64), "responses": jagged([[4, 5], [], [6]], torch.int64),
+         "uid": torch.tensor([0, 0, 1]), "scores": torch.tensor([1.0, 0.0, 0.5]),
+         "valid": torch.tensor([True, False, True]),
+         "reward_components": torch.tensor([[1.0, NAN], [NAN, NAN], [0.5, 0.0]])},
+        {"prompt_text": ["a", "b", "c"], "response_text": ["good", "", "\x00 [bold] \U0001f600\n"],
+         "finish_reason": ["stop", "abort", "length"], "reward_error": ["", "it broke", ""]},
+    )  # fmt: skip
+    return made.with_values(
+        "responses", rollout_log_probs=torch.tensor([-1.0, -2.0, -3.0]), policy_version=torch.tensor([7, 7, 8]),
+        advantages=torch.tensor([0.5, 0.5, -1.0]),
+    )  # fmt: skip
+
+
+class FakeDisplay:
+    def __init__(self):
+        self.shown = []
+
+    def step(self, step, metrics, batch):
+        self.shown.append(("step", step, metrics))
+
+    def evaluation(self, step, metrics):
+        self.shown.append(("evaluation", step, metrics))
+
+
+def metrics(reward: float) -> dict[str, float]:
+    return {"reward/mean": reward, "rollout/length_mean": 3.0}
+
+
+EVALUATION = {"eval/sampled_reward": 0.25, "eval/greedy_reward": 0.5}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two steps and an evaluation, written and closed: (directory, tracker, display, learning curve)."""
+    display = FakeDisplay()
+    tracker = Tracker(tmp_path, display)
+    tracker.log_eval(0, EVALUATION)
+    tracker.log_step(1, metrics(0.25), batch())
+    tracker.log_step(2, metrics(0.75), batch())
+    return tmp_path, tracker, display, tracker.close()
+
+
+def test_every_step_and_evaluation_is_one_json_object_a_line(run):
+    lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 0, **EVALUATION}, {"step": 1, **metrics(0.25)}, {"step": 2, **metrics(0.75)}]
+    assert (run[1].evaluations, run[1].history) == (lines[:1], lines[1:])
+
+
+def test_a_line_is_on_disk_as_soon_as_its_step_is_logged(tmp_path):
+    tracker = Tracker(tmp_path, FakeDisplay())
+    tracker.log_step(1, metrics(0.25), batch())
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    tracker.close()
+
+
+def test_a_metric_that_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
+    tracker = Tracker(tmp_path, FakeDisplay())
+    tracker.log_step(1, {**metrics(0.0), "actor/grad_norm": NAN, "actor/loss": -math.inf}, batch())
+    tracker.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse)["actor/grad_norm"] is None
+    assert math.isnan(tracker.history[0]["actor/grad_norm"])
+
+
+def test_the_display_is_told_each_step_and_evaluation(run):
+    assert [shown[:2] for shown in run[2].shown] == [("evaluation", 0), ("step", 1), ("step", 2)]
+
+
+def test_every_sample_is_in_the_parquet_file_of_its_step(run):
+    assert sorted(path.name for path in (run[0] / "rollouts").iterdir()) == [
+        "step_000001.parquet",
+        "step_000002.parquet",
+    ]
+    rows = pq.read_table(run[0] / "rollouts" / "step_000002.parquet").to_pylist()
+    assert len(rows) == 3
+    assert rows[0] == {
+        "uid": 0, "prompt": "a", "response": "good", "score": 1.0, "valid": True, "finish_reason": "stop",
+        "reward_error": "", "reward_components": [1.0, pytest.approx(NAN, nan_ok=True)], "responses": [4, 5],
+        "rollout_log_probs": [-1.0, -2.0], "policy_version": [7, 7], "advantages": [0.5, 0.5], "prompts": [1],
+    }  # fmt: skip
+    assert (rows[1]["responses"], rows[1]["valid"], rows[1]["reward_error"]) == ([], False, "it broke")
+    assert rows[1]["prompts"] == [1, 2]
+    assert rows[2]["response"] == "\x00 [bold] \U0001f600\n"
+    assert (rows[2]["responses"], rows[2]["policy_version"], rows[2]["advantages"]) == ([6], [8], [-1.0])
+
+
+def test_a_table_of_samples_in_another_order_moves_their_tokens_along():
+    rows = sample_table(batch().reorder([2, 0, 1])).to_pylist()
+    assert [row["responses"] for row in rows] == [[6], [4, 5], []]
+    assert [row["prompts"] for row in rows] == [[3], [1], [1, 2]]
+
+
+def test_tensorboard_has_every_metric(run):
+    events = EventAccumulator(str(run[0] / "tensorboard"))
+    events.Reload()
+    assert {*events.Tags()["scalars"]} == {*metrics(0.0), *EVALUATION}
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+
+
+def test_the_learning_curve_is_an_image_with_something_drawn_on_it(run):
+    path = run[3]
+    assert path == run[0] / "learning_curve.png"
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    image = matplotlib.image.imread(path)
+    assert image.shape[:2] == (540, 960)
+    assert len({tuple(pixel) for pixel in image[::3, ::3, :3].reshape(-1, 3).round(2).tolist()}) > 10  # several colours
+
+
+def test_the_learning_curve_changes_with_the_rewards(tmp_path):
+    images = []
+    for reward in (0.1, 0.9):
+        path = tmp_path / f"{reward}.png"
+        draw_learning_curve([{"step": 1, **metrics(0.5)}, {"step": 2, **metrics(reward)}], [], path)
+        images.append(matplotlib.image.imread(path))
+    assert (images[0] != images[1]).any()
+
+
+def test_a_run_without_a_step_has_no_curve(tmp_path):
+    tracker = Tracker(tmp_path, FakeDisplay())
+    tracker.log_eval(0, EVALUATION)
+    assert tracker.close() is None
+    assert not (tmp_path / "learning_curve.png").exists()

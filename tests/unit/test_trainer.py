@@ -1,0 +1,321 @@
+import inspect
+
+import pytest
+import torch
+
+from rltrain.collector import Collector, place_scores
+from rltrain.compose import compose
+from rltrain.data import Prompt
+from rltrain.errors import LogProbError, RewardError
+from rltrain.protocol import DataProto, jagged
+from rltrain.trainer import Trainer
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
+
+
+def samples(version: int) -> DataProto:
+    """Two groups of two one-token answers, one right and one wrong each."""
+    batch = DataProto.from_dict(
+        {"prompts": jagged([[1]] * 4, torch.int64), "responses": jagged([[2]] * 4, torch.int64),
+         "rollout_log_probs": jagged([[-1.0]] * 4, torch.float32),
+         "policy_version": jagged([[version]] * 4, torch.int64),
+         "uid": torch.tensor([0, 0, 1, 1]), "valid": torch.ones(4, dtype=torch.bool),
+         "scores": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
+        {"finish_reason": ["stop"] * 4},
+    )  # fmt: skip
+    return place_scores(batch)
+
+
+class FakeCollector:
+    """Also the rollout pool: it knows which weights it was given."""
+
+    def __init__(self, log):
+        self.log, self.rollout = log, self
+
+    def collect(self, version):
+        self.log.append(f"collect {version}")
+        return samples(version)
+
+    def evaluate(self, prompts, *, greedy):
+        self.log.append(f"evaluate {'greedy' if greedy else 'sampled'}")
+        return samples(0)
+
+    def load(self, weights, version):
+        self.log.append(f"load {weights} as {version}")
+
+
+class FakeGroup:
+    """One role; `columns` are what it adds to a batch."""
+
+    def __init__(self, role, log, **columns):
+        self.role, self.log, self.columns, self.updates = role, log, columns, []
+
+    def rows(self, method, batch, *, max_tokens):
+        self.log.append(f"{self.role} {method} {max_tokens}")
+        values = {name: torch.full((4,), value) for name, value in self.columns.items()}
+        return batch.with_values("responses", **values).select(list(values))
+
+    def update(self, batch, plan, *, max_tokens):
+        self.log.append(f"{self.role} update {max_tokens}")
+        self.updates.append((batch, plan))
+        return {"loss": 0.5}
+
+    def start(self, method, *args):
+        self.log.append(f"{self.role} start {method} {args}")
+        return ["weights", "rank 1"]
+
+    def wait(self, pending):
+        self.log.append(f"{self.role} wait {pending}")
+        return pending
+
+
+class FakeTracker:
+    def __init__(self, log):
+        self.log, self.steps, self.evals = log, [], []
+
+    def log_step(self, step, metrics, batch):
+        self.log.append(f"log {step}")
+        self.steps.append((metrics, batch))
+
+    def log_eval(self, step, metrics):
+        self.evals.append((step, metrics))
+
+
+class FakeExporter:
+    def __init__(self, log):
+        self.save_step = lambda actor, step: log.append(f"save {actor.role} {step}")
+        self.save_final = lambda actor: log.append(f"save {actor.role} at the end")
+
+
+BASE = [
+    "trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=1", "rollout.samples_per_prompt=2",
+    "actor.max_tokens_per_microbatch=1111", "critic.max_tokens_per_microbatch=2222", "trainer.total_steps=2",
+    "rollout.max_prompt_length=10", "rollout.max_response_length=10",
+]  # fmt: skip
+
+
+def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None, val=()):
+    """A Trainer on fakes, and the log that all of them write."""
+    log: list[str] = []
+    made = Trainer(
+        compose([*BASE, *overrides])[0],
+        collector=collector or FakeCollector(log),
+        actor=FakeGroup("actor", log, old_log_probs=old),
+        reference=FakeGroup("reference", log, ref_log_probs=-1.25) if reference else None,
+        critic=FakeGroup("critic", log, values=0.25) if critic else None,
+        tracker=FakeTracker(log), exporter=FakeExporter(log), val_prompts=val,
+    )  # fmt: skip
+    return made, log
+
+
+SYNC = ["actor start export (1, True)", "load weights as 1", "actor wait ['rank 1']"]
+
+
+# The phases of a step
+
+
+def test_a_grpo_step_without_reference_generates_scores_updates_and_syncs_in_this_order():
+    made, log = trainer()
+    made.train_step()
+    assert log == ["collect 0", "actor compute_log_probs 1111", "actor update 1111", *SYNC]
+
+
+def test_a_grpo_step_with_reference_asks_it_before_the_update():
+    made, log = trainer("algorithm.kl_loss.kl_loss_coef=0.1", reference=True)
+    made.train_step()
+    assert log == [
+        "collect 0", "actor compute_log_probs 1111", "reference compute_log_probs 1111", "actor update 1111", *SYNC
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_ppo_step_updates_the_critic_before_the_actor_each_with_its_own_budget(reference):
+    kl = ["algorithm.kl_in_reward.kl_coef=0.1"] if reference else []
+    made, log = trainer("algorithm=ppo", *kl, reference=reference, critic=True)
+    metrics, _ = made.train_step()
+    asked = ["reference compute_log_probs 1111"] if reference else []
+    assert log == [
+        "collect 0", "actor compute_log_probs 1111", *asked, "critic compute_values 2222",
+        "critic update 2222", "actor update 1111", *SYNC,
+    ]  # fmt: skip
+    assert metrics["critic/loss"] == metrics["actor/loss"] == 0.5
+    assert ("reward/kl" in metrics) is reference
+
+
+def test_actor_and_critic_get_the_same_batch_and_plan_and_all_columns():
+    made, _ = trainer("algorithm=ppo", "trainer.epochs_per_step=3", reference=True, critic=True)
+    _, batch = made.train_step()
+    (actor_batch, plan), (critic_batch, critic_plan) = made.actor.updates[0], made.critic.updates[0]
+    assert actor_batch is critic_batch is batch
+    assert plan == critic_plan
+    assert len(plan) == 6
+    assert sorted(map(sorted, plan)) == [[0, 1]] * 3 + [[2, 3]] * 3
+    assert {"old_log_probs", "ref_log_probs", "values", "token_level_rewards", "advantages", "returns"} <= {
+        *batch.keys()
+    }
+
+
+def test_grpo_advantages_reach_the_actor():
+    made, _ = trainer("algorithm.advantage.norm_by_std=false")
+    made.train_step()
+    assert made.actor.updates[0][0].values("advantages").tolist() == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_kl_in_reward_lowers_the_rewards_of_the_actors_batch():
+    made, _ = trainer("algorithm.kl_in_reward.kl_coef=0.5", reference=True)
+    metrics, batch = made.train_step()
+    assert batch.values("token_level_rewards").tolist() == [0.875, -0.125, 0.875, -0.125]
+    assert metrics["reward/kl"] == 0.25
+
+
+def test_minibatches_are_shuffled_anew_each_step():
+    made, _ = trainer("trainer.epochs_per_step=8")
+    made.train_step()
+    made.train_step()
+    assert made.actor.updates[0][1] != made.actor.updates[1][1]
+
+
+def test_metrics_name_their_role_and_every_phase_is_timed():
+    made, _ = trainer("algorithm=ppo", reference=True, critic=True)
+    metrics, _ = made.train_step()
+    phases = ("generate", "old_log_probs", "ref_log_probs", "values", "advantages", "update_critic", "update_actor")
+    assert {f"timing/{phase}" for phase in (*phases, "sync_weights", "step")} == {k for k in metrics if "timing" in k}
+    assert {
+        "reward/mean", "reward/final_answer/mean", "reward/zero_spread_fraction", "rollout/log_prob_gap",
+        "critic/explained_variance", "perf/tokens_per_s",
+    } <= metrics.keys()  # fmt: skip
+
+
+# The loop
+
+
+def test_weights_are_synced_before_the_first_step_and_after_each_update_with_the_next_version():
+    made, log = trainer("rollout.verify_sync=false")
+    made.fit()
+    assert [line for line in log if line.startswith(("collect", "load", "actor update", "log", "save"))] == [
+        "load weights as 0", "collect 0", "actor update 1111", "load weights as 1", "log 1",
+        "collect 1", "actor update 1111", "load weights as 2", "log 2", "save actor at the end",
+    ]  # fmt: skip
+    assert [line for line in log if "export" in line] == [f"actor start export ({n}, False)" for n in range(3)]
+
+
+def test_synchronous_training_never_sees_tokens_of_older_weights():
+    made, _ = trainer("trainer.total_steps=4")
+    made.fit()
+    ages = [step - int(batch.values("policy_version").min()) for step, (_, batch) in enumerate(made.tracker.steps)]
+    assert ages == [0, 0, 0, 0]
+
+
+def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_the_end():
+    made, log = trainer(
+        "trainer.total_steps=4", "trainer.eval_every=2", "trainer.save_every=3", val=[Prompt(0, "", [1], {})]
+    )
+    made.fit()
+    assert [step for step, _ in made.tracker.evals] == [0, 2, 4]
+    assert [line for line in log if line.startswith("save")] == ["save actor 3", "save actor at the end"]
+    assert made.tracker.evals[0][1] == {
+        f"eval/{kind}_{name}": value
+        for kind in ("sampled", "greedy")
+        for name, value in (("reward", 0.5), ("accuracy", 0.5), ("length", 1.0))
+    }
+    assert log.index("load weights as 0") < log.index("evaluate sampled") < log.index("collect 0")
+
+
+def test_without_validation_prompts_nothing_is_evaluated():
+    made, log = trainer()
+    made.fit()
+    assert made.tracker.evals == []
+    assert not [line for line in log if line.startswith("evaluate")]
+
+
+def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
+    class OneFails(FakeCollector):
+        def evaluate(self, prompts, *, greedy):
+            batch = samples(0)
+            batch.batch["valid"][1] = False
+            return batch
+
+    made, _ = trainer(collector=OneFails([]), val=[Prompt(0, "", [1], {})])
+    made.evaluate()
+    assert made.tracker.evals[0][1]["eval/greedy_accuracy"] == pytest.approx(2 / 3)
+    assert made.tracker.evals[0][1]["eval/greedy_reward"] == pytest.approx(2 / 3)
+
+
+# What stops a run
+
+
+@pytest.mark.parametrize("old", [-1.5, float("nan")])
+@pytest.mark.parametrize("source", ["actor", "rollout"])
+def test_E1_engine_and_actor_that_disagree_stop_the_run_at_step_one(old, source):
+    made, log = trainer("rollout.max_log_prob_gap=0.4", f"algorithm.old_log_probs={source}", old=old)
+    gap = "0.5" if old == -1.5 else "nan"
+    with pytest.raises(
+        LogProbError, match=f"disagree by {gap} nats .* above rollout.max_log_prob_gap=0.4: .* check model"
+    ):
+        made.train_step()
+    assert log == ["collect 0", "actor compute_log_probs 1111"]  # nothing was trained
+
+
+def test_E1_at_later_steps_the_gap_is_only_shown():
+    made, _ = trainer("rollout.max_log_prob_gap=0.4")
+    made.train_step()
+    made.actor.columns["old_log_probs"] = -3.0
+    metrics, _ = made.train_step()
+    assert metrics["rollout/log_prob_gap"] == pytest.approx(2.0)
+    assert made.step == 2
+
+
+def test_a_gap_below_the_limit_passes():
+    made, _ = trainer("rollout.max_log_prob_gap=0.6", old=-1.5)
+    assert made.train_step()[0]["rollout/log_prob_gap"] == 0.5
+
+
+def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step():
+    made, log = trainer("algorithm.old_log_probs=rollout", old=-1.001)
+    made.train_step()
+    _, batch = made.train_step()
+    assert log.count("actor compute_log_probs 1111") == 1
+    assert batch.values("old_log_probs").tolist() == [-1.0] * 4
+
+
+class Engines:
+    def __init__(self):
+        self.requests = []
+        self.load = lambda weights, version: None
+        self.pending = 0
+
+    def submit(self, groups):
+        self.requests = [request for group in groups for request in group]
+        self.pending = len(self.requests)
+
+    def poll(self, timeout_s):
+        self.pending = 0
+        return [Completion(request.key, [2], [-1.0], "stop", [0]) for request in self.requests]
+
+
+class BrokenJudges:
+    pending = 0
+
+    def submit(self, requests):
+        self.keys = [request.key for request in requests]
+
+    def poll(self, timeout_s):
+        return [RewardResult(key, (None,), failed=True, error="TypeError: no answer") for key in self.keys]
+
+
+def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named():
+    config, _ = compose([*BASE, "reward.max_failed_fraction=0.5"])
+    prompts = [Prompt(n, "1+1=", [1], {}) for n in range(4)]
+    made, log = trainer(collector=Collector(config, rollout=Engines(), rewards=BrokenJudges(), prompts=prompts))
+    with pytest.raises(RewardError) as caught:
+        made.fit()
+    assert "100% of this step's rewards failed, above reward.max_failed_fraction=0.5" in str(caught.value)
+    assert "sample (0, 0): TypeError: no answer; sample (0, 1): TypeError: no answer" in str(caught.value)
+    assert "actor update 1111" not in log
+
+
+# One page
+
+
+def test_train_step_is_at_most_60_lines():
+    assert len(inspect.getsource(Trainer.train_step).splitlines()) <= 60

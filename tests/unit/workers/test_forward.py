@@ -1,0 +1,146 @@
+"""Packed forward passes against one row at a time (invariants B1, B3, B5, B6)."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rltrain.protocol import DataProto, jagged
+from rltrain.tasks.tiny_model import tiny_model
+from workers.forward import PACKED, log_prob_pass, microbatch, pack, packed_attention, response_log_probs, unpack
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+PROMPTS = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8], [11, 12]]
+RESPONSES = [[20, 21, 22, 23], [30], [], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50]]
+
+
+def models():
+    torch.manual_seed(0)
+    return {
+        "qwen2": tiny_model(),
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    }
+
+
+def batch_of(prompts, responses) -> DataProto:
+    return DataProto.from_dict(
+        {"prompts": jagged(prompts, torch.int64), "responses": jagged(responses, torch.int64)}
+    )  # fmt: skip
+
+
+def one_at_a_time(model, prompts, responses, temperature: float) -> torch.Tensor:
+    """The slow oracle: plain eager attention on each row alone."""
+    model.set_attn_implementation("eager")
+    found = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        if response:
+            logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0] / temperature
+            predicting = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            found.append(predicting.gather(1, torch.tensor(response)[:, None])[:, 0])
+    model.set_attn_implementation(PACKED)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3"])
+def test_B6_packed_log_probs_entropies_and_gradients_are_those_of_one_row_at_a_time(name):
+    model = models()[name].double()
+    model.set_attn_implementation(PACKED)
+    expected = one_at_a_time(model, PROMPTS, RESPONSES, 0.7)
+    weights = torch.randn(len(expected), dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
+    packed = pack(batch_of(PROMPTS, RESPONSES))
+    got, entropy = response_log_probs(model, packed, temperature=0.7, entropy=True)
+    assert torch.allclose(got.double(), expected, atol=2e-6)
+    grads = torch.autograd.grad((got * weights).sum(), list(model.parameters()))
+    for grad, want in zip(grads, wanted, strict=True):
+        assert (grad - want).abs().max() <= 1e-5 * want.abs().max()
+    assert entropy is not None
+    assert bool((entropy > 0).all())
+
+
+def test_B6_editing_one_row_of_a_pack_changes_no_other():
+    model = tiny_model()
+    model.set_attn_implementation(PACKED)
+    before = log_prob_pass(model, batch_of(PROMPTS, RESPONSES), [[0, 1, 2, 3]], "old_log_probs", 1.0)
+    edited = [*RESPONSES[:3], [7, *RESPONSES[3][1:]]]
+    after = log_prob_pass(model, batch_of(PROMPTS, edited), [[0, 1, 2, 3]], "old_log_probs", 1.0)
+    assert torch.equal(before.padded("old_log_probs")[:3], after.padded("old_log_probs")[:3])
+    assert not torch.equal(before.padded("old_log_probs")[3], after.padded("old_log_probs")[3])
+
+
+def test_B1_B6_any_order_and_any_micro_batches_give_a_row_the_same_log_probs():
+    model = tiny_model()
+    model.set_attn_implementation(PACKED)
+    batch = batch_of(PROMPTS, RESPONSES)
+    whole = log_prob_pass(model, batch, [[0, 1, 2, 3]], "old_log_probs", 1.0)
+    for plan in ([[0], [1], [2], [3]], [[3, 0], [2, 1]], [[2], [], [1, 3, 0]]):
+        order = torch.tensor([row for rows in plan for row in rows])
+        parts = log_prob_pass(model, batch, plan, "old_log_probs", 1.0).reorder(order.argsort())
+        assert torch.allclose(parts.values("old_log_probs"), whole.values("old_log_probs"), atol=2e-6)
+
+
+def test_B5_a_model_that_surely_counts_up_has_log_probs_near_zero():
+    """Next token = this token + 1, almost surely: a shift of one would show as -inf."""
+    model = tiny_model()
+    model.set_attn_implementation(PACKED)
+
+    def counting(input_ids, logits_to_keep, **_):
+        logits = torch.full((1, input_ids.size(1), 128), -50.0)
+        logits[0, torch.arange(input_ids.size(1)), (input_ids[0] + 1) % 128] = 50.0
+        return type("Output", (), {"logits": logits[:, logits_to_keep]})
+
+    log_probs, _ = response_log_probs(
+        counting, pack(batch_of([[1, 2], [50]], [[3, 4, 5], [51]])), temperature=1.0, entropy=False
+    )
+    assert bool((log_probs > -1e-6).all())
+
+
+def test_B3_an_empty_response_predicts_nothing_and_a_batch_of_them_runs():
+    model = tiny_model()
+    model.set_attn_implementation(PACKED)
+    result = log_prob_pass(model, batch_of([[5], [6, 7]], [[], []]), [[0, 1]], "old_log_probs", 1.0)
+    assert len(result.values("old_log_probs")) == 0
+    assert len(result) == 2
+
+
+def test_A6_an_empty_micro_batch_still_runs_and_trains_nothing(process_group):
+    batch = batch_of(PROMPTS, RESPONSES).with_values(
+        "responses", response_mask=torch.ones(sum(map(len, RESPONSES)), dtype=torch.bool)
+    )
+    packed, columns = microbatch(batch, [])
+    assert packed.input_ids.numel() > 0
+    assert not bool(columns["response_mask"].any())
+    assert bool(columns["mask"].any())
+
+
+def test_unpack_puts_values_at_real_slots_and_is_differentiable():
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    mask = torch.tensor([[True, False], [True, True]])
+    padded = unpack(values, mask)
+    assert padded.tolist() == [[1.0, 0.0], [2.0, 3.0]]
+    padded.square().sum().backward()
+    assert values.grad.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_rows_of_like_length_share_a_bucket_and_no_bucket_wastes_more_than_a_quarter():
+    batch = batch_of([[1]] * 9, [[2] * n for n in (40, 39, 31, 30, 12, 11, 10, 3, 1)])
+    for bucket in pack(batch).buckets:
+        assert float(bucket.real.float().mean()) >= 0.75
+
+
+@pytest.mark.parametrize("setting", [{"softcap": 30.0}, {"sliding_window": 4}, {"s_aux": torch.zeros(4)}])
+def test_attention_that_the_kernel_does_not_compute_is_refused(setting):
+    packed = pack(batch_of(PROMPTS, RESPONSES))
+    tokens = packed.input_ids.size(1)
+    query = torch.randn(1, 4, tokens, 8)
+    with pytest.raises(ValueError, match="not supported"):
+        packed_attention(torch.nn.Module(), query, query, query, None, packed=packed, **setting)
+
+
+def test_models_load_with_packed_attention(start):
+    from workers.forward import load_model
+
+    assert load_model(AutoModelForCausalLM, start).config._attn_implementation == PACKED
