@@ -1,7 +1,7 @@
 """What a user sees: the plan, a live bar, samples, and at the end what was learnt and where it lies."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,14 @@ class ConsoleDisplay:
         self.progress.stop()
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Say what the user is waiting for."""
+    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Say what the user is waiting for; the block gets a function that changes the words on a terminal."""
         if self.console.is_terminal:
-            with self.console.status(what):
-                yield
+            with self.console.status(what) as status:
+                yield status.update
         else:
             self.console.print(what)
-            yield
+            yield lambda text: None
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Move the bar; now and then show a sample."""

@@ -6,6 +6,7 @@ Only functions are defined here: a class would pickle as `__main__.X`.
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of a p
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Expected errors are one line on stderr."""
-    console = Console()
+    console, verbose = Console(), False
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         if args.action == "help":
@@ -33,11 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.action == "config":
             console.print(yaml, markup=False, highlight=False, soft_wrap=True, end="")
             return 0
-        if not config.verbose:
+        verbose = config.verbose
+        if not verbose:
             quiet()
         check(config)
         return run(config, yaml, args.overrides, console)
     except RLTrainError as error:
+        if verbose:
+            traceback.print_exc()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 (one line, however wide)
         return BAD_INPUT if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:
@@ -75,9 +79,15 @@ def run(config: Config, yaml: str, overrides: Sequence[str], console: Console) -
 
 
 def train(
-    config: Config, console: Console, output_dir: Path, tokenizer: Any, stop_ids: list[int], prompts: Any, val_prompts: Any
+    config: Config,
+    console: Console,
+    output_dir: Path,
+    tokenizer: Any,
+    stop_ids: list[int],
+    prompts: Any,
+    val_prompts: Any,
 ) -> tuple[Any, Path | None, int]:
-    """Start the workers and train; Ctrl-C saves the model and ends it. Returns (tracker, learning curve, exit status)."""
+    """Start the workers and train; Ctrl-C saves the model and ends. Returns (tracker, learning curve, exit status)."""
     from rltrain.checkpoint import Exporter
     from rltrain.collector import Collector
     from rltrain.console import ConsoleDisplay
@@ -131,8 +141,9 @@ def model_directory(config: Config, display: Any) -> str:
     from rltrain.tasks.tiny_model import cached_start
 
     task = builtin_task(config)
-    with display.waiting(f"making the weak start for '{task.name}' (kept for later runs)"):
-        return str(cached_start(task))
+    what = f"making the weak start for '{task.name}', once"
+    with display.waiting(what) as say:
+        return str(cached_start(task, on_step=lambda done, steps: say(f"{what}: {done}/{steps}")))
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
@@ -148,8 +159,9 @@ def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
             data.val, tokenizer, split="val", overlong=data.overlong_prompts, limit=data.val_size, **limits
         )
     for function in config.reward.functions:
-        check_columns(load_function(function.path), function.name, prompts.columns)
-    return prompts, list(val)
+        for source in (prompts, val) if val else (prompts,):
+            check_columns(load_function(function.path), function.name, source.columns)
+    return prompts, val
 
 
 def plan(config: Config, console: Console, train_prompts: int, val_prompts: int) -> None:
@@ -161,7 +173,11 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
     from rltrain.tasks.tiny_model import tiny_model
 
     builtin = config.model.path == BUILTIN_MODEL
-    parameters = sum(p.numel() for p in tiny_model().parameters()) if builtin else parameter_count(config.model.path)
+    if builtin:
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in tiny_model().parameters())
+    else:
+        parameters = parameter_count(Path(config.model.path).expanduser())
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts = Facts(
         path=config.model.path, parameters=parameters, train_prompts=train_prompts, val_prompts=val_prompts,

@@ -62,4 +62,3 @@ def sampled_batch(rows: int = 12, *, seed: int = 0, samples: int = 4, vocabulary
         advantages=torch.randn(tokens, generator=generator),
         rollout_log_probs=-torch.rand(tokens, generator=generator),
     )
-

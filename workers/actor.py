@@ -74,8 +74,8 @@ class ActorWorker:
         gap, limit = result.sums["log_prob_change"] / minibatch.num_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
             raise LogProbError(
-                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, above "
-                f"{limit:g}: the same weights must give the same log-probs, so forward passes differ; report this"
+                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, "
+                f"above {limit:g}: the same weights must give the same log-probs, so forward passes differ; report this"
             )
 
     def export(self, version: int, check: bool) -> list[Bucket] | None:
@@ -132,4 +132,3 @@ def actor_loss(
 def _add(totals: dict[str, float], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         totals[name] = totals.get(name, 0.0) + float(value)
-

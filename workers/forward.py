@@ -110,8 +110,10 @@ def packed_attention(
     assert attention_mask is None, "a packed forward must not be given a mask"
     longest = packed.buckets[0].index.size(1)
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
-        raise ValueError("this model's attention uses a soft cap, sinks or a window shorter than its rows: not supported")
-    heads, tokens, width = query.shape[1:]
+        raise ValueError(
+            "this model's attention uses a soft cap, sinks or a window shorter than its rows: not supported"
+        )
+    heads, tokens = query.shape[1:3]
     out = query.new_zeros(tokens, heads, value.size(-1))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
     for bucket in packed.buckets:
@@ -148,7 +150,9 @@ def load_model(kind: type, path: str, **kwargs: Any) -> PreTrainedModel:
     )  # fmt: skip
 
 
-def response_log_probs(model: nn.Module, packed: Pack, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def response_log_probs(
+    model: nn.Module, packed: Pack, *, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each response token under softmax(logits / temperature), and the entropy of that distribution.
 
     Returns:
@@ -166,7 +170,11 @@ def response_log_probs(model: nn.Module, packed: Pack, *, temperature: float, en
 def response_values(model: nn.Module, packed: Pack) -> Tensor:
     """The critic's value (R,) of the state in which each response token was chosen, float32."""
     logits = model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False, packed=packed
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        packed=packed,
     ).logits[0]
     return logits[packed.predicting, 0].float()
 
@@ -184,7 +192,8 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[Pack, dict[str, Tenso
     """
     part = batch[rows or [0]]
     mask = part.padding_mask("responses")
-    names = [name for name in part.keys() if COLUMNS.get(name, ("",))[0] == "response" and name != "responses"]
+    tensors = dict(part.batch.items())
+    names = [name for name in tensors if COLUMNS.get(name, ("",))[0] == "response" and name != "responses"]
     columns = {name: part.padded(name).to(device()) for name in names} | {"mask": mask.to(device())}
     if not rows:
         columns["response_mask"] = torch.zeros_like(columns["mask"])
@@ -210,5 +219,7 @@ def row_pass(
     parts = []
     for rows in microbatches:
         values = function(to_device(pack(batch[rows or [0]]), device())).cpu()
-        parts.append(batch[rows].select(["responses"]).with_values("responses", **{column: values if rows else values[:0]}))
+        parts.append(
+            batch[rows].select(["responses"]).with_values("responses", **{column: values if rows else values[:0]})
+        )
     return DataProto.concat(parts).select([column])

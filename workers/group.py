@@ -82,7 +82,11 @@ class RayHosts(Hosts):
         try:
             return ray.get(pending)
         except ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, RLTrainError) else WorkerError(str(error))) from None
+            if isinstance(error.cause, RLTrainError):
+                raise error.cause from None
+            said = str(error.cause).strip().splitlines()
+            last = said[-1] if said else type(error.cause).__name__
+            raise WorkerError(f"a worker failed: {last} (verbose=true shows its traceback)") from error
         except ray.exceptions.RayActorError as error:
             raise WorkerError(f"a worker process died: {error}") from None
         except ray.exceptions.RayError as error:  # an object was lost, a node went away, memory ran out

@@ -1,4 +1,4 @@
-"""Which processes there are, and what lives in each: starts Ray and the workers, or puts all of them into this process."""
+"""Which processes there are and what lives in each: starts Ray and the workers, or puts all into this process."""
 
 import contextlib
 import os
@@ -97,7 +97,9 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
         rollout = ray_hosts(config, config.placement.rollout_replicas, gpus=_gpus_of_engine(config), concurrency=8)
         shared = ray_hosts(config, ranks, gpus=1) if config.placement.share_ranks else None
         training = {role: shared or ray_hosts(config, ranks, gpus=1) for role in roles}
-    pending = [(rollout, build(rollout, "rollout", "workers.rollout.worker:RolloutWorker", config, path, list(stop_ids)))]
+    pending = [
+        (rollout, build(rollout, "rollout", "workers.rollout.worker:RolloutWorker", config, path, list(stop_ids)))
+    ]
     for group in dict.fromkeys(training.values()):
         if isinstance(group, RayHosts):
             meet(group, loopback=config.placement.address == "local")

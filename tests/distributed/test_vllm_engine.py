@@ -1,4 +1,4 @@
-"""vLLM behind the engine interface, in a process of its own as in a run: sections E and B of the correctness contract."""
+"""vLLM behind the engine interface, in a process of its own as in a run: sections E and B of the invariants."""
 
 import json
 import shutil
@@ -148,7 +148,7 @@ def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_weight
     for file in Path(start).iterdir():
         if not (tmp_path / file.name).exists():
             shutil.copy(file, tmp_path)
-    asked = requests(8, seed=3) + [Request((1, 0), PROMPT, 0.0, 16, 0)]
+    asked = [*requests(8, seed=3), Request((1, 0), PROMPT, 0.0, 16, 0)]
     before = answers(hosts, asked)  # fills the prefix cache with the old weights' keys and values
     hosts.call("rollout", "load", [(buckets(new, version=6), 6)])
     synced, fresh = answers(hosts, asked), answers(engine(str(tmp_path)), asked)

@@ -74,7 +74,10 @@ def marked(output: Path) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            environment, state = (entry / "environ").read_bytes(), (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            environment, state = (
+                (entry / "environ").read_bytes(),
+                (entry / "stat").read_text().rsplit(")", 1)[1].split()[0],
+            )
         except OSError:
             continue
         if mark in environment.split(b"\0") and state != "Z":

@@ -69,7 +69,8 @@ def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_
 @pytest.mark.parametrize("algorithm", ["ppo", "gspo", "dr_grpo", "dapo", "rloo"])
 def test_every_preset_runs_with_kl_terms_on(tmp_path, algorithm):
     run = train(
-        tmp_path / "run", *SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=2", f"algorithm={algorithm}",
+        tmp_path / "run", *SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=2",
+        f"algorithm={algorithm}",
         "algorithm.kl_loss.kl_loss_coef=0.01", "algorithm.kl_in_reward.kl_coef=0.02", "data.val=null",
         "algorithm.kl_in_reward.controller=adaptive", "algorithm.entropy_coef=0.001",
     )  # fmt: skip

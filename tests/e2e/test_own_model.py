@@ -20,7 +20,7 @@ def vowels(prompt, response, *, wanted, finish_reason):
     return sum(response.count(letter) for letter in wanted) / 8
 """
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
@@ -44,7 +44,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def folder(tmp_path):
     """A data file with chat prompts and a column, and a reward file."""
     rows = [
-        {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Say {n}"}], "wanted": "aeiou"}
+        {
+            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Say {n}"}],
+            "wanted": "aeiou",
+        }
         for n in range(12)
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,7 +1,7 @@
 """Generation with transformers alone: for machines without vLLM, for `placement=inprocess`, and for exact reproduction.
 
 A request's tokens depend on its prompt, its seed and the weights only, never on what it shares a batch with, up to the
-rounding of batched matrix products; with `deterministic`, batches are whole prompt groups, and answers are bitwise the same.
+rounding of batched matrix products; with `deterministic`, a batch is a prompt group, and answers are bitwise the same.
 """
 
 from collections.abc import Sequence

@@ -36,7 +36,9 @@ class RolloutPool:
         """Answers that finished, waiting up to `timeout_s` seconds for the first of each busy replica."""
         busy = [replica for replica, keys in enumerate(self.running) if keys]
         found = []
-        for replica, answers in zip(busy, self.hosts.call("rollout", "poll", [(timeout_s,)] * len(busy), ranks=busy), strict=True):
+        for replica, answers in zip(
+            busy, self.hosts.call("rollout", "poll", [(timeout_s,)] * len(busy), ranks=busy), strict=True
+        ):
             self.running[replica] -= {answer.key for answer in answers}
             found += answers
         return found

@@ -65,7 +65,8 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str) -> dict[str, 
 def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams:
     """The parameters of one request; everything that could filter the distribution is off."""
     return SamplingParams(
-        temperature=request.temperature, top_p=1.0, top_k=0, min_p=0.0, seed=request.seed, max_tokens=request.max_tokens,
+        temperature=request.temperature, top_p=1.0, top_k=0, min_p=0.0, seed=request.seed,
+        max_tokens=request.max_tokens,
         logprobs=0, detokenize=False, stop_token_ids=list(stop_ids), ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip

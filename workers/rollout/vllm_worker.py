@@ -1,6 +1,6 @@
 """What runs inside vLLM's own worker: receiving weights through its weight-transfer protocol, and checking them.
 
-vLLM imports this module by name (`worker_extension_cls`) before it loads the model; importing it registers the back end.
+vLLM imports this module by name (`worker_extension_cls`) before it loads the model; that registers the back end.
 """
 
 import pickle

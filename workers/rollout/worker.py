@@ -77,7 +77,7 @@ class RolloutWorker:
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Answers finished since the last call, waiting up to `timeout_s` for the first. Raises what the engine raised."""
+        """Answers finished since the last call, waiting up to `timeout_s` for the first; raises the engine's error."""
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
             while not self.finished and self.engine.busy and time.monotonic() < deadline:
