@@ -8,9 +8,9 @@ DIGITS = 7
 MAX_RESPONSE_LENGTH = 16
 # The weak start imitates this mixture. Guessing is the habit and sorting the exception, so that reinforcement has
 # to find out that the long way pays.
-SCRATCH_SHARE = 0.25
-ENDLESS_SHARE = 0.08
-GUESS_RIGHT = 0.04  # else any digit
+SCRATCH_SHARE = 0.22
+ENDLESS_SHARE = 0.11
+GUESS_RIGHT = 0.07  # else any digit
 
 
 def solve(digits: str) -> str:
