@@ -80,10 +80,15 @@ class Collector:
             groups.scored(result)
 
     def _check_failures(self, batch: DataProto, groups: Sequence[Group]) -> None:
-        failed, limit = float((~batch.batch["valid"]).float().mean()), self.config.reward.max_failed_fraction
+        if not bool(batch.batch["valid"].any()) and not bool(batch.batch["failed"].any()):
+            raise RewardError(
+                f"no reward function applied to any of this step's {len(batch)} samples: all returned None; return a "
+                "number for the samples that a function judges"
+            )
+        failed, limit = float(batch.batch["failed"].float().mean()), self.config.reward.max_failed_fraction
         if failed > limit:
             failures = [g.results[n] for g in groups for n in range(g.size) if g.results[n].failed]
-            first = "; ".join(f"sample {r.key}: {r.error}" for r in failures[:3]) or "no function applied"
+            first = "; ".join(f"sample {r.key}: {r.error}" for r in failures[:3])
             raise RewardError(
                 f"{failed:.0%} of this step's rewards failed, above reward.max_failed_fraction={limit:g}: {first}"
             )
@@ -112,6 +117,7 @@ def to_batch(groups: Sequence[Group], functions: Sequence[RewardFunctionConfig])
             "policy_version": jagged([c.versions for _, c, _ in rows], torch.int64),
             "uid": uid,
             "valid": valid,
+            "failed": torch.tensor([r.failed for _, _, r in rows]),
             "scores": totals.nan_to_num(0.0),
             "reward_components": components,
         },

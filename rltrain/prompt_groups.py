@@ -69,19 +69,15 @@ class PromptGroups:
         """Pending groups, now generating with the weights `version`."""
         shipped = [group for group in self.groups.values() if group.state is State.PENDING]
         for group in shipped:
-            group.state, group.shipped = State.GENERATING, version
+            group.state = State.GENERATING
+            group.shipped = version if group.shipped < 0 else group.shipped
         return shipped
 
     def generated(self, completion: Completion) -> RewardRequest | None:
-        """Take one finished answer and return what to score.
-
-        None for a group that is gone, a second copy, or a late answer from before the group was shipped anew.
-        """
+        """Take one finished answer and return what to score; None for a group that is gone, or a second copy."""
         uid, number = completion.key
         group = self.groups.get(uid)
         if group is None or number in group.completions or group.state is State.PENDING:
-            return None
-        if any(version < group.shipped for version in completion.versions):
             return None
         group.completions[number] = completion
         if len(group.completions) == group.size:
@@ -101,13 +97,14 @@ class PromptGroups:
             group.state = State.READY
 
     def reissue(self, uids: Iterable[int]) -> None:
-        """Send these groups back to pending, for instance after the death of their engine; ready ones stay."""
+        """Ask anew for what these groups still miss, for instance after the death of their engine.
+
+        Finished answers and their scores stay, and so does the version that the group was first shipped with.
+        """
         for uid in uids:
             group = self.groups.get(uid)
-            if group is not None and group.state is not State.READY:
-                group.state, group.shipped = State.PENDING, -1
-                group.completions.clear()
-                group.results.clear()
+            if group is not None and group.state is State.GENERATING:
+                group.state = State.PENDING
 
     def drop(self, uid: int) -> None:
         """Give a group up: it is counted, and another may take its place in the step."""
@@ -124,10 +121,11 @@ class PromptGroups:
 
 
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int) -> list[Request]:
-    """One request a sample, each with a random stream of its own keyed by (seed, uid, sample)."""
+    """One request a missing sample, each with a random stream of its own keyed by (seed, uid, sample)."""
     return [
         Request((group.uid, number), group.prompt.ids, temperature, max_tokens, stream_seed(seed, group.uid, number))
         for number in range(group.size)
+        if number not in group.completions
     ]
 
 

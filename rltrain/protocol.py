@@ -54,7 +54,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "advantages": ("response", "advantage of the token"),
     "returns": ("response", "regression target of the value"),
     "uid": ("row", "prompt group of the row, int64"),
-    "valid": ("row", "bool; False = the reward failed, the row is in no statistic and trains nothing"),
+    "valid": ("row", "bool; False = no score, the row is in no statistic and trains nothing"),
+    "failed": ("row", "bool; True = a reward function failed on the row, so it is not valid"),
     "scores": ("row", "total reward of the row"),
     "reward_components": ("row", "(B, K), one score a reward function; NaN = it failed or did not apply"),
 }

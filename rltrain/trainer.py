@@ -142,6 +142,7 @@ class Trainer:
             metrics[f"eval/{kind}_reward"] = samples["reward/mean"]
             metrics[f"eval/{kind}_accuracy"] = samples["reward/accuracy"]
             metrics[f"eval/{kind}_length"] = samples["rollout/length_mean"]
+            metrics[f"eval/{kind}_failed_fraction"] = samples["reward/failed_fraction"]
         self.tracker.log_eval(self.step, metrics)
 
 

@@ -43,14 +43,18 @@ class ActorWorker:
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
             for rows in minibatch.microbatches:
-                self._backward(batch, rows, minibatch, result)
+                columns = self._backward(batch, rows, minibatch, result)
+                if number == 0:
+                    _compare(columns, result)
             if number == 0:
-                self._check_same_policy(result, minibatch)
+                self._check_same_policy(result)
             result.tokens += minibatch.num_tokens
             result.steps.append(self.optimizer.step())
         return result
 
-    def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:
+    def _backward(
+        self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult
+    ) -> dict[str, Tensor]:
         packed, columns = microbatch(batch, rows)
         mask = columns["mask"]
         entropy_on = self.config.algorithm.entropy_coef > 0
@@ -67,11 +71,12 @@ class ActorWorker:
         (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
         _add(result.losses, parts)
         _add(result.sums, sums)
+        return columns
 
-    def _check_same_policy(self, result: UpdateResult, minibatch: Minibatch) -> None:
-        if self.config.algorithm.old_log_probs != "actor" or not minibatch.num_tokens:
+    def _check_same_policy(self, result: UpdateResult) -> None:
+        if self.config.algorithm.old_log_probs != "actor" or not result.first_tokens:
             return
-        gap, limit = result.sums["log_prob_change"] / minibatch.num_tokens, SAME_POLICY_NATS[self.config.model.dtype]
+        gap, limit = result.first["same_policy_gap"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
             raise LogProbError(
                 f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, "
@@ -124,9 +129,16 @@ def actor_loss(
     if algorithm.entropy_coef > 0:
         sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
         loss = loss - algorithm.entropy_coef * aggregate(columns["entropy"])
-    change = (columns["log_probs"].detach() - columns["old_log_probs"]).abs()
-    sums["log_prob_change"] = torch.where(mask, change, 0).sum()
     return loss, parts, sums
+
+
+def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
+    """How far the actor's log-probs are, before its first step, from the old ones (D1) and the engine's (E1)."""
+    mask = columns["response_mask"]
+    for name, other in (("same_policy_gap", "old_log_probs"), ("engine_gap", "rollout_log_probs")):
+        change = (columns["log_probs"].detach() - columns[other]).abs()
+        _add(result.first, {name: torch.where(mask, change, 0).sum()})
+    result.first_tokens += int(mask.sum())
 
 
 def _add(totals: dict[str, float], values: Mapping[str, Tensor]) -> None:

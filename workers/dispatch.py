@@ -33,12 +33,16 @@ class UpdateResult:
         losses: parts of the loss, already divided by the counts of the whole mini-batch, summed over mini-batches.
         tokens: trained tokens over all mini-batches and ranks.
         steps: per optimizer step, values that are the same on all ranks.
+        first: sums over this rank's trained tokens of the first mini-batch, where the weights are still the old ones.
+        first_tokens: trained tokens of the first mini-batch on this rank.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     steps: list[dict[str, float]] = field(default_factory=list)
+    first: dict[str, float] = field(default_factory=dict)
+    first_tokens: int = 0
 
 
 def split_rows(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[Rows]]:
@@ -76,6 +80,8 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     metrics = {name: sum(r.sums[name] for r in results) / tokens for name in first.sums}
     count = max(len(first.steps), 1)
     metrics |= {name: sum(r.losses[name] for r in results) / count for name in first.losses}
+    first_tokens = max(sum(r.first_tokens for r in results), 1)
+    metrics |= {name: sum(r.first.get(name, 0.0) for r in results) / first_tokens for name in first.first}
     for name in first.steps[0] if first.steps else ():
         metrics[name] = sum(step[name] for step in first.steps) / count
     if "grad_norm" in metrics:

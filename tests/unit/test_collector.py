@@ -173,7 +173,7 @@ def test_failures_of_earlier_steps_are_not_blamed():
 
 
 def test_rewards_of_which_none_applies_are_named_so():
-    with pytest.raises(RewardError, match=r"100% of this step's rewards failed.*: no function applied"):
+    with pytest.raises(RewardError, match=r"no reward function applied to any of this step's \d+ samples"):
         collector(lambda request: RewardResult(request.key, (None,))).collect(version=0)
 
 

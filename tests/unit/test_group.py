@@ -150,10 +150,11 @@ def test_an_error_of_the_project_reaches_the_caller_as_itself(monkeypatch, kind)
     assert error.__suppress_context__
 
 
-def test_any_other_error_of_a_worker_is_a_worker_error_with_its_traceback(monkeypatch):
-    error = raised_by_wait(monkeypatch, of_worker(ZeroDivisionError("division by zero")))
+def test_any_other_error_of_a_worker_is_a_worker_error_of_one_line_whose_cause_has_the_traceback(monkeypatch):
+    error = raised_by_wait(monkeypatch, of_worker(ZeroDivisionError("the worker's traceback\ndivision by zero")))
     assert type(error) is errors.WorkerError
-    assert "the worker's traceback" in str(error)
+    assert str(error) == "a worker failed: division by zero (verbose=true shows its traceback)"
+    assert error.__cause__ is not None
 
 
 def test_a_dead_worker_and_a_lost_object_are_worker_errors(monkeypatch):

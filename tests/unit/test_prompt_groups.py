@@ -93,20 +93,21 @@ def test_an_answer_before_shipping_is_ignored():
     assert made.groups[0].completions == {}
 
 
-def test_a_reissued_group_starts_anew_and_its_late_answers_are_ignored():
+def test_a_reissued_group_keeps_its_answers_and_scores_and_asks_for_the_rest():
     made = groups()
     made.generated(completion(0, 0))
-    made.scored(score(0, 0, value=7.0))  # of the answer that is given up
     made.reissue([0, 99])
-    assert (made.groups[0].state, made.groups[0].shipped) == (State.PENDING, -1)
-    assert made.generated(completion(0, 1)) is None
-    made.ship(1)
-    assert made.generated(completion(0, 1, version=0)) is None  # of the engine that was given up
-    assert made.groups[0].completions == {}
-    finish(made, 0, version=1)
+    assert made.groups[0].state is State.PENDING
+    made.scored(score(0, 0, value=7.0))  # was on its way when the engine died
+    assert made.generated(completion(0, 1)) is None  # not asked for at the moment
+    (group,) = made.ship(1)
+    assert [r.key for r in requests_of(group, temperature=1.0, max_tokens=4, seed=0)] == [(0, 1)]
+    assert made.generated(completion(0, 0)) is None  # a copy
+    made.generated(completion(0, 1, version=1))
+    made.scored(score(0, 1))
     (group,) = made.take(1)
-    assert (group.shipped, [c.versions for c in group.completions.values()]) == (1, [[1], [1]])
-    assert [result.scores for result in group.results.values()] == [(1.0,), (1.0,)]
+    assert (group.shipped, [c.versions for _, c in sorted(group.completions.items())]) == (0, [[0], [1]])
+    assert [group.results[number].scores for number in (0, 1)] == [(7.0,), (1.0,)]
 
 
 def test_a_ready_group_is_not_reissued():
@@ -178,7 +179,8 @@ class Life(RuleBasedStateMachine):
         self.groups.add(prompt(self.added + n) for n in range(count))
         self.added += count
         for group in self.groups.ship(self.version):
-            self.generating += [(group.uid, number, self.version) for number in range(group.size)]
+            missing = [number for number in range(group.size) if number not in group.completions]
+            self.generating += [(group.uid, number, self.version) for number in missing]
 
     @precondition(lambda self: self.generating)
     @rule(data=st.data())

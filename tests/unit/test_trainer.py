@@ -20,6 +20,7 @@ def samples(version: int) -> DataProto:
          "rollout_log_probs": jagged([[-1.0]] * 4, torch.float32),
          "policy_version": jagged([[version]] * 4, torch.int64),
          "uid": torch.tensor([0, 0, 1, 1]), "valid": torch.ones(4, dtype=torch.bool),
+         "failed": torch.zeros(4, dtype=torch.bool),
          "scores": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
         {"finish_reason": ["stop"] * 4},
     )  # fmt: skip
@@ -216,7 +217,7 @@ def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_th
     assert made.tracker.evals[0][1] == {
         f"eval/{kind}_{name}": value
         for kind in ("sampled", "greedy")
-        for name, value in (("reward", 0.5), ("accuracy", 0.5), ("length", 1.0))
+        for name, value in (("reward", 0.5), ("accuracy", 0.5), ("length", 1.0), ("failed_fraction", 0.0))
     }
     assert log.index("load weights as 0") < log.index("evaluate sampled") < log.index("collect 0")
 
@@ -233,6 +234,7 @@ def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
         def evaluate(self, prompts, *, greedy):
             batch = samples(0)
             batch.batch["valid"][1] = False
+            batch.batch["failed"][1] = True
             return batch
 
     made, _ = trainer(collector=OneFails([]), val=[Prompt(0, "", [1], {})])
