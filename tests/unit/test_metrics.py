@@ -13,7 +13,8 @@ NAN = math.nan
 def samples(scores, valid, components) -> DataProto:
     return DataProto.from_dict(
         {"responses": jagged([[1], [1, 2, 3], [1, 2], [1, 2]], torch.int64), "prompts": jagged([[1]] * 4, torch.int64),
-         "scores": torch.tensor(scores), "valid": torch.tensor(valid), "failed": ~torch.tensor(valid), "reward_components": torch.tensor(components)},
+         "scores": torch.tensor(scores), "valid": torch.tensor(valid),
+         "failed": ~torch.tensor(valid), "reward_components": torch.tensor(components)},
         {"finish_reason": ["stop", "length", "stop", "abort"]},
     )  # fmt: skip
 
