@@ -39,21 +39,23 @@ def ray_here():
     disconnect()
 
 
-def sampled_batch(rows: int = 12, *, seed: int = 0, samples: int = 4, vocabulary: range = range(48, 58)) -> DataProto:
-    """A batch as a rollout leaves it, with random tokens and advantages; every seventh answer is empty."""
-    generator = torch.Generator().manual_seed(seed)
+@pytest.fixture(scope="session")
+def sampled_batch() -> DataProto:
+    """A batch as a rollout leaves it: random tokens and advantages, and every seventh answer empty."""
+    generator = torch.Generator().manual_seed(0)
 
     def ids(low: int, high: int) -> list[int]:
         length = int(torch.randint(low, high, (), generator=generator))
-        return torch.randint(vocabulary.start, vocabulary.stop, (length,), generator=generator).tolist()
+        return torch.randint(48, 58, (length,), generator=generator).tolist()
 
+    rows = 12
     responses = [[] if row % 7 == 6 else ids(1, 12) for row in range(rows)]
     tokens = sum(map(len, responses))
     batch = DataProto.from_dict(
         {
             "prompts": jagged([ids(2, 9) for _ in range(rows)], torch.int64),
             "responses": jagged(responses, torch.int64),
-            "uid": torch.arange(rows) // samples,
+            "uid": torch.arange(rows) // 4,
         }
     )
     return batch.with_values(

@@ -1,0 +1,137 @@
+"""The transformers engine: what it samples, with which log-probs, and that batches do not matter."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rltrain.compose import compose
+from rltrain.errors import SyncError
+from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from workers.fsdp import tied_names
+from workers.rollout.hf_engine import HFEngine, make, sample
+from workers.rollout.messages import Completion, Request
+from workers.weight_sync import buckets_of
+
+PROMPTS = [char_tokenizer()(text)["input_ids"] for text in ("2299907=", "1=", "99=", "0123456=")]
+
+
+def engine(start: str, *overrides: str) -> HFEngine:
+    return make(compose(["rollout=hf", *overrides])[0], start, [EOS_ID])
+
+
+def answers(made: HFEngine, requests: list[Request]) -> dict[tuple[int, int], Completion]:
+    made.add(requests)
+    found: dict[tuple[int, int], Completion] = {}
+    while made.busy:
+        found |= {answer.key: answer for answer in made.step()}
+    return found
+
+
+def requests(count: int = 12, *, temperature: float = 1.0, seed: int = 0) -> list[Request]:
+    return [Request((n % 4, n), PROMPTS[n % 4], temperature, 16, seed * 1000 + n) for n in range(count)]
+
+
+def alone(answers: dict[tuple[int, int], Completion]) -> list[list[int]]:
+    return [answer.token_ids for _, answer in sorted(answers.items())]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_E1_E3_log_probs_are_those_of_the_tempered_softmax_for_prompts_of_any_length(start, temperature):
+    model, asked = AutoModelForCausalLM.from_pretrained(start), requests(temperature=temperature)
+    found = answers(engine(start), asked)
+    assert set(found) == {request.key for request in asked}
+    for request in asked:
+        answer = found[request.key]
+        ids = torch.tensor([request.prompt_ids + answer.token_ids])
+        predicting = (model(ids).logits[0] / temperature).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        expected = predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(answer.log_probs), expected.detach(), atol=1e-4)
+        assert answer.finish_reason == ("stop" if answer.token_ids[-1] == EOS_ID else "length")
+
+
+def test_E8_answers_do_not_depend_on_what_shares_their_batch_and_seeds_decide_them(start):
+    asked = requests()
+    together, one_by_one = answers(engine(start), asked), {}
+    for request in asked:
+        one_by_one |= answers(engine(start), [request])
+    assert alone(together) == alone(one_by_one)
+    assert alone(answers(engine(start, "rollout.max_concurrent_sequences=5"), asked)) == alone(together)
+    assert alone(answers(engine(start), requests(seed=1))) != alone(together)
+
+
+def test_deterministic_batches_are_whole_groups(start):
+    made = engine(start, "trainer.deterministic=true")
+    made.add(sorted(requests(), key=lambda request: request.key))
+    made.step()
+    assert {row.request.key[0] for row in made.rows} == {0}
+
+
+def test_E6_after_a_sync_it_decodes_with_the_new_weights(start, process_group, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(start)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(tmp_path)
+    named = [(name, p.detach()) for name, p in model.named_parameters()]
+    buckets = buckets_of(named, aliases=tied_names(model), version=3, dtype="float32", check=True)
+    made = engine(start)
+    before = answers(made, requests())
+    made.load(buckets, 3)
+    after = answers(made, requests())
+    fresh = answers(engine(str(tmp_path)), requests())
+    assert alone(after) == alone(fresh) != alone(before)
+    assert set(next(iter(after.values())).versions) == {3}
+    buckets[0].probes["model.norm.weight"] = buckets[0].probes["model.norm.weight"] + 1
+    with pytest.raises(SyncError, match=r"model\.norm\.weight"):
+        made.load(buckets, 4)
+
+
+def test_E2_the_models_own_generation_config_is_not_followed(start):
+    made = engine(start)
+    made.model.generation_config.update(temperature=0.01, top_k=1, do_sample=False)
+    assert alone(answers(made, requests())) == alone(answers(engine(start), requests()))
+    settings = made.settings(Request((0, 0), PROMPTS[0], 0.7, 5, 42))
+    assert (settings["temperature"], settings["top_p"], settings["max_tokens"], settings["seed"]) == (0.7, 1.0, 5, 42)
+
+
+def test_aborted_requests_are_forgotten(start):
+    made = engine(start)
+    made.add(requests())
+    made.step()
+    made.abort()
+    assert not made.busy
+
+
+# The sampler
+
+
+def test_frequencies_of_samples_are_the_probabilities():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    uniforms = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    tokens, log_probs = sample(logits.repeat(20_000, 1), torch.full((20_000,), 0.5), uniforms)
+    expected = (logits / 0.5).softmax(-1)
+    assert torch.allclose(tokens.bincount(minlength=4) / 20_000, expected, atol=1e-3)
+    assert torch.allclose(log_probs, expected.log()[tokens], atol=1e-5)
+
+
+def test_a_temperature_of_zero_takes_the_most_likely_token_with_its_log_prob_at_one():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 1.0, 1.0]])
+    tokens, log_probs = sample(logits, torch.tensor([0.0, 0.0]), torch.tensor([0.99, 0.99], dtype=torch.float64))
+    assert tokens.tolist() == [1, 0]
+    assert torch.allclose(log_probs, logits.log_softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-53])
+def test_the_ends_of_the_interval_give_tokens_that_have_probability(uniform):
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    tokens, log_probs = sample(logits, torch.ones(1), torch.tensor([uniform], dtype=torch.float64))
+    assert tokens.item() in (1, 2)
+    assert log_probs.item() == pytest.approx(-0.6931, abs=1e-3)
+
+
+def test_an_engine_must_return_as_many_log_probs_as_tokens():
+    good = Completion((0, 1), [5, 6], [-1.0, -2.0], "stop", [0, 0])
+    with pytest.raises(ValueError, match=r"sample \(0, 1\): 2 tokens, 1 log-probs"):
+        dataclasses.replace(good, log_probs=[-1.0])
