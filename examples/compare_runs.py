@@ -1,4 +1,4 @@
-"""A table of finished runs, from their metrics.jsonl: `python examples/compare_runs.py outputs/*/`."""
+"""A table of finished runs, from what they wrote: `python examples/compare_runs.py outputs/*/`."""
 
 import json
 import sys
@@ -9,7 +9,8 @@ COLUMNS = ("reward/mean", "rollout/length_mean", "eval/sampled_accuracy", "eval/
 
 def row(run: Path) -> list[str]:
     """The run's name, and the first and last value of each column."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    files = [run / "metrics.jsonl", run / "evaluations.jsonl"]
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     values = [[record[column] for record in records if column in record] for column in COLUMNS]
     return [run.name, *(f"{kept[0]:.3g} -> {kept[-1]:.3g}" if kept else "-" for kept in values)]
 

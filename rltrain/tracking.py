@@ -1,4 +1,4 @@
-"""What a run leaves on disk: metrics.jsonl, rollouts as parquet, TensorBoard events, a learning curve."""
+"""What a run leaves on disk: metrics and evaluations as JSON lines, rollouts as parquet, TensorBoard events."""
 
 import json
 import math
@@ -36,32 +36,33 @@ class Tracker:
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         (output_dir / "rollouts").mkdir()
-        self.metrics_file = (output_dir / "metrics.jsonl").open("a")
+        self.files = {name: (output_dir / name).open("a") for name in ("metrics.jsonl", "evaluations.jsonl")}
         self.tensorboard = SummaryWriter(str(output_dir / "tensorboard"))
 
     def log_step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Record a training step: its metrics and all of its samples."""
-        self._write(self.history, step, metrics)
+        self._write("metrics.jsonl", self.history, step, metrics)
         pq.write_table(sample_table(batch), self.output_dir / "rollouts" / f"step_{step:06d}.parquet")
         self.display.step(step, metrics, batch)
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""
-        self._write(self.evaluations, step, metrics)
+        self._write("evaluations.jsonl", self.evaluations, step, metrics)
         self.display.evaluation(step, metrics)
 
-    def _write(self, kept: list[dict[str, float]], step: int, metrics: dict[str, float]) -> None:
+    def _write(self, file: str, kept: list[dict[str, float]], step: int, metrics: dict[str, float]) -> None:
         kept.append({"step": step, **metrics})
         # JSON has no NaN and no infinity: readers other than Python's would refuse the line.
         line = {name: value if math.isfinite(value) else None for name, value in kept[-1].items()}
-        self.metrics_file.write(json.dumps(line) + "\n")
-        self.metrics_file.flush()
+        self.files[file].write(json.dumps(line) + "\n")
+        self.files[file].flush()
         for name, value in metrics.items():
             self.tensorboard.add_scalar(name, value, step)
 
     def close(self) -> Path | None:
         """Finish the files and draw the learning curve; returns its path, or None when there was no step."""
-        self.metrics_file.close()
+        for file in self.files.values():
+            file.close()
         self.tensorboard.close()
         if not self.history:
             return None

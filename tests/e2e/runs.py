@@ -27,12 +27,12 @@ class Run:
     survivors: list[int]
 
     def metrics(self) -> list[dict[str, float]]:
-        """Training steps, without evaluations."""
-        return [row for row in self.rows() if "timing/step" in row]
+        """Training steps."""
+        return self.lines("metrics.jsonl")
 
-    def rows(self) -> list[dict[str, float]]:
-        """Every line of metrics.jsonl."""
-        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+    def lines(self, name: str) -> list[dict[str, float]]:
+        """Every object of a file of JSON lines."""
+        return [json.loads(line) for line in (self.output / name).read_text().splitlines()]
 
 
 def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:

@@ -51,7 +51,8 @@ def script(name, *overrides, **environment):
 
 
 def metrics_of(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    files = [run / "metrics.jsonl", run / "evaluations.jsonl"]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

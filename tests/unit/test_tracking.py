@@ -58,10 +58,12 @@ def run(tmp_path):
     return tmp_path, tracker, display, tracker.close()
 
 
-def test_every_step_and_evaluation_is_one_json_object_a_line(run):
-    lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 0, **EVALUATION}, {"step": 1, **metrics(0.25)}, {"step": 2, **metrics(0.75)}]
-    assert (run[1].evaluations, run[1].history) == (lines[:1], lines[1:])
+def test_every_step_and_every_evaluation_is_one_json_object_a_line_of_its_file(run):
+    def lines(name):
+        return [json.loads(line) for line in (run[0] / name).read_text().splitlines()]
+
+    assert lines("metrics.jsonl") == run[1].history == [{"step": 1, **metrics(0.25)}, {"step": 2, **metrics(0.75)}]
+    assert lines("evaluations.jsonl") == run[1].evaluations == [{"step": 0, **EVALUATION}]
 
 
 def test_a_line_is_on_disk_as_soon_as_its_step_is_logged(tmp_path):
