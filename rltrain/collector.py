@@ -58,7 +58,10 @@ class Collector:
         once.add(prompts)
         temperature = 0.0 if greedy else self.config.rollout.temperature
         self._ship(once, 0, temperature=temperature, seed=self.config.trainer.seed + EVAL_SEED)
-        return to_batch(self._finish(once, len(prompts)), self.config.reward.functions)
+        groups = self._finish(once, len(prompts))
+        batch = to_batch(groups, self.config.reward.functions)
+        self._check_failures(batch, groups)
+        return batch
 
     def _ship(self, groups: PromptGroups, version: int, *, temperature: float, seed: int) -> None:
         limit = self.config.rollout.max_response_length
@@ -82,7 +85,7 @@ class Collector:
     def _check_failures(self, batch: DataProto, groups: Sequence[Group]) -> None:
         if not bool(batch.batch["valid"].any()) and not bool(batch.batch["failed"].any()):
             raise RewardError(
-                f"no reward function applied to any of this step's {len(batch)} samples: all returned None; return a "
+                f"no reward function applied to any of {len(batch)} samples: all returned None; return a "
                 "number for the samples that a function judges"
             )
         failed, limit = float(batch.batch["failed"].float().mean()), self.config.reward.max_failed_fraction
@@ -90,7 +93,7 @@ class Collector:
             failures = [g.results[n] for g in groups for n in range(g.size) if g.results[n].failed]
             first = "; ".join(f"sample {r.key}: {r.error}" for r in failures[:3])
             raise RewardError(
-                f"{failed:.0%} of this step's rewards failed, above reward.max_failed_fraction={limit:g}: {first}"
+                f"{failed:.0%} of the rewards failed, above reward.max_failed_fraction={limit:g}: {first}"
             )
 
 

@@ -110,7 +110,12 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
     if isinstance(reward, dict):
         reward["functions"] = _reward_functions(reward.get("functions"))
     config = parse(Config, values)
-    return config, OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return config, to_yaml(config)
+
+
+def to_yaml(config: Config) -> str:
+    """Return a config as YAML text with every key."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def _resolve(overrides: list[str]) -> dict[str, Any]:

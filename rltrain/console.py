@@ -1,10 +1,10 @@
 """What a user sees: the plan, a live bar, samples, and at the end what was learnt and where it lies."""
 
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,14 +41,24 @@ class ConsoleDisplay:
         self.progress.stop()
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Say what the user is waiting for; the block gets a function that changes the words on a terminal."""
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what the user is waiting for."""
         if self.console.is_terminal:
-            with self.console.status(what) as status:
-                yield status.update
+            with self.console.status(what):
+                yield
         else:
             self.console.print(what)
-            yield lambda text: None
+            yield
+
+    def progress_of(self, what: str) -> Callable[[int, int], None]:
+        """A callback for `done` of `total` small steps of what comes before training; silent if it is never called."""
+
+        def update(done: int, total: int) -> None:
+            self.progress.update(self.task, state=f"{what}: {done}/{total}" if done < total else "")
+            if done == 1 and not self.console.is_terminal:
+                self.console.print(what)
+
+        return update
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Move the bar; now and then show a sample."""
@@ -63,7 +73,7 @@ class ConsoleDisplay:
         """One line."""
         text = ", ".join(f"{kind} {metrics[f'eval/{kind}_accuracy']:.1%}" for kind in ("sampled", "greedy"))
         length = metrics["eval/sampled_length"]
-        line = f"held-out accuracy after {step} steps: {text}; answers of {length:.1f} tokens"
+        line = f"held-out accuracy after {step} steps: {text}; {length:.1f} tokens"
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -120,6 +130,13 @@ def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Another algorithm on the same problem, or the curves of this one."""
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
-    rest: list[Any] = [o for o in overrides if not o.startswith(("algorithm=", "trainer.output_dir="))]
+    last = {override.split("=", 1)[0]: override for override in overrides}  # of two for one key the later counts
+    rest = [o for key, o in last.items() if key not in ("algorithm", "trainer.output_dir")]
     command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))
-    return f"python -m rltrain.main {command}\n{'':<16}tensorboard --logdir {shlex.quote(str(output_dir.parent))}"
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    board = shlex.quote(str(python.with_name("tensorboard")))
+    return (
+        f"{shlex.quote(str(python))} -m rltrain.main {command}\n"
+        f"{'':<16}{board} --logdir {shlex.quote(str(output_dir.parent))}"
+    )

@@ -1,19 +1,34 @@
 """From scores to what each token is worth: KL-in-reward and advantages on whole batches, by the pure functions of
 `rltrain.algorithms`. The only place where batch columns meet algorithm parameters on the driver."""
 
+import dataclasses
+
 import torch
 
 from rltrain.algorithms import (
     ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
     AdaptiveKLController,
     FixedKLController,
     apply_kl_in_reward,
     columns_of,
     kl_estimate,
+    knobs_of,
     normalize_advantages,
 )
 from rltrain.protocol import COLUMNS, DataProto
-from rltrain.schema import AlgorithmConfig, KLInRewardConfig
+from rltrain.schema import AlgorithmConfig, Config, KLInRewardConfig
+
+
+def with_all_knobs(config: Config) -> Config:
+    """The config with every knob of the chosen loss and estimator, defaults included; unknown names are left alone."""
+    algorithm = config.algorithm
+    loss, advantage = algorithm.loss, algorithm.advantage
+    if algorithm.loss_mode in POLICY_LOSSES.names():
+        loss = knobs_of(POLICY_LOSSES.get(algorithm.loss_mode)) | loss
+    if algorithm.advantage_estimator in ADVANTAGE_ESTIMATORS.names():
+        advantage = knobs_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)) | advantage
+    return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, loss=loss, advantage=advantage))
 
 
 def kl_controller(config: KLInRewardConfig) -> FixedKLController:
@@ -39,7 +54,8 @@ def penalize_kl(
     )
     kl = kl_estimate(old, ref, config.kl_estimator)[mask]
     metrics = {"reward/kl": float(kl.mean()) if len(kl) else 0.0, "reward/kl_coef": controller.value}
-    controller.update(metrics["reward/kl"], len(batch))
+    if len(kl):
+        controller.update(metrics["reward/kl"], int(batch.batch["valid"].sum()))
     return batch.with_padded("responses", token_level_rewards=rewards), metrics
 
 

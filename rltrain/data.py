@@ -7,6 +7,7 @@ here imports torch; the tokenizer is passed in.
 import difflib
 import json
 import random
+import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ BUILTIN_VAL_ROWS = 512
 RESERVED_COLUMNS = ("response", "finish_reason")  # reward functions get these from the sample itself
 _BATCH = 1024  # prompts that go to the tokenizer in one call
 _ENDINGS = (".jsonl", ".json", ".parquet")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # in JSON: half a pair, or one of two halves
 _ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] under prompt'
 
 
@@ -254,6 +256,8 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     value = _json(line, place)
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: {type(value).__name__} where an object was expected; {_ROW_HELP}")
+    if _SURROGATE.search(line):
+        _unicode(json.dumps(value, ensure_ascii=False), place, "the row")
     return value
 
 
@@ -262,17 +266,21 @@ def _json(content: bytes, place: str) -> Any:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{place}: not valid JSON ({error}); put one object on each line of a .jsonl file") from None
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"{place}: not valid JSON ({reason}); put one object on each line of a .jsonl file") from None
 
 
 def _array_rows(content: bytes, where: str) -> _Rows:
     def place(index: int) -> str:
         return f"{where}, row {index + 1}"
 
+    suspect = _SURROGATE.search(content)
     for index, row in enumerate(rows := _json(content, where)):
         if not isinstance(row, dict):
             raise ConfigError(f"{place(index)}: {type(row).__name__} where an object was expected; {_ROW_HELP}")
+        if suspect:
+            _unicode(json.dumps(row, ensure_ascii=False), place(index), "the row")
     return _Rows.of_dicts(rows, place)
 
 
@@ -327,12 +335,12 @@ def _rendered(prompt: Any, tokenizer: Any, place: str) -> str:
     return _unicode(text, place)
 
 
-def _unicode(text: str, place: str) -> str:
+def _unicode(text: str, place: str, what: str = "the prompt") -> str:
     """Refuse half a surrogate pair, which JSON can spell and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: the prompt is not valid Unicode ({error.reason}); remove that character") from None
+        raise ConfigError(f"{place}: {what} is not valid Unicode ({error.reason}); remove that character") from None
     return text
 
 

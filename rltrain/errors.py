@@ -21,5 +21,9 @@ class LogProbError(RLTrainError, RuntimeError):
     """The engine's log-probs are not those of the trainer for the same tokens (invariants E1 and D1)."""
 
 
+class NumericsError(RLTrainError, ArithmeticError):
+    """A loss or gradient is not finite, so an optimizer step would destroy the weights."""
+
+
 class RewardError(RLTrainError, RuntimeError):
     """Too many reward calls failed for the run to go on."""

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from rltrain.checks import builtin_task, check, check_cluster, needs_critic
-from rltrain.compose import compose, parse_args, usage
+from rltrain.compose import compose, parse_args, to_yaml, usage
 from rltrain.errors import ConfigError, RLTrainError
 from rltrain.schema import Config
 from workers.host import quiet
@@ -30,25 +30,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.action == "help":
             console.print(usage(), markup=False, highlight=False, soft_wrap=True)
             return 0
-        config, yaml = compose(args.overrides)
+        config, _ = compose(args.overrides)
         if args.action == "config":
-            console.print(yaml, markup=False, highlight=False, soft_wrap=True, end="")
+            console.print(resolved_yaml(config), markup=False, highlight=False, soft_wrap=True, end="")
             return 0
         verbose = config.verbose
         if not verbose:
             quiet()
         check(config)
-        return run(config, yaml, args.overrides, console)
+        return run(config, args.overrides, console)
     except RLTrainError as error:
-        if verbose:
-            traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 (one line, however wide)
-        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
+        return fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED, verbose=verbose)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return fail(
+            f"{error.strerror or error}{where}: free space, or choose another trainer.output_dir",
+            FAILED,
+            verbose=verbose,
+        )
+    except Exception as error:
+        hint = "" if verbose else " (verbose=true shows the traceback)"
+        return fail(f"unexpected {type(error).__name__}: {error}{hint}", FAILED, verbose=verbose)
     except KeyboardInterrupt:
         return STOPPED
 
 
-def run(config: Config, yaml: str, overrides: Sequence[str], console: Console) -> int:
+def fail(message: str, status: int, *, verbose: bool) -> int:
+    """Say what went wrong on one line of stderr, after its traceback if that is wanted; returns the status."""
+    if verbose:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201 (one line, however wide)
+    return status
+
+
+def run(config: Config, overrides: Sequence[str], console: Console) -> int:
     """Load the data, show the plan, start the workers, train, and say what came of it."""
     from rltrain.console import summary
 
@@ -61,7 +76,7 @@ def run(config: Config, yaml: str, overrides: Sequence[str], console: Console) -
     plan(config, console, len(prompts), len(val_prompts))
     output_dir = Path(config.trainer.output_dir).expanduser().absolute()
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "config.yaml").write_text(yaml)
+    (output_dir / "config.yaml").write_text(resolved_yaml(config))
     try:
         if local:
             join_cluster(config)
@@ -119,6 +134,13 @@ def train(
     return tracker, curve, status
 
 
+def resolved_yaml(config: Config) -> str:
+    """The config as YAML, with the knobs of loss and estimator that keep their defaults."""
+    from rltrain.credit import with_all_knobs
+
+    return to_yaml(with_all_knobs(config))
+
+
 def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     """The tokenizer, and the ids that end an answer; the built-in model's are known before it is made."""
     from rltrain.model_files import BUILTIN_MODEL, end_token_ids, load_tokenizer
@@ -141,9 +163,7 @@ def model_directory(config: Config, display: Any) -> str:
     from rltrain.tasks.tiny_model import cached_start
 
     task = builtin_task(config)
-    what = f"making the weak start for '{task.name}', once"
-    with display.waiting(what) as say:
-        return str(cached_start(task, on_step=lambda done, steps: say(f"{what}: {done}/{steps}")))
+    return str(cached_start(task, on_step=display.progress_of(f"making the weak start for '{task.name}', once")))
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
@@ -160,7 +180,10 @@ def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
         )
     for function in config.reward.functions:
         for source in (prompts, val) if val else (prompts,):
-            check_columns(load_function(function.path), function.name, source.columns)
+            try:
+                check_columns(load_function(function.path), function.name, source.columns)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; a function of your own: reward.functions=[FILE.py:FUNCTION]") from None
     return prompts, val
 
 

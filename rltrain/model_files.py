@@ -10,6 +10,7 @@ from rltrain.errors import ConfigError
 from rltrain.schema import Config, require
 
 BUILTIN_MODEL = "builtin"
+_POSITIONS = ("max_position_embeddings", "n_positions")  # what architectures call it
 _WEIGHTS = ("*.safetensors", "*.bin", "*.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -31,7 +32,7 @@ def check_directory(path: str) -> None:
 
 
 def check_limits(config: Config, model: Mapping[str, Any]) -> None:
-    """Refuse lengths that the model has no positions for, and a tensor parallelism that its heads cannot share.
+    """Refuse lengths that the model has no positions for, attention that cannot be trained, and too many shards.
 
     Args:
         config: the whole config.
@@ -41,18 +42,37 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         ConfigError: naming the model's limit.
     """
     rollout = config.rollout
-    longest, positions = rollout.max_prompt_length + rollout.max_response_length, model.get("max_position_embeddings")
+    longest = rollout.max_prompt_length + rollout.max_response_length
+    name = next((name for name in _POSITIONS if isinstance(model.get(name), int)), _POSITIONS[0])
+    positions = model.get(name)
     require(
         not isinstance(positions, int) or longest <= positions,
         f"rollout.max_prompt_length={rollout.max_prompt_length} + rollout.max_response_length="
         f"{rollout.max_response_length} = {longest} tokens: the model has {positions} positions "
-        f"(max_position_embeddings); use at most {positions} together",
+        f"({name}); use at most {positions} together",
     )
     shards, heads = rollout.vllm.tensor_parallel_size if rollout.vllm else 1, model.get("num_attention_heads")
     require(
         not isinstance(heads, int) or heads % shards == 0,
         f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be shared out evenly; "
         f"use a divisor of {heads}",
+    )
+    _check_attention(config.model.path, longest, model)
+
+
+def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
+    """Refuse attention that the trainer does not compute: its log-probs would be those of another model."""
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    require(
+        not isinstance(window, int) or longest <= window,
+        f"model.path={path}: its sliding_window={window} is shorter than rollout.max_prompt_length + "
+        f"rollout.max_response_length = {longest}, and training attends to everything; use at most {window} together, "
+        "or another model",
+    )
+    cap = model.get("attn_logit_softcapping")
+    require(
+        cap is None,
+        f"model.path={path}: its attn_logit_softcapping={cap}, and training does not cap attention; use another model",
     )
 
 
@@ -78,16 +98,22 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
     """Return the ids that end an answer: those of the generation defaults, the model's config and the tokenizer.
 
     Raises:
-        ConfigError: there is none, so that no answer could ever stop.
+        ConfigError: there is none, so that no answer could ever stop, or the model has no such token.
     """
-    folder = Path(path)
-    sources = [_read(folder / "generation_config.json"), text_config(folder)]
+    folder, model = Path(path), text_config(path)
+    sources = [_read(folder / "generation_config.json"), model]
     found = {tokenizer.eos_token_id, *(id for source in sources for id in _as_list(source.get("eos_token_id")))}
     ids = sorted(id for id in found if isinstance(id, int) and id >= 0)
     require(
         bool(ids),
         f"model.path={path}: no end token, so no answer would ever stop; set eos_token_id in generation_config.json, "
         "or the tokenizer's eos_token",
+    )
+    size = model.get("vocab_size")
+    require(
+        not isinstance(size, int) or ids[-1] < size,
+        f"model.path={path}: end token {ids[-1]} is not below the model's vocab_size={size}; correct eos_token_id in "
+        "generation_config.json and config.json, or use the tokenizer that belongs to the model",
     )
     return ids
 

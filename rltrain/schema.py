@@ -1,12 +1,12 @@
 """The names, types and rules of every config key.
 
-YAML under `config/` owns the values, so no field here has a default. `parse` turns the resolved YAML into these
-dataclasses once; past that point there is no untyped config. Rules that need more than the config (files, registries,
-cores) live in `rltrain.checks`.
+YAML under `config/` owns the values, so no field here has a default. `parse` turns it into these dataclasses once; past
+that point there is no untyped config. Rules that need more (files, registries, cores) live in `rltrain.checks`.
 """
 
 import dataclasses
 import difflib
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,10 +51,9 @@ class TrainerConfig:
         _at_least(self, 0, "max_staleness", "seed", "save_every", "eval_every", "sample_every")
         require(
             self.prompts_per_step % self.prompts_per_minibatch == 0,
-            f"prompts_per_step={self.prompts_per_step} is not a multiple of "
-            f"trainer.prompts_per_minibatch={self.prompts_per_minibatch}: every mini-batch holds the same number of "
-            f"prompts; try trainer.prompts_per_minibatch="
-            f"{_largest_divisor(self.prompts_per_step, self.prompts_per_minibatch)}",
+            f"prompts_per_step={self.prompts_per_step} is not a multiple of trainer.prompts_per_minibatch="
+            f"{self.prompts_per_minibatch}: every mini-batch holds the same number of prompts; try "
+            f"trainer.prompts_per_minibatch={_largest_divisor(self.prompts_per_step, self.prompts_per_minibatch)}",
         )
         require(
             self.max_staleness == 0,
@@ -158,6 +157,10 @@ class CriticConfig(OptimizerConfig):
 
     clip_range_value: float
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.clip_range_value > 0, f"clip_range_value must be > 0, got {self.clip_range_value}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -193,9 +196,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require(bool(self.functions), "functions is empty: name one, as in reward.functions=[my_reward.py:score]")
         require(self.timeout_s > 0, f"timeout_s must be > 0, got {self.timeout_s}")
-        fraction = self.max_failed_fraction
-        require(0 <= fraction <= 1, f"max_failed_fraction must be in [0, 1], got {fraction}")
-        names = [function.name for function in self.functions]
+        share, names = self.max_failed_fraction, [function.name for function in self.functions]
+        require(0 <= share <= 1, f"max_failed_fraction must be in [0, 1], got {share}")
         for name in names:
             require(names.count(name) == 1, f"functions: two are named '{name}'; give each its own name")
 
@@ -235,8 +237,7 @@ class RolloutConfig:
     vllm: VLLMConfig | None
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "samples_per_prompt", "max_prompt_length", "max_response_length")
-        _at_least(self, 1, "max_concurrent_sequences")
+        _at_least(self, 1, "samples_per_prompt", "max_prompt_length", "max_response_length", "max_concurrent_sequences")
         require(self.temperature > 0, f"temperature must be > 0, got {self.temperature}: sampling needs randomness")
         require(self.max_log_prob_gap > 0, f"max_log_prob_gap must be > 0, got {self.max_log_prob_gap}")
 
@@ -262,8 +263,8 @@ class PlacementConfig:
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
             require(
                 self.launcher == "ray" or getattr(self, name) == 1,
-                f"{name}={getattr(self, name)} with launcher=inprocess: one process holds one worker of each "
-                "role; use placement=local",
+                f"{name}={getattr(self, name)} with launcher=inprocess: one process holds one worker of each role; "
+                "use placement=local",
             )
 
 
@@ -300,6 +301,12 @@ class Config:
             not self.trainer.deterministic or self.rollout.engine == "hf" or self.placement.rollout_replicas == 1,
             f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
             "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
+        )
+        kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
+        require(
+            kl.controller == "fixed" or sequences < 5 * kl.horizon,
+            f"algorithm.kl_in_reward.horizon={kl.horizon} with controller=adaptive: a step has {sequences} sequences, "
+            f"and 5 * horizon must be more, or kl_coef could turn negative; use a horizon above {sequences // 5}",
         )
 
     @property
@@ -357,21 +364,17 @@ def keys(kind: type, prefix: str = "") -> list[str]:
     """The dotted names of every leaf key below the dataclass `kind`, unions with None included."""
     found: list[str] = []
     for name, hint in get_type_hints(kind).items():
-        inner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
-        is_list = get_origin(hint) is list
-        if inner is None or is_list or not isinstance(inner, type):
-            found.append(prefix + name)
-        else:
-            found += keys(inner, f"{prefix}{name}.")
+        kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
+        inner = next((t for t in kinds if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
+        found += keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return found
 
 
 def _value(hint: Any, value: Any, key: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        return _value(next(arg for arg in args if arg is not type(None)), value, key)
+        absent = value is None and type(None) in args
+        return None if absent else _value(next(arg for arg in args if arg is not type(None)), value, key)
     if origin is Literal:
         require(value in args, f"{key}={value}: unknown choice; use one of {', '.join(map(str, args))}")
         return value
@@ -384,16 +387,15 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    good = isinstance(value, hint) and not (hint is not bool and isinstance(value, bool))
-    require(good and value == value, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
-    return value
+    good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
+    # Compared as it is: a whole number may be too large for a float. NaN compares as False.
+    good = good and (hint is not float or abs(value) <= sys.float_info.max)
+    require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
+    return float(value) if hint is float else value
 
 
-_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
 
 
 def _wrong_type(key: str, value: Any, wanted: str) -> str:
-    shown = "null" if value is None else repr(value)
-    return f"{key}={shown}: must be {wanted}"
+    return f"{key}={'null' if value is None else repr(value)}: must be {wanted}"

@@ -102,13 +102,14 @@ def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[
 
     steps = [row["step"] for row in history]
     figure, reward = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    reward.plot(steps, [row["reward/mean"] for row in history], color="tab:blue", label="training reward")
+    reward.plot(steps, [row["reward/mean"] for row in history], ".-", color="tab:blue", label="training reward")
     for kind, marker in (("sampled", "o"), ("greedy", "s")):
         points = [(row["step"], row[f"eval/{kind}_reward"]) for row in evaluations if f"eval/{kind}_reward" in row]
         if points:
             reward.plot(*zip(*points, strict=True), marker, color="tab:green", alpha=0.8, label=f"held-out, {kind}",
                         markerfacecolor="none" if kind == "greedy" else "tab:green")  # fmt: skip
     reward.set_xlabel("step")
+    reward.xaxis.get_major_locator().set_params(integer=True)
     reward.set_ylabel("reward", color="tab:blue")
     reward.grid(alpha=0.3)
     length = reward.twinx()

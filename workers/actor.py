@@ -1,11 +1,12 @@
 """The actor: a sharded causal language model, its log-probs and its policy update."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rltrain.algorithms import POLICY_LOSSES, aggregate_loss, columns_of, kl_estimate
 from rltrain.errors import LogProbError
@@ -29,9 +30,9 @@ class ActorWorker:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.config = config
+        self.config, self.path = config, Path(path)
         self.model = shard(load_model(AutoModelForCausalLM, path), dtype=config.model.dtype)
-        self.model.train()
+        self.model.eval()  # no dropout: the policy that is trained is the one that samples
         self.optimizer = Optimizer(list(self.model.parameters()), config.actor, config.optimizer_steps)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
@@ -49,7 +50,7 @@ class ActorWorker:
             if number == 0:
                 self._check_same_policy(result)
             result.tokens += minibatch.num_tokens
-            result.steps.append(self.optimizer.step())
+            result.steps.append(self.optimizer.step(trained=minibatch.num_tokens > 0))
         return result
 
     def _backward(
@@ -96,7 +97,11 @@ class ActorWorker:
         if torch.distributed.get_rank() == 0:
             Path(path).mkdir(parents=True, exist_ok=True)
             self.model.config.dtype = "float32"
+            # The model's own generation defaults are kept as they are; transformers refuses to write some of them.
+            self.model.generation_config = GenerationConfig.from_model_config(self.model.config)
             self.model.save_pretrained(path, state_dict={name: tensor.cpu() for name, tensor in state.items()})
+            if (self.path / "generation_config.json").is_file():
+                shutil.copy(self.path / "generation_config.json", path)
 
 
 def actor_loss(

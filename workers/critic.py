@@ -23,12 +23,11 @@ class CriticWorker:
     def __init__(self, config: Config, path: str) -> None:
         self.config = config
         model = load_model(AutoModelForTokenClassification, path, num_labels=1)
-        for name, module in model.named_children():
-            if isinstance(module, nn.Dropout):
-                setattr(model, name, nn.Identity())  # the value of a state must not depend on chance
-        model.score = nn.Linear(model.score.in_features, 1, bias=False)
-        nn.init.zeros_(model.score.weight)
+        name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
+        setattr(model, name, nn.Linear(head.in_features, 1, bias=False))
+        nn.init.zeros_(model.get_submodule(name).weight)
         self.model = shard(model, dtype=config.model.dtype)
+        self.model.eval()  # no dropout: the value of a state must not depend on chance
         self.optimizer = Optimizer(list(self.model.parameters()), config.critic, config.optimizer_steps)
 
     @torch.no_grad()
@@ -43,7 +42,7 @@ class CriticWorker:
             for rows in minibatch.microbatches:
                 self._backward(batch, rows, minibatch, result)
             result.tokens += minibatch.num_tokens
-            result.steps.append(self.optimizer.step())
+            result.steps.append(self.optimizer.step(trained=minibatch.num_tokens > 0))
         return result
 
     def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rltrain.errors import NumericsError
 from rltrain.schema import OptimizerConfig
 
 
@@ -83,10 +84,23 @@ class Optimizer:
         factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
         return config.lr * max(0.0, factor[config.lr_schedule])
 
-    def step(self) -> dict[str, float]:
-        """Clip, step, clear the gradients. Returns the norm of the full gradient before clipping, and the rate."""
+    def step(self, *, trained: bool = True) -> dict[str, float]:
+        """Clip, step, clear the gradients. Returns the norm of the full gradient before clipping, and the rate.
+
+        Where nothing was `trained` the weights stay (AdamW's momentum would move them), and the schedule goes on.
+        Raises NumericsError for a gradient that is not finite; the weights stay.
+        """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
+        if not math.isfinite(norm):
+            raise NumericsError(
+                f"the gradient of optimizer step {self.steps + 1} has norm {norm}: the loss is not finite somewhere; "
+                "lower the learning rate, or look at this step's rewards and log-probs"
+            )
         lr = self.lr()
+        if not trained:
+            self.steps += 1
+            self.adamw.zero_grad(set_to_none=True)
+            return {"grad_norm": norm, "lr": lr}
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()

@@ -49,7 +49,12 @@ class LocalHosts(Hosts):
         self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
     ) -> list[Any]:
         """Call it here and now."""
-        return [self.host.call(role, method, *own) for own in arguments]
+        try:
+            return [self.host.call(role, method, *own) for own in arguments]
+        except RLTrainError:
+            raise
+        except Exception as error:
+            raise WorkerError(_last_line(error)) from error
 
     def wait(self, pending: list[Any]) -> list[Any]:
         """They are the results already."""
@@ -84,13 +89,19 @@ class RayHosts(Hosts):
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RLTrainError):
                 raise error.cause from None
-            said = str(error.cause).strip().splitlines()
-            last = said[-1] if said else type(error.cause).__name__
-            raise WorkerError(f"a worker failed: {last} (verbose=true shows its traceback)") from error
+            raise WorkerError(_last_line(error.cause)) from error
         except ray.exceptions.RayActorError as error:
-            raise WorkerError(f"a worker process died: {error}") from None
+            raise WorkerError(
+                "a worker process died: it was killed, crashed, or ran out of memory (verbose=true shows Ray's report)"
+            ) from error
         except ray.exceptions.RayError as error:  # an object was lost, a node went away, memory ran out
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
+
+
+def _last_line(error: BaseException) -> str:
+    said = str(error).strip().splitlines()
+    return f"a worker failed: {type(error).__name__}: {said[-1] if said else ''} (verbose=true shows its traceback)"
 
 
 class WorkerGroup:

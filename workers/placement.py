@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.errors import WorkerError
+from rltrain.errors import ConfigError, WorkerError
 from rltrain.schema import Config
 from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
 from workers.host import Host
@@ -46,8 +46,15 @@ def roles_of(config: Config, *, needs_critic: bool) -> list[str]:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start or join Ray; returns the cluster's resources by name."""
-    local = config.placement.address == "local"
+    """Start or join Ray; returns the cluster's resources. Raises ConfigError when there is none to join."""
+    local, address = config.placement.address == "local", config.placement.address
+    if address == "auto":  # Ray's own would also join the private cluster of another run on this machine
+        address = os.environ.get("RAY_ADDRESS", "")
+        if not address:
+            raise ConfigError(
+                "placement.address=auto: RAY_ADDRESS is not set, no cluster to join; start this with `ray job "
+                "submit`, give placement.address=HOST:PORT, or use placement=local"
+            )
     if "ray" not in sys.modules:  # it reads these when it is imported
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -59,7 +66,7 @@ def connect(config: Config) -> dict[str, float]:
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
         options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
-    ray.init(address=config.placement.address, logging_level="info" if config.verbose else "error", **options)
+    ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
     return dict(ray.cluster_resources())
 
 

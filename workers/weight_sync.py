@@ -132,17 +132,18 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
         SyncError: naming the worst tensor, or those that only one side has.
     """
     unpaired = sorted(set(probes) ^ set(outputs))
+    unpaired += [name for name in probes if name in outputs and outputs[name].numel() != probes[name].size]
     if unpaired:
         raise SyncError(
             f"weight sync {version}: {', '.join(unpaired[:3])}{' and more' if len(unpaired) > 3 else ''} could not be "
-            "checked: engine and actor do not name the same tensors; rollout.verify_sync=false turns the check off"
+            "checked: engine and actor do not hold the same tensors; rollout.verify_sync=false turns the check off"
         )
     errors = {}
     for name, expected in probes.items():
         want = torch.as_tensor(expected)
         got = outputs[name].detach().float().cpu().flatten()
         scale = float(want.abs().max()) or 1.0
-        errors[name] = float((got - want).abs().max()) / scale if got.shape == want.shape else float("inf")
+        errors[name] = float((got - want).abs().max()) / scale
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     if not errors[worst] <= RELATIVE_ERROR[dtype]:
         raise SyncError(

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -23,6 +24,7 @@ from typing import Any
 from rltrain.errors import ConfigError, RLTrainError
 
 STANDARD_COLUMNS = ("finish_reason",)  # every sample has them, whatever the data
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores travel
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _Bound = Callable[[str, str, Mapping[str, Any]], float | None]
 
@@ -35,8 +37,8 @@ def load_function(path: str) -> Callable[..., Any]:
     """Import the reward function that `path` names.
 
     Args:
-        path: `package.module:function`, `package.module.function` or `file.py:function`; a file's path may be relative
-            to the working directory, and modules that lie beside it can be imported by it.
+        path: `package.module:function`, `package.module.function` or `file.py:function`; packages may lie in the
+            working directory; a file's path may be relative to it, and the file can import modules beside it.
 
     Raises:
         ConfigError: it does not exist, does not import (with the reason), has no such function (the nearest is named),
@@ -140,9 +142,12 @@ def _score(result: Any) -> float | None:
     if result is None:
         return None
     if isinstance(result, numbers.Real) or _is_scalar_array(result):
-        if math.isfinite(score := float(result)):
-            return score
-        raise ScoreError(f"returned {score}: a score must be finite; return None where the function does not apply")
+        score = float(result)
+        if not math.isfinite(score):
+            raise ScoreError(f"returned {score}: a score must be finite; return None where the function does not apply")
+        if abs(score) > _LARGEST:
+            raise ScoreError(f"returned {score}: a score outside float32's range (3.4e38); scale it down")
+        return score
     shown = repr(result)[:80]
     raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score is a number, a bool or None")
 
@@ -157,6 +162,8 @@ def _is_file(target: str) -> bool:
 
 
 def _module(target: str, where: str) -> ModuleType:
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as `python -m` does; an installed command does not. Ray tells it its workers
     try:
         return importlib.import_module(target)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported

@@ -1,6 +1,9 @@
 """Sharded training over gloo ranks: any number of ranks and any token budget learns the same."""
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,3 +189,57 @@ def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
     assert losses == sorted(losses, reverse=True)
     for here, there in zip(*histories, strict=True):
         assert there == pytest.approx(here, rel=1e-4, abs=1e-6)
+
+
+def prepared(workers: dict[str, WorkerGroup], step: int = 0) -> DataProto:
+    batch = replayed(step)
+    for role in ("actor", "reference"):
+        batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=8192))
+    return batch
+
+
+def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
+    buckets = actor.wait(actor.start("export", 0, False))[0]
+    return {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
+
+
+def test_A6_a_mini_batch_in_which_nothing_is_trained_leaves_the_weights_alone_and_the_schedule_goes_on(start):
+    workers = group(config_of(), start, 0)
+    rows = [list(range(24))]
+    first = workers["actor"].update(prepared(workers), rows, max_tokens=8192)
+    before = weights_of(workers["actor"])
+    batch = prepared(workers, 1)
+    empty = batch.with_values("responses", response_mask=torch.zeros_like(batch.values("response_mask")))
+    second = workers["actor"].update(empty, rows, max_tokens=8192)
+    assert second["grad_norm"] == 0
+    assert second["lr"] < first["lr"]
+    for name, tensor in weights_of(workers["actor"]).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(start):
+    from rltrain.errors import NumericsError
+
+    workers = group(config_of(), start, 0)
+    batch = prepared(workers)
+    before = weights_of(workers["actor"])
+    poisoned = batch.with_values("responses", advantages=batch.values("advantages") * torch.inf)
+    with pytest.raises(NumericsError, match="optimizer step 1 has norm"):
+        workers["actor"].update(poisoned, [list(range(24))], max_tokens=8192)
+    for name, tensor in weights_of(workers["actor"]).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_D1_dropout_in_a_models_config_is_off_and_odd_generation_defaults_are_kept_as_they_are(start, tmp_path):
+    for file in Path(start).iterdir():
+        shutil.copy(file, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
+    odd = json.dumps({"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": 3})
+    (tmp_path / "generation_config.json").write_text(odd)
+    workers = group(config_of(), str(tmp_path), 0)
+    metrics = workers["actor"].update(prepared(workers), [list(range(24))], max_tokens=8192)
+    assert metrics["same_policy_gap"] < 1e-6
+    workers["actor"].wait(workers["actor"].start("save", str(tmp_path / "saved")))
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == odd
+    assert (tmp_path / "saved" / "model.safetensors").is_file()

@@ -152,7 +152,7 @@ def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_nam
     with pytest.raises(RewardError) as caught:
         collector(some_fail).collect(version=0)
     assert str(caught.value) == (
-        "75% of this step's rewards failed, above reward.max_failed_fraction=0.5: "
+        "75% of the rewards failed, above reward.max_failed_fraction=0.5: "
         "sample (0, 1): error 1; sample (0, 2): error 2; sample (0, 3): error 3"
     )
 
@@ -173,7 +173,7 @@ def test_failures_of_earlier_steps_are_not_blamed():
 
 
 def test_rewards_of_which_none_applies_are_named_so():
-    with pytest.raises(RewardError, match=r"no reward function applied to any of this step's \d+ samples"):
+    with pytest.raises(RewardError, match=r"no reward function applied to any of \d+ samples"):
         collector(lambda request: RewardResult(request.key, (None,))).collect(version=0)
 
 

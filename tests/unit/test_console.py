@@ -1,6 +1,8 @@
 import io
 import os
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def test_a_line_is_one_line_however_long_it_is():
     assert first.startswith("step 10000/10000")
     assert first.endswith("12,345,678 tok/s")
     assert second.endswith("-> reward 1")
-    assert third == "held-out accuracy after 10000 steps: sampled 50.0%, greedy 50.0%; answers of 9.0 tokens"
+    assert third == "held-out accuracy after 10000 steps: sampled 50.0%, greedy 50.0%; 9.0 tokens"
 
 
 def test_no_escape_sequence_is_written_where_there_is_no_terminal():
@@ -206,9 +208,10 @@ def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
     text = summary_of(folder, overrides=overrides)
     assert str(folder / "model") in text
     (command,) = [line for line in text.splitlines() if line.startswith("next:")]
-    assert shlex.split(command)[1:] == ["python", "-m", "rltrain.main", "algorithm=ppo", *overrides]
+    assert shlex.split(command)[2:] == ["-m", "rltrain.main", "algorithm=ppo", *overrides]
+    assert Path(shlex.split(command)[1]).absolute() == Path(sys.executable)
     (board,) = [line for line in text.splitlines() if "tensorboard" in line]
-    assert shlex.split(board) == ["tensorboard", "--logdir", str(folder.parent)]
+    assert shlex.split(board)[1:] == ["--logdir", str(folder.parent)]
 
 
 @pytest.mark.parametrize(
@@ -217,4 +220,10 @@ def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
 def test_the_next_command_tries_another_algorithm_in_a_folder_of_its_own(tmp_path, overrides, algorithm):
     first = next_command([*overrides, f"trainer.output_dir={tmp_path}"], tmp_path).split(os.linesep)[0]
     kept = [override for override in overrides if not override.startswith("algorithm=")]
-    assert shlex.split(first) == ["python", "-m", "rltrain.main", f"algorithm={algorithm}", *kept]
+    assert shlex.split(first)[1:] == ["-m", "rltrain.main", f"algorithm={algorithm}", *kept]
+
+
+def test_of_two_overrides_for_one_key_the_next_command_keeps_the_later(tmp_path):
+    command = next_command(["trainer.seed=1", "trainer.seed=2"], tmp_path).splitlines()[0]
+    assert shlex.split(command)[-1] == "trainer.seed=2"
+    assert "trainer.seed=1" not in command

@@ -153,7 +153,7 @@ def test_an_error_of_the_project_reaches_the_caller_as_itself(monkeypatch, kind)
 def test_any_other_error_of_a_worker_is_a_worker_error_of_one_line_whose_cause_has_the_traceback(monkeypatch):
     error = raised_by_wait(monkeypatch, of_worker(ZeroDivisionError("the worker's traceback\ndivision by zero")))
     assert type(error) is errors.WorkerError
-    assert str(error) == "a worker failed: division by zero (verbose=true shows its traceback)"
+    assert str(error) == "a worker failed: ZeroDivisionError: division by zero (verbose=true shows its traceback)"
     assert error.__cause__ is not None
 
 

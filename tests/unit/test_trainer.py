@@ -311,7 +311,7 @@ def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named():
     made, log = trainer(collector=Collector(config, rollout=Engines(), rewards=BrokenJudges(), prompts=prompts))
     with pytest.raises(RewardError) as caught:
         made.fit()
-    assert "100% of this step's rewards failed, above reward.max_failed_fraction=0.5" in str(caught.value)
+    assert "100% of the rewards failed, above reward.max_failed_fraction=0.5" in str(caught.value)
     assert "sample (0, 0): TypeError: no answer; sample (0, 1): TypeError: no answer" in str(caught.value)
     assert "actor update 1111" not in log
 

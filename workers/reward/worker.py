@@ -70,7 +70,8 @@ def failed(request: RewardRequest, functions: int, error: str) -> RewardResult:
 
 def _said(error: BaseException) -> str:
     """Say in one line what was raised and where, from the user's side."""
-    text = " ".join(str(error).split())[:_LONGEST_TEXT]
+    encodable = str(error).encode("utf-8", "backslashreplace").decode()  # the text may hold half a surrogate pair
+    text = " ".join(encodable.split())[:_LONGEST_TEXT]
     if isinstance(error, ScoreError):
         return text
     frames = traceback.extract_tb(error.__traceback__)

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, 
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rltrain.errors import SyncError
 from workers.weight_sync import Bucket, check_outputs, probe_vector, tensors_of
 
 BACKEND = "rltrain"
@@ -86,8 +87,14 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check_layers(self) -> None:
         """Raise SyncError unless every layer computes with the weights of the last update, where probes came along."""
         if self.probes:
-            with torch.inference_mode():
-                outputs = layer_outputs(self.model)
+            try:
+                with torch.inference_mode():
+                    outputs = layer_outputs(self.model)
+            except Exception as error:  # layers of kinds that were not foreseen
+                raise SyncError(
+                    f"weight sync {self.version}: a layer of this model could not be run by itself to be checked "
+                    f"({type(error).__name__}: {error}); rollout.verify_sync=false turns the check off"
+                ) from error
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
@@ -133,10 +140,12 @@ def layer_outputs(model: nn.Module) -> dict[str, Tensor]:
         elif isinstance(module, LinearBase):
             parent, _, last = name.rpartition(".")
             names = [f"{parent}.{part}" for part in fused.get(last, [last])]
-            outputs |= {f"{n}.weight": part for n, part in zip(names, _linear(module, _apply(module)), strict=True)}
+            wholes = {"weight": _linear(module, _apply(module))}
             if module.bias is not None:
-                biases = _linear(module, module.bias.float(), is_bias=True)
-                outputs |= {f"{n}.bias": part for n, part in zip(names, biases, strict=True)}
+                wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
+            for kind, parts in wholes.items():
+                parts = [torch.cat(parts)] if len(names) == 1 else parts  # a checkpoint that is fused already
+                outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
         else:
             outputs |= {f"{name}.{n}": p.float() for n, p in module.named_parameters(recurse=False) if p.ndim == 1}
     return outputs
@@ -165,8 +174,8 @@ def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
 def _apply(module: nn.Module) -> Tensor:
     """This rank's part of the layer's W v, without bias, through the kernel that inference uses."""
     is_head = isinstance(module, ParallelLMHead)
-    size = module.embedding_dim if is_head else module.input_size_per_partition
     whole = module.embedding_dim if is_head else module.input_size
+    size = whole if is_head else getattr(module, "input_size_per_partition", whole)
     dtype = module.params_dtype
     vector = probe_vector(whole, dtype).to(dtype=dtype, device=next(module.parameters()).device)
     if size != whole:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from rltrain.algorithms.policy_losses.clipping import check_clip_ratios
 from rltrain.algorithms.ratio import (
     as_mask,
     clipped_ratio,
@@ -35,6 +36,7 @@ def gspo(
 
     All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction`, `ratio_mean`, `ppo_kl`.
     """
+    check_clip_ratios(clip_ratio_low, clip_ratio_high)
     mask = as_mask(response_mask)
     advantage = masked(advantages.detach(), mask)
     log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from rltrain.algorithms.policy_losses.clipping import check_clip_ratios
 from rltrain.algorithms.ratio import as_mask, clipped_ratio, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES
 
@@ -29,6 +30,7 @@ def vanilla(
     All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (first line), `clip_fraction_c`
     (second), `ratio_mean`, `ppo_kl`.
     """
+    check_clip_ratios(clip_ratio_low, clip_ratio_high)
     if not clip_ratio_c > 1:
         raise ValueError(
             f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, or inf for no dual clip"
