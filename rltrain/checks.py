@@ -18,7 +18,10 @@ from rltrain.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig, T
 from rltrain.tasks import TASKS, Task
 
 ENGINES = ("vllm", "hf")
-RUN_FILES = ("config.yaml", "metrics.jsonl")  # an output directory with one of these holds a run
+# An output directory with one of these holds a run.
+RUN_FILES = (
+    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "rollouts", "model", "checkpoints", "tensorboard",
+)  # fmt: skip
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
 
 
@@ -204,6 +207,8 @@ def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     _check_function(ADVANTAGE_ESTIMATORS, "advantage_estimator", algorithm.advantage_estimator, algorithm.advantage)
     _check_function(POLICY_LOSSES, "loss_mode", algorithm.loss_mode, algorithm.loss)
+    _check_knobs("advantage", ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator), algorithm.advantage)
+    _check_knobs("loss", POLICY_LOSSES.get(algorithm.loss_mode), algorithm.loss)
     _check_function(KL_ESTIMATORS, "kl_in_reward.kl_estimator", algorithm.kl_in_reward.kl_estimator, {})
     _check_function(KL_ESTIMATORS, "kl_loss.kl_estimator", algorithm.kl_loss.kl_estimator, {})
     estimator = algorithm.kl_in_reward.kl_estimator
@@ -234,3 +239,28 @@ def _check_function(registry: Any, key: str, name: str, knobs: Mapping[str, Any]
     except ValueError as error:
         section = "loss" if key == "loss_mode" else "advantage"
         raise ConfigError(f"algorithm.{section}.{error}") from None
+
+
+def _check_knobs(section: str, function: Any, knobs: Mapping[str, Any]) -> None:
+    """Refuse knob values that the function itself refuses: it is called once, on one group of two answers."""
+    import torch
+
+    from rltrain.algorithms import columns_of
+    from rltrain.protocol import COLUMNS
+
+    special = {
+        "response_mask": torch.ones(2, 2, dtype=torch.bool),
+        "uid": torch.zeros(2, dtype=torch.int64),
+        "valid": torch.ones(2, dtype=torch.bool),
+        "failed": torch.zeros(2, dtype=torch.bool),
+        "reward_components": torch.zeros(2, 1),
+    }
+    of_row = {name for name, (family, _) in COLUMNS.items() if family == "row"}
+    columns = [
+        special[name] if name in special else torch.zeros(2) if name in of_row else torch.zeros(2, 2)
+        for name in columns_of(function)
+    ]
+    try:
+        function(*columns, **knobs)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None

@@ -55,10 +55,7 @@ class TrainerConfig:
             f"{self.prompts_per_minibatch}: every mini-batch holds the same number of prompts; try "
             f"trainer.prompts_per_minibatch={_largest_divisor(self.prompts_per_step, self.prompts_per_minibatch)}",
         )
-        require(
-            self.max_staleness == 0,
-            f"max_staleness={self.max_staleness}: only synchronous training (0) is available; use 0",
-        )
+        require(self.max_staleness == 0, f"max_staleness={self.max_staleness}: training is synchronous only; use 0")
         require(self.resume == "never", f"resume={self.resume}: runs cannot be resumed yet; use trainer.resume=never")
 
 

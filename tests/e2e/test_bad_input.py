@@ -4,6 +4,7 @@ process; a few run the real command."""
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,15 @@ CASES = {
         ["algorithm.loss.tau_pos=1.0"],
         ["algorithm.loss.tau_pos=1.0", "'vanilla' has no such knob", "it takes clip_ratio_low"],
     ),
+    "knob that the loss refuses": (
+        ["algorithm.loss.clip_ratio_c=0.5"],
+        ["algorithm.loss.clip_ratio_c=0.5", "must be > 1", "use 3.0"],
+    ),
+    "horizon that a step outruns": (
+        [f"algorithm.kl_in_reward.{pair}" for pair in ("kl_coef=0.1", "controller=adaptive", "horizon=9")],
+        ["algorithm.kl_in_reward.horizon=9", "a step has 512 sequences", "use a horizon above 102"],
+    ),
+    "number that is not finite": (["actor.lr=inf"], ["actor.lr=inf", "must be a finite number"]),
     "missing model": (["model.path={files}/no"], ["model.path={files}/no", "no such directory", "give the folder"]),
     "model without weights": (["model.path={files}/empty"], ["{files}/empty", "holds no weights", "save the model's"]),
     "missing data": (["data.train={files}/no.jsonl"], ["{files}/no.jsonl", "no such file", "check the path"]),
@@ -71,6 +81,14 @@ CASES = {
     "lengths beyond the model": (
         ["model.path={files}/model", "rollout.max_response_length=2000"],
         ["rollout.max_response_length=2000", "1024 positions", "use at most 1024"],
+    ),
+    "column that is no Unicode": (
+        ["model.path={files}/model", "data.train={files}/surrogate.jsonl"],
+        ["{files}/surrogate.jsonl:2", "not valid Unicode", "remove that character"],
+    ),
+    "model with capped attention": (
+        ["model.path={files}/capped"],
+        ["model.path={files}/capped", "attn_logit_softcapping=50.0", "use another model"],
     ),
     "model without an end token": (
         ["model.path={files}/endless", "data.train={files}/good.jsonl"],
@@ -116,6 +134,7 @@ def _write_data(folder):
     (folder / "good.jsonl").write_text(good)
     (folder / "malformed.jsonl").write_text(good + '{"prompt": "12="\n')
     (folder / "promptless.jsonl").write_text(good + '{"question": "12="}\n')
+    (folder / "surrogate.jsonl").write_text(good + '{"prompt": "12=", "answer": "\\ud800"}\n')
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "1" * 17}) + "\n")
 
 
@@ -128,6 +147,9 @@ def _write_models(folder):
     model, tokenizer = tiny_model(), char_tokenizer()
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    shutil.copytree(folder / "model", folder / "capped")
+    changed = json.loads((folder / "model" / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}
+    (folder / "capped" / "config.json").write_text(json.dumps(changed))
     model.config.eos_token_id, model.generation_config = None, GenerationConfig()
     tokenizer.eos_token = None
     model.save_pretrained(folder / "endless")

@@ -42,6 +42,10 @@ def test_every_algorithm_passes(algorithm):
         (["algorithm.loss.clip=0.2"], "algorithm.loss.clip=0.2: 'vanilla' has no such knob; it takes clip_ratio_low"),
         (["algorithm.loss.clip_ratio_low=wide"], "algorithm.loss.clip_ratio_low='wide': 'vanilla' wants a float"),
         (["algorithm.advantage.lam=1.0"], "algorithm.advantage.lam=1.0: 'grpo' has no such knob; it takes norm_by_std"),
+        (["algorithm.loss.clip_ratio_c=0.5"], "algorithm.loss.clip_ratio_c=0.5 must be > 1"),
+        (["algorithm.loss.clip_ratio_low=-0.1"], "algorithm.loss.clip_ratio_low=-0.1 must be >= 0"),
+        (["algorithm=gspo", "algorithm.loss.clip_ratio_high=-1"], "algorithm.loss.clip_ratio_high=-1 must be >= 0"),
+        (["algorithm=ppo", "algorithm.advantage.gamma=2"], "algorithm.advantage.gamma=2 must be in [0, 1]"),
         (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1: grpo compares the answers to one prompt"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: unknown engine; use rollout=vllm or rollout=hf"),
         (["rollout=hf", "rollout.engine=vllm"], "its settings are absent; use rollout=vllm"),
@@ -75,7 +79,10 @@ def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
     check(config_of("rollout=hf"))
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "metrics.jsonl", "evaluations.jsonl", "rollouts", "model", "checkpoints", "tensorboard"],
+)
 def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     (tmp_path / name).touch()
     assert refusal(f"trainer.output_dir={tmp_path}").endswith(f"holds another run ({name}); name a new folder")

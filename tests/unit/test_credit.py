@@ -61,6 +61,7 @@ def test_the_adaptive_controller_is_told_the_kl_and_the_number_of_sequences_and_
     config = algorithm(
         "algorithm.kl_in_reward.kl_coef=0.2", "algorithm.kl_in_reward.controller=adaptive",
         "algorithm.kl_in_reward.target=0.1", "algorithm.kl_in_reward.horizon=10",
+        "trainer.prompts_per_step=1", "trainer.prompts_per_minibatch=1",
     ).kl_in_reward  # fmt: skip
     controller = kl_controller(config)
     made = with_log_probs(batch([1.0, 0.0]), -1.0, -1.5)  # KL .5 = five times the target: an error of +.2

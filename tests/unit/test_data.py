@@ -222,6 +222,8 @@ def test_an_unknown_builtin_task_names_the_known_ones():
         (b'{"prompt": [{"role": "user"}]}\n', ":1", "neither text nor chat messages"),
         (b'{"prompt": [{"role": "user", "content": "hi"}]}\n', ":1", "no chat template; use text prompts"),
         (b'{"prompt": "\\ud800"}\n', ":1", "not valid Unicode"),
+        (b'{"prompt": "a"}\n{"prompt": "a", "x": ["\\uDFFF"]}\n', ":2", "the row is not valid Unicode"),
+        (b'{"prompt": "a", "n": %s}\n' % (b"1" * 5000), ":1", "not valid JSON (Exceeds the limit"),
         (b'{"prompt": "a", "response": "b"}\n', "", "column 'response'"),
         (b'{"prompt": "a", "finish_reason": "b"}\n', "", "column 'finish_reason'"),
         (b"", "", "holds no rows"),
@@ -241,6 +243,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, content, place, said):
     [
         ('[{"prompt": "a"}, {"answer": "b"}]', ", row 2: no prompt"),
         ('[{"prompt": "a"}, 3]', ", row 2: int where an object was expected"),
+        ('[{"prompt": "a"}, {"prompt": "b", "\\ud800": 1}]', ", row 2: the row is not valid Unicode"),
         ('[{"prompt": "a"},', ": not valid JSON"),
         ("[]", ": holds no rows"),
     ],
@@ -248,6 +251,12 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, content, place, said):
 def test_a_bad_json_array_is_named_with_its_row(tmp_path, content, said):
     (tmp_path / "p.json").write_text(content)
     assert said in error_of(tmp_path / "p.json")
+
+
+def test_two_halves_of_a_surrogate_pair_are_a_character(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "a", "x": "\\ud83d\\ude00"}\n')
+    assert load(path)[0].columns == {"x": "\U0001f600"}
 
 
 def test_a_chat_template_that_refuses_a_role_is_named_with_its_row(tmp_path):

@@ -83,6 +83,31 @@ def test_a_model_that_does_not_tell_its_positions_is_accepted(folder):
     check_limits(compose([])[0], text_config(folder))
 
 
+def test_positions_may_have_their_older_name(folder):
+    write(folder, "config.json", {"n_positions": 31})
+    assert "has 31 positions (n_positions); use at" in refusal(check_limits, compose([])[0], text_config(folder))
+
+
+@pytest.mark.parametrize("model", [{"sliding_window": 31}, {"sliding_window": 31, "use_sliding_window": True}])
+def test_a_window_shorter_than_an_answer_is_refused(model):
+    message = refusal(check_limits, compose([])[0], model)
+    assert message.startswith("model.path=builtin: its sliding_window=31 is shorter than rollout.max_prompt_length + ")
+    assert message.endswith("use at most 31 together, or another model")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"sliding_window": 32}, {"sliding_window": None}, {"sliding_window": 1, "use_sliding_window": False}],
+)
+def test_a_window_that_is_long_enough_or_not_used_is_accepted(model):
+    check_limits(compose([])[0], model | {"attn_logit_softcapping": None})
+
+
+def test_capped_attention_is_refused():
+    message = refusal(check_limits, compose([])[0], {"attn_logit_softcapping": 50.0})
+    assert "its attn_logit_softcapping=50.0, and training does not cap attention; use another model" in message
+
+
 def test_heads_that_shards_cannot_share_are_refused(folder):
     config = compose(["rollout.vllm.tensor_parallel_size=3"])[0]
     assert "the model's 4 attention heads cannot be shared out evenly" in refusal(
@@ -100,6 +125,13 @@ def test_a_model_without_an_end_token_is_refused(folder):
     write(folder, "config.json", {"eos_token_id": None})
     message = refusal(end_token_ids, folder, WITHOUT_END)
     assert message.startswith(f"model.path={folder}: no end token, so no answer would ever stop; set eos_token_id in ")
+
+
+def test_an_end_token_that_the_model_does_not_have_is_refused(folder):
+    write(folder, "config.json", {"eos_token_id": 7, "vocab_size": 8})
+    assert end_token_ids(folder, WITHOUT_END) == [7]
+    message = refusal(end_token_ids, folder, SimpleNamespace(eos_token_id=8))
+    assert f"model.path={folder}: end token 8 is not below the model's vocab_size=8; correct eos_token_id" in message
 
 
 def test_parameters_are_counted_from_the_headers(folder):

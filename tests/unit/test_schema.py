@@ -74,7 +74,12 @@ def changed(values, key, value):
         ("trainer.total_steps", True, "trainer.total_steps=True: must be a whole number"),
         ("trainer.total_steps", None, "trainer.total_steps=null: must be a whole number"),
         ("trainer.total_steps", 0, "trainer.total_steps must be >= 1, got 0"),
-        ("actor.lr", float("nan"), "actor.lr=nan: must be a number"),
+        ("actor.lr", float("nan"), "actor.lr=nan: must be a finite number"),
+        ("actor.lr", float("inf"), "actor.lr=inf: must be a finite number"),
+        ("actor.lr", True, "actor.lr=True: must be a finite number"),
+        ("rollout.temperature", 10**400, "000: must be a finite number"),
+        ("critic.clip_range_value", 0, "critic.clip_range_value must be > 0, got 0.0"),
+        ("critic.beta1", 1, "critic.beta1 must be in [0, 1), got 1.0"),
         ("actor.lr", 0, "actor.lr must be > 0, got 0.0"),
         ("verbose", 1, "verbose=1: must be true or false"),
         ("model.path", 7, "model.path=7: must be text"),
@@ -92,6 +97,22 @@ def test_a_value_that_breaks_a_rule_is_refused_with_its_key(values, key, value, 
         parse(Config, changed(values, key, value))
     assert message in str(error.value)
     assert str(error.value).startswith(key)
+
+
+def test_a_reward_weight_must_be_finite(values):
+    function = values["reward"]["functions"][0] | {"weight": float("-inf")}
+    with pytest.raises(ConfigError, match=r"^reward.functions\[0\].weight=-inf: must be a finite number$"):
+        parse(Config, changed(values, "reward.functions", [function]))
+
+
+def test_a_horizon_that_a_step_outruns_is_refused_with_the_adaptive_controller_only(values):
+    kl = values["algorithm"]["kl_in_reward"] | {"kl_coef": 0.1, "horizon": 102}
+    sequences = parse(Config, values).sequences_per_step
+    assert sequences == 512
+    parse(Config, changed(values, "algorithm.kl_in_reward", kl))
+    with pytest.raises(ConfigError, match=r"^algorithm.kl_in_reward.horizon=102 .* 512 sequences.* above 102$"):
+        parse(Config, changed(values, "algorithm.kl_in_reward", kl | {"controller": "adaptive"}))
+    parse(Config, changed(values, "algorithm.kl_in_reward", kl | {"controller": "adaptive", "horizon": 103}))
 
 
 def test_a_whole_number_will_do_for_a_number(values):

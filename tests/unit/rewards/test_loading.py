@@ -13,6 +13,9 @@ import pytest
 
 from rltrain.errors import ConfigError
 from rltrain.rewards.loading import ScoreError, absolute, bind, call, check_columns, load_function
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import RewardRequest
+from workers.reward.worker import RewardWorker
 
 BUILTIN = "rltrain.rewards.final_answer"
 COLUMNS = {"answer": "7", "finish_reason": "stop"}
@@ -52,6 +55,16 @@ def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, 
     assert functions[0] is functions[2]  # loaded once, so that two functions of a file share what it keeps
     assert absolute("mine.py:score") == f"{tmp_path}/mine.py:score"
     assert absolute("package.module:score") == "package.module:score"
+
+
+def test_a_package_may_lie_in_the_working_directory_of_an_installed_command(tmp_path, monkeypatch):
+    write(tmp_path, "def score():\n    return 1\n", "rltrain_test_beside.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])  # as such a command has it
+    for _ in range(2):
+        assert call(load_function("rltrain_test_beside:score"), "p", "r", {}) == 1
+    assert sys.path.count(str(tmp_path)) == 1
+    assert sys.path[-1] == str(tmp_path)  # at the end: it must not hide a package
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):
@@ -179,6 +192,7 @@ def test_the_columns_that_a_caller_hands_in_stay_as_they_are():
         (True, 1.0),
         (False, 0.0),
         (-3, -3.0),
+        (float(numpy.finfo(numpy.float32).max), 3.4028234663852886e38),
         (numpy.float32(0.5), 0.5),
         (numpy.bool_(True), 1.0),
     ],
@@ -202,6 +216,7 @@ def test_G4_none_means_not_applicable_and_stays_none():
         (math.nan, "returned nan: a score must be finite"),
         (-math.inf, "returned -inf: a score must be finite"),
         (numpy.array([1.0]), "of type ndarray"),
+        (-1e39, "returned -1e+39: a score outside float32's range"),
     ],
 )
 def test_what_is_no_score_is_an_error_and_never_0(result, said):
@@ -221,6 +236,13 @@ def test_what_a_function_raises_goes_through():
 
     with pytest.raises(ZeroDivisionError):
         call(bad, "p", "r", {})
+
+
+def test_what_a_failed_sample_says_can_be_written_to_a_file(tmp_path):
+    path = write(tmp_path, "def score():\n    raise ValueError('bad \\ud800')\n")
+    worker = RewardWorker([RewardFunctionConfig(name="mine", path=f"{path}:score", weight=1.0)])
+    (result,) = worker.score([RewardRequest((0, 0), "p", "r", {})])
+    assert result.error.encode().startswith(b"reward function 'mine' raised ValueError: bad \\ud800 (")
 
 
 def test_async_functions_run_to_their_end_on_one_loop_that_stays():
