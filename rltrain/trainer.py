@@ -76,8 +76,7 @@ class Trainer:
             batch = self.collector.collect(version=self.step)
         metrics = sample_metrics(batch, [function.name for function in config.reward.functions])
         with timer("old_log_probs"):
-            batch = self.with_old_log_probs(batch)
-            metrics |= self.check_engine(batch)
+            batch, gap_metrics = self.with_old_log_probs(batch)
         if self.reference is not None:
             with timer("ref_log_probs"):
                 batch = batch.union(self.rows(self.reference, "compute_log_probs", batch))
@@ -101,36 +100,39 @@ class Trainer:
         self.step += 1
         with timer("sync_weights"):
             self.sync_weights()
-        return metrics | kl_metrics | advantage_metrics | timer.metrics(batch), batch
+        return metrics | gap_metrics | kl_metrics | advantage_metrics | timer.metrics(batch), batch
 
     def rows(self, group: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """A forward pass of one role over all rows."""
         role = self.config.critic if group is self.critic else self.config.actor
         return group.rows(method, batch, max_tokens=role.max_tokens_per_microbatch)
 
-    def with_old_log_probs(self, batch: DataProto) -> DataProto:
-        """Adds `old_log_probs`, the proximal policy's: recomputed by the actor, or those of the engine."""
-        if self.config.algorithm.old_log_probs == "rollout" and self.step > 0:
-            return batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
-        return batch.union(self.rows(self.actor, "compute_log_probs", batch))
+    def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Adds `old_log_probs`, the proximal policy's: recomputed by the actor, or those of the engine.
 
-    def check_engine(self, batch: DataProto) -> dict[str, float]:
-        """How far engine and actor are apart (invariant E1); nothing where the engine's log-probs are the old ones.
-
-        Raises LogProbError past the limit at the first step that has trained tokens.
+        Returns the batch, and how far engine and actor are apart where the actor computed (invariant E1): every step,
+        or in the first one only. Raises LogProbError past the limit at the first step.
         """
-        if self.config.algorithm.old_log_probs == "rollout" and self.step > 0:
-            return {}
-        metrics, limit = log_prob_gap(batch), self.config.rollout.max_log_prob_gap
-        gap = metrics["rollout/log_prob_gap"]
+        engines_own = self.config.algorithm.old_log_probs == "rollout"
+        metrics: dict[str, float] = {}
+        if not (engines_own and self.engine_checked):
+            batch = batch.union(self.rows(self.actor, "compute_log_probs", batch))
+            metrics = log_prob_gap(batch)
+            self.check_engine(metrics["rollout/log_prob_gap"])
+        if engines_own:
+            batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
+        return batch, metrics
+
+    def check_engine(self, gap: float) -> None:
+        """Raise LogProbError if this mean gap in nats is past the limit and the first to be seen."""
         first, self.engine_checked = not self.engine_checked, True
+        limit = self.config.rollout.max_log_prob_gap
         if first and not gap <= limit:
             raise LogProbError(
                 f"engine and actor disagree by {gap:.3g} nats a token on average, above "
                 f"rollout.max_log_prob_gap={limit:g}: the engine samples another distribution than "
                 "the one trained; check model.dtype, or raise the limit"
             )
-        return metrics
 
     def sync_weights(self) -> None:
         """Send the actor's weights to the engines as version `step`; raises SyncError unless they compute with them."""
