@@ -49,7 +49,7 @@ def misbehave(response, log):
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
