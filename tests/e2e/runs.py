@@ -41,8 +41,13 @@ def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
     environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, **options,
+        start_new_session=True, preexec_fn=_listen_to_ctrl_c, **options,
     )  # fmt: skip
+
+
+def _listen_to_ctrl_c() -> None:
+    """What a shell starts in the background ignores SIGINT, and so would everything that the tests start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240) -> Run:
