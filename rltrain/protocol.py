@@ -47,6 +47,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "rollout_log_probs": ("response", "engine's log-prob of each token when it was sampled, nats"),
     "old_log_probs": ("response", "actor's log-prob before the update, nats"),
     "ref_log_probs": ("response", "reference's log-prob, nats"),
+    "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
+    "ref_hidden": ("response", "(N, H): the reference's last hidden state where the token is predicted"),
+    "full_kl": ("response", "exact KL of the actor before the update to the reference, nats"),
+    "correction_weights": ("response", "importance weight of the token, actor before the update over engine; 1 = off"),
+    "selected": ("response", "bool; chosen by the loss's token selector from its mini-batch"),
+    "random_draws": ("response", "uniform in [0, 1), keyed by (seed, step, row, token)"),
     "policy_version": ("response", "weight version (step) that sampled the token, int64"),
     "token_level_scores": ("response", "raw reward on the last trained token, 0 elsewhere"),
     "token_level_rewards": ("response", "scores after KL-in-reward"),
@@ -57,6 +63,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "valid": ("row", "bool; False = no score, the row is in no statistic and trains nothing"),
     "failed": ("row", "bool; True = a reward function failed on the row, so it is not valid"),
     "scores": ("row", "total reward of the row"),
+    "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
     "reward_components": ("row", "(B, K), one score a reward function; NaN = it failed or did not apply"),
 }
 

@@ -36,6 +36,13 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
+    """Raise ValueError for a range of ratios [1 - low, 1 + high] that leaves out 1."""
+    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value} must be >= 0, or the range leaves out r = 1; use 0.2, say")
+
+
 def clipped_ratio(
     ratio: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float, cap: float = math.inf
 ) -> tuple[Tensor, Tensor]:

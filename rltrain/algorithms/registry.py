@@ -5,7 +5,9 @@ What a registered function promises:
 * positional parameters are columns of the batch, all required; keyword-only parameters are knobs, all with a default;
 * padded tensors are (B, T); `response_mask` is bool or 0/1, and slots where it is 0 are ignored whatever they hold;
 * float64 stays float64, every narrower type is computed in float32;
-* a policy loss returns `(token_losses, metrics)` without aggregating: `aggregate_loss` is the only place that divides.
+* a policy loss returns `(token_losses, metrics)` without aggregating: `aggregate_loss` is the only place that divides;
+* a policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS, which returns that
+  column, (B, T) bool, from the columns of a whole mini-batch. Loss and selector have no knob name in common.
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor: a sum over the trained tokens of this call. Sums add up
 exactly over micro-batches and ranks; whoever reports them divides once by the trained tokens of the whole mini-batch,
@@ -112,3 +114,4 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
 ADVANTAGE_ESTIMATORS = Registry("advantage estimator", required={"statistics": ("group", "batch", "none")})
 POLICY_LOSSES = Registry("policy loss")
 KL_ESTIMATORS = Registry("KL estimator")
+TOKEN_SELECTORS = Registry("token selector")

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from rltrain.algorithms.policy_losses.clipping import check_clip_ratios
 from rltrain.algorithms.ratio import (
     as_mask,
+    check_clip_ratios,
     clipped_ratio,
     masked,
     masked_row_mean,

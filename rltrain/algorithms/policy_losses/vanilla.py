@@ -2,8 +2,15 @@
 
 from torch import Tensor
 
-from rltrain.algorithms.policy_losses.clipping import check_clip_ratios
-from rltrain.algorithms.ratio import as_mask, clipped_ratio, masked, metric_sum, policy_metrics, safe_log_ratio
+from rltrain.algorithms.ratio import (
+    as_mask,
+    check_clip_ratios,
+    clipped_ratio,
+    masked,
+    metric_sum,
+    policy_metrics,
+    safe_log_ratio,
+)
 from rltrain.algorithms.registry import POLICY_LOSSES
 
 

@@ -39,6 +39,8 @@ def build_batch(seed: int = 0, *, length: int = 9, spread: float = 0.8) -> Batch
         "reward_components": normal(rows, 2),
         "baseline_rewards": normal(rows),
         "selected": torch.rand(rows, length, generator=generator) < 0.5,
+        "entropies": normal(rows, length).abs(),
+        "random_draws": torch.rand(rows, length, generator=generator, dtype=torch.float64),
         "uid": torch.tensor(UID),
         "valid": torch.tensor(VALID),
     }
