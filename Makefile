@@ -6,11 +6,13 @@ READY := $(VENV)/.ready
 LOCKS := docker/requirements-cpu.txt docker/requirements-dev.txt
 SCRIPTS := $(wildcard examples/*.sh) .ci/run
 ARGS ?=
+COUNT ?= 300
+SEED ?= 0
 # Small matrices on few cores: more threads cost more than they bring. The rest keeps libraries offline and quiet.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check mutants clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -38,8 +40,10 @@ $(READY): $(LOCKS) pyproject.toml
 demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorithm=ppo"
 	@$(BIN)/python -m rltrain.main $(ARGS)
 
-test: setup  ## Unit, distributed and end-to-end tests
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/distributed tests/e2e
+test: setup  ## Unit, distributed and end-to-end tests; each line and branch of rltrain/algorithms is run
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
+	--cov-report=term-missing:skip-covered --cov-fail-under=100
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/distributed tests/e2e --ignore=tests/unit/algorithms
 
 check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/ruff check
@@ -48,6 +52,19 @@ check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu
 	$(BIN)/shellcheck $(SCRIPTS)
+
+# A copy is mutated, never the checkout. Cosmic Ray has an environment of its own; the tests run in .venv.
+MUTANTS := build/mutants
+mutants: setup  ## Change rltrain/algorithms at random, COUNT times, and count the changes that no test notices
+	@rm -rf $(MUTANTS)/copy && mkdir -p $(MUTANTS)/copy && cp -r rltrain tests pyproject.toml $(MUTANTS)/copy
+	@test -x $(MUTANTS)/venv/bin/cosmic-ray || { $(PYTHON) -m venv $(MUTANTS)/venv && \
+	$(MUTANTS)/venv/bin/python -m pip install -qq --disable-pip-version-check cosmic-ray==8.7.0; }
+	@rm -f $(MUTANTS)/session.sqlite
+	@cd $(MUTANTS)/copy && ../venv/bin/cosmic-ray init tests/mutation/cosmic-ray.toml ../session.sqlite
+	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py sample $(MUTANTS)/session.sqlite --count $(COUNT) --seed $(SEED)
+	@cd $(MUTANTS)/copy && PATH=$(abspath $(BIN)):$$PATH $(TEST_ENV) ../venv/bin/cosmic-ray exec \
+	tests/mutation/cosmic-ray.toml ../session.sqlite
+	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py report $(MUTANTS)/session.sqlite
 
 clean:  ## Remove .venv, caches and builds; results in outputs/ stay
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

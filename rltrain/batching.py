@@ -3,20 +3,22 @@
 A plan never looks at the number of ranks or at the token budget to decide which rows share a mini-batch (invariant A7).
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 
 Rows = list[int]
 
 
-def minibatches(uids: Sequence[int], prompts_per_minibatch: int, epochs: int, *, seed: int, step: int) -> list[Rows]:
+def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step: int) -> list[Rows]:
     """Rows of each mini-batch, in the order in which they are trained on.
 
-    Whole prompt groups share a mini-batch; each epoch shuffles the groups anew, keyed by (seed, step, epoch).
+    Whole prompt groups share a mini-batch, and sizes differ by one group at most; so where a step has fewer groups than
+    mini-batches some are empty. Each epoch shuffles the groups anew, keyed by (seed, step, epoch).
 
     Args:
         uids: prompt group of each row (B,).
-        prompts_per_minibatch: groups in a mini-batch; the last one is smaller where they do not divide.
+        count: mini-batches an epoch.
         epochs: passes over the batch.
         seed: of the run.
         step: number of the training step.
@@ -28,8 +30,9 @@ def minibatches(uids: Sequence[int], prompts_per_minibatch: int, epochs: int, *,
     for epoch in range(epochs):
         groups = sorted(members)
         random.Random(f"{seed}/{step}/{epoch}").shuffle(groups)
-        for start in range(0, len(groups), prompts_per_minibatch):
-            plan.append([row for uid in groups[start : start + prompts_per_minibatch] for row in sorted(members[uid])])
+        ends = [len(groups) * number // count for number in range(count + 1)]
+        for start, end in itertools.pairwise(ends):
+            plan.append([row for uid in groups[start:end] for row in sorted(members[uid])])
     return plan
 
 

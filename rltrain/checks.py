@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rltrain.algorithm_checks import check_algorithm, needs_critic
 from rltrain.data import BUILTIN
 from rltrain.errors import ConfigError
 from rltrain.model_files import BUILTIN_MODEL, check_directory, check_limits, text_config
 from rltrain.rewards.loading import load_function
-from rltrain.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig, require
+from rltrain.schema import Config, DataConfig, RolloutConfig, TrainerConfig
 from rltrain.tasks import TASKS, Task
+from rltrain.typed import require
 
 ENGINES = ("vllm", "hf")
 # An output directory with one of these holds a run.
@@ -39,7 +41,7 @@ def check(config: Config) -> None:
     else:
         check_directory(config.model.path)
     _check_rewards(config)
-    _check_algorithm(config)
+    check_algorithm(config)
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
     check_limits(config, _model_config(config.model.path))
@@ -81,13 +83,6 @@ def builtin_task(config: Config) -> Task:
             f"data.train={source}: unknown built-in task; the nearest is '{near}', and all are {', '.join(names)}"
         )
     return TASKS[source.removeprefix(BUILTIN)]
-
-
-def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether the advantage estimator reads values."""
-    from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of
-
-    return "values" in columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator))
 
 
 def _check_output(trainer: TrainerConfig) -> None:
@@ -188,7 +183,7 @@ def _demands(config: Config) -> list[tuple[str, int]]:
     ranks = f"placement.actor_ranks={placement.actor_ranks}"
     if placement.share_ranks:
         return [(ranks, placement.actor_ranks), (engines, placement.rollout_replicas * shards)]
-    roles = 1 + config.algorithm.needs_reference + needs_critic(config.algorithm)
+    roles = len(config.roles(needs_critic=needs_critic(config.algorithm)))
     total = placement.actor_ranks * roles + placement.rollout_replicas * shards
     return [(f"{ranks} for each of {roles} training roles + {engines} = {total}", total)]
 
@@ -199,68 +194,3 @@ def _check_ranks(config: Config, available: int, devices: str, where: str) -> No
             count <= available,
             f"{what}: more than the {available} {devices} of {where}; use fewer ranks or a larger cluster",
         )
-
-
-def _check_algorithm(config: Config) -> None:
-    from rltrain.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-
-    algorithm = config.algorithm
-    _check_function(ADVANTAGE_ESTIMATORS, "advantage_estimator", algorithm.advantage_estimator, algorithm.advantage)
-    _check_function(POLICY_LOSSES, "loss_mode", algorithm.loss_mode, algorithm.loss)
-    _check_knobs("advantage", ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator), algorithm.advantage)
-    _check_knobs("loss", POLICY_LOSSES.get(algorithm.loss_mode), algorithm.loss)
-    _check_function(KL_ESTIMATORS, "kl_in_reward.kl_estimator", algorithm.kl_in_reward.kl_estimator, {})
-    _check_function(KL_ESTIMATORS, "kl_loss.kl_estimator", algorithm.kl_loss.kl_estimator, {})
-    estimator = algorithm.kl_in_reward.kl_estimator
-    require(
-        not estimator.endswith("+"),
-        f"algorithm.kl_in_reward.kl_estimator={estimator}: a '+' form differs in its gradient only, and a reward has "
-        f"none; use {estimator.rstrip('+')}",
-    )
-    in_groups = ADVANTAGE_ESTIMATORS.metadata(algorithm.advantage_estimator)["statistics"] == "group"
-    require(
-        not in_groups or config.rollout.samples_per_prompt > 1,
-        f"rollout.samples_per_prompt={config.rollout.samples_per_prompt}: {algorithm.advantage_estimator} compares the "
-        "answers to one prompt, so all advantages would be 0; use at least 2",
-    )
-
-
-def _check_function(registry: Any, key: str, name: str, knobs: Mapping[str, Any]) -> None:
-    """Refuse a name that is not registered, and knobs that its function does not take."""
-    from rltrain.algorithms import check_knobs
-
-    names = registry.names()
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"the nearest is '{near[0]}', and all are" if near else "use one of"
-        raise ConfigError(f"algorithm.{key}={name}: unknown {registry.kind}; {hint} {', '.join(names)}")
-    try:
-        check_knobs(name, registry.get(name), knobs)
-    except ValueError as error:
-        section = "loss" if key == "loss_mode" else "advantage"
-        raise ConfigError(f"algorithm.{section}.{error}") from None
-
-
-def _check_knobs(section: str, function: Any, knobs: Mapping[str, Any]) -> None:
-    """Refuse knob values that the function itself refuses: it is called once, on one group of two answers."""
-    import torch
-
-    from rltrain.algorithms import columns_of
-    from rltrain.protocol import COLUMNS
-
-    special = {
-        "response_mask": torch.ones(2, 2, dtype=torch.bool),
-        "uid": torch.zeros(2, dtype=torch.int64),
-        "valid": torch.ones(2, dtype=torch.bool),
-        "failed": torch.zeros(2, dtype=torch.bool),
-        "reward_components": torch.zeros(2, 1),
-    }
-    of_row = {name for name, (family, _) in COLUMNS.items() if family == "row"}
-    columns = [
-        special[name] if name in special else torch.zeros(2) if name in of_row else torch.zeros(2, 2)
-        for name in columns_of(function)
-    ]
-    try:
-        function(*columns, **knobs)
-    except ValueError as error:
-        raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None

@@ -1,19 +1,31 @@
 """Prompts in, finished batches out: ships groups to the engines, answers to the reward workers, and waits for both."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from rltrain.algorithms import combine_rewards
+from rltrain.algorithms import combine_rewards, required_columns
 from rltrain.data import Prompt, PromptOrder, PromptSet
 from rltrain.errors import RewardError
 from rltrain.prompt_groups import Group, PromptGroups, requests_of
 from rltrain.protocol import DataProto, jagged
 from rltrain.schema import Config, RewardFunctionConfig
+from rltrain.scoring import on_last_token, shaped_scores, zero_spread
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
 EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never replays a training stream
+
+
+@dataclass
+class _Step:
+    """Dynamic sampling of one step: groups it will have, replacements left, groups dropped, and uids found good."""
+
+    places: int
+    refills: int
+    dropped: int = 0
+    kept: set[int] = field(default_factory=set)
 
 
 class Collector:
@@ -32,24 +44,80 @@ class Collector:
     def __init__(self, config: Config, *, rollout: RolloutPool, rewards: RewardPool, prompts: PromptSet) -> None:
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
         self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
+        algorithm = config.algorithm
         self.groups = PromptGroups(
             samples_per_prompt=config.rollout.samples_per_prompt,
             prompts_per_step=config.trainer.prompts_per_step,
             max_staleness=config.trainer.max_staleness,
+            greedy_baseline="baseline_rewards" in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         )
 
     def collect(self, version: int) -> DataProto:
         """The next `prompts_per_step` groups, sampled with weights at most `max_staleness` versions before `version`.
 
+        With dynamic sampling, groups without spread are replaced while the step may generate more, and left out after
+        that; so there may be fewer groups. A batch of one group without spread trains nothing. `meta_info` then has
+        the facts `groups_dropped` and `groups_missing`.
+
         Raises RewardError when more samples failed than `reward.max_failed_fraction` allows.
         """
-        wanted = [self.prompts[index] for index in self.order.next(self.groups.wanted(version))]
-        self.groups.add(wanted)
-        self._ship(self.groups, version, temperature=self.config.rollout.temperature, seed=self.config.trainer.seed)
-        groups = self._finish(self.groups, self.config.trainer.prompts_per_step)
+        wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
+        step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
+        self._draw(version)
+        while not (groups := self.groups.take(step.places)):
+            self._pump(self.groups)
+            if batches:
+                self._drop_flat(step)
+                self._draw(version)
         batch = to_batch(groups, self.config.reward.functions)
+        if self.groups.greedy_baseline:
+            batch = self._with_baselines(batch, groups)
         self._check_failures(batch, groups)
+        if batches:
+            batch = self._without_flat(batch)
+            batch.meta_info.update(groups_dropped=step.dropped, groups_missing=wanted - step.places)
         return batch
+
+    def _draw(self, version: int) -> None:
+        """Add and ship as many new groups as the state allows."""
+        self.groups.add([self.prompts[index] for index in self.order.next(self.groups.wanted(version))])
+        self._ship(self.groups, version, temperature=self.config.rollout.temperature, seed=self.config.trainer.seed)
+
+    def _drop_flat(self, step: "_Step") -> None:
+        """Drop the finished groups without spread; those with a failed reward stay, to be counted and masked."""
+        for group in self.groups.ready():
+            if group.uid in step.kept:
+                continue
+            batch = to_batch([group], self.config.reward.functions)
+            flat = zero_spread(batch.batch["uid"], *shaped_scores(batch, self.config)).all()
+            the_last = step.places == 1 and not step.refills
+            if not flat or the_last or batch.batch["failed"].any():
+                step.kept.add(group.uid)
+                continue
+            self.groups.drop(group.uid, replace=step.refills > 0)
+            step.dropped += 1
+            if step.refills:
+                step.refills -= 1
+            else:
+                step.places -= 1
+
+    def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
+        """Adds `baseline_rewards`: the greedy answer's score, shaped like the others. No score: rows are not valid."""
+        greedy = to_batch(groups, self.config.reward.functions, baseline=True)
+        scored, samples = greedy.batch["valid"], self.config.rollout.samples_per_prompt
+        valid = batch.batch["valid"] & scored.repeat_interleave(samples)
+        columns = {
+            "valid": valid,
+            "failed": batch.batch["failed"] | greedy.batch["failed"].repeat_interleave(samples),
+            "baseline_rewards": shaped_scores(greedy, self.config)[0].repeat_interleave(samples),
+        }
+        return place_scores(batch.pop(["valid", "failed"])[1].union(DataProto.from_dict(columns)))
+
+    def _without_flat(self, batch: DataProto) -> DataProto:
+        """Masks the groups without spread that are left: the step's last one, and those with failed rewards."""
+        flat = zero_spread(batch.batch["uid"], *shaped_scores(batch, self.config))
+        trained = ~flat.repeat_interleave(batch.lengths("responses"))
+        return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
     def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
         """One answer to each prompt, at the run's temperature or greedy; only while no group is in flight."""
@@ -65,17 +133,17 @@ class Collector:
 
     def _ship(self, groups: PromptGroups, version: int, *, temperature: float, seed: int) -> None:
         limit = self.config.rollout.max_response_length
-        shipped = groups.ship(version)
-        self.rollout.submit([requests_of(g, temperature=temperature, max_tokens=limit, seed=seed) for g in shipped])
+        if shipped := groups.ship(version):
+            self.rollout.submit([requests_of(g, temperature=temperature, max_tokens=limit, seed=seed) for g in shipped])
 
     def _finish(self, groups: PromptGroups, count: int) -> list[Group]:
         while not (taken := groups.take(count)):
-            assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
             self._pump(groups)
         return taken
 
     def _pump(self, groups: PromptGroups) -> None:
         """Pass finished answers on to be scored, and scores on to their groups."""
+        assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
         generating = self.rollout.pending > 0
         requests = [groups.generated(answer) for answer in self.rollout.poll(0.05)] if generating else []
         self.rewards.submit([request for request in requests if request is not None])
@@ -97,17 +165,21 @@ class Collector:
             )
 
 
-def to_batch(groups: Sequence[Group], functions: Sequence[RewardFunctionConfig]) -> DataProto:
-    """Finished groups as a batch, rows by (uid, sample). A failed or unscored row is not valid and trains nothing."""
+def to_batch(
+    groups: Sequence[Group], functions: Sequence[RewardFunctionConfig], *, baseline: bool = False
+) -> DataProto:
+    """Finished groups as a batch, rows by (uid, sample); or, with `baseline`, their greedy answers, one row a group.
+
+    A failed or unscored row is not valid and trains nothing.
+    """
     rows = [
         (group, group.completions[number], group.results[number])
         for group in sorted(groups, key=lambda g: g.uid)
-        for number in range(group.size)
+        for number in (range(group.samples, group.size) if baseline else range(group.samples))
     ]
     nan = float("nan")
     components = torch.tensor(
-        [[nan if s is None else s for s in r.scores] if not r.failed else [nan] * len(functions) for _, _, r in rows],
-        dtype=torch.float32,
+        [[nan if s is None or r.failed else s for s in r.scores] for _, _, r in rows], dtype=torch.float32
     )
     uid = torch.tensor([group.uid for group, _, _ in rows])
     totals = combine_rewards(components, uid, weights=torch.tensor([f.weight for f in functions]))
@@ -136,9 +208,6 @@ def to_batch(groups: Sequence[Group], functions: Sequence[RewardFunctionConfig])
 
 def place_scores(batch: DataProto) -> DataProto:
     """Adds `response_mask`, False in rows that are not valid, and `token_level_scores`, on the last trained token."""
-    lengths = batch.lengths("responses")
-    mask = batch.batch["valid"].repeat_interleave(lengths)
-    token_scores = torch.zeros(len(mask))
-    trained = batch.batch["valid"] & (lengths > 0)
-    token_scores[batch.offsets("responses")[1:][trained] - 1] = batch.batch["scores"][trained].float()
-    return batch.with_values("responses", response_mask=mask, token_level_scores=token_scores)
+    mask = batch.batch["valid"].repeat_interleave(batch.lengths("responses"))
+    batch = batch.with_values("responses", response_mask=mask)
+    return batch.with_values("responses", token_level_scores=on_last_token(batch, batch.batch["scores"].float()))

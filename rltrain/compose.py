@@ -7,6 +7,7 @@ by one line each that names what exists.
 import dataclasses
 import difflib
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.errors import ConfigError
-from rltrain.schema import Config, keys, parse, require, unknown_key
+from rltrain.schema import Config
+from rltrain.typed import keys, parse, require, unknown_key
 
 # Below these a key is a knob of the chosen function: rltrain.checks knows which exist, the schema does not.
 KNOBS = ("algorithm.advantage", "algorithm.loss")
@@ -66,7 +68,10 @@ def parse_args(argv: Sequence[str]) -> Args:
 def usage() -> str:
     """Return the text of `--help`."""
     command = "python -m rltrain.main"
-    groups = "\n".join(f"  {group:<10} {', '.join(choices(group))}" for group in group_names())
+    groups = "\n".join(
+        textwrap.fill(", ".join(choices(group)), 80, initial_indent=f"  {group:<10} ", subsequent_indent=" " * 13)
+        for group in group_names()
+    )
     examples = "\n".join(f"  {overrides}\n      {meaning}" for overrides, meaning in EXAMPLES)
     return (
         f"Train a language model by reinforcement learning.\n\n"

@@ -1,34 +1,74 @@
-"""From scores to what each token is worth: KL-in-reward and advantages on whole batches, by the pure functions of
-`rltrain.algorithms`. The only place where batch columns meet algorithm parameters on the driver."""
+"""From scores to what each token is worth, and which tokens are trained on: the pure functions of `rltrain.algorithms`
+on whole batches. The only place where batch columns meet algorithm parameters on the driver."""
 
 import dataclasses
 
 import torch
+from torch import Tensor
 
+from rltrain.algorithm_config import AlgorithmConfig, KLInRewardConfig
 from rltrain.algorithms import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
+    AdaptiveEntropyController,
     AdaptiveKLController,
+    FixedEntropyController,
     FixedKLController,
     apply_kl_in_reward,
     columns_of,
     kl_estimate,
     knobs_of,
+    loss_functions,
     normalize_advantages,
+    normalize_rewards,
+    required_columns,
+    rollout_correction,
+    rollout_rejection,
+    uniform_draws,
 )
 from rltrain.protocol import COLUMNS, DataProto
-from rltrain.schema import AlgorithmConfig, Config, KLInRewardConfig
+from rltrain.schema import Config
+from rltrain.scoring import on_last_token, shaped_scores, truncated_rows, zero_spread
 
 
 def with_all_knobs(config: Config) -> Config:
-    """The config with every knob of the chosen loss and estimator, defaults included; unknown names are left alone."""
+    """The config with every knob of the chosen loss and estimator, defaults included; unknown names are left alone.
+
+    An estimator that weighs the reward functions by itself gets their weights.
+    """
     algorithm = config.algorithm
     loss, advantage = algorithm.loss, algorithm.advantage
     if algorithm.loss_mode in POLICY_LOSSES.names():
-        loss = knobs_of(POLICY_LOSSES.get(algorithm.loss_mode)) | loss
+        for function in reversed(loss_functions(algorithm.loss_mode)):
+            loss = knobs_of(function) | loss
     if algorithm.advantage_estimator in ADVANTAGE_ESTIMATORS.names():
-        advantage = knobs_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)) | advantage
+        defaults = knobs_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator))
+        if "weights" in defaults:
+            defaults["weights"] = [function.weight for function in config.reward.functions]
+        advantage = defaults | advantage
     return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, loss=loss, advantage=advantage))
+
+
+def needs_actor_pass(config: Config) -> bool:
+    """Whether a step needs the actor's forward pass before its update.
+
+    Not where one optimizer step trains on all: there the old log-probs are the current ones, detached.
+    """
+    algorithm = config.algorithm
+    columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
+    for selector in loss_functions(algorithm.loss_mode)[1:]:
+        columns.update(columns_of(selector))
+    if algorithm.kl_in_reward.full or "entropies" in columns:
+        return True
+    reads = algorithm.kl_in_reward.kl_coef > 0 or algorithm.corrects_rollout or "old_log_probs" in columns
+    return algorithm.old_log_probs == "actor" and (reads or config.optimizer_steps_per_step > 1)
+
+
+def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:
+    """The controller of the coefficient of the entropy bonus."""
+    if algorithm.entropy_target is None:
+        return FixedEntropyController(algorithm.entropy_coef)
+    return AdaptiveEntropyController(algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_coef_step)
 
 
 def kl_controller(config: KLInRewardConfig) -> FixedKLController:
@@ -38,42 +78,65 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
     return FixedKLController(config.kl_coef)
 
 
+def assign_rewards(
+    batch: DataProto, config: Config, controller: FixedKLController
+) -> tuple[DataProto, dict[str, float]]:
+    """Adds `token_level_rewards`: shaped and normalised scores on the last trained tokens, minus the KL penalty.
+
+    `valid` is then False also in rows whose answer was cut and that are in no statistic.
+    """
+    scores, valid = shaped_scores(batch, config)
+    uid, normalization = batch.batch["uid"], config.algorithm.reward_normalization
+    flat = zero_spread(uid, scores, valid)
+    metrics = {
+        "reward/zero_spread_fraction": len(uid[flat].unique()) / len(uid.unique()),
+        "reward/excluded_fraction": float((batch.batch["valid"] & ~valid).float().mean()),
+    }
+    if normalization.on:
+        scores = normalize_rewards(scores, uid, valid, **dataclasses.asdict(normalization))
+    batch = batch.pop(["valid"])[1].union(DataProto.from_dict({"valid": valid}))
+    batch = batch.with_values("responses", token_level_rewards=on_last_token(batch, scores))
+    batch, kl_metrics = penalize_kl(batch, config.algorithm.kl_in_reward, controller)
+    return batch, metrics | kl_metrics
+
+
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Adds `token_level_rewards`: the scores minus the KL to the reference times the controller's coefficient.
+    """Subtracts the KL to the reference, times the controller's coefficient, from `token_level_rewards`.
 
-    The controller is told the mean KL a trained token. Without `ref_log_probs` the rewards are the scores.
+    The controller is told the mean KL a trained token.
     """
-    if config.kl_coef == 0 or "ref_log_probs" not in batch:
-        return batch.with_values("responses", token_level_rewards=batch.values("token_level_scores")), {}
-    mask = batch.padded("response_mask")
-    old, ref = batch.padded("old_log_probs"), batch.padded("ref_log_probs")
+    if config.kl_coef == 0:
+        return batch, {}
+    mask, estimator = batch.padded("response_mask"), config.kl_estimator
+    if config.full:  # the exact KL of a token passes as its own k1: a difference to 0
+        old = batch.padded("full_kl")
+        ref, estimator = torch.zeros_like(old), "k1"
+    else:
+        old, ref = batch.padded("old_log_probs"), batch.padded("ref_log_probs")
     rewards = apply_kl_in_reward(
-        batch.padded("token_level_scores"), old, ref, mask, kl_coef=controller.value, kl_estimator=config.kl_estimator
+        batch.padded("token_level_rewards"), old, ref, mask, kl_coef=controller.value, kl_estimator=estimator
     )
-    kl = kl_estimate(old, ref, config.kl_estimator)[mask]
+    kl = kl_estimate(old, ref, estimator)[mask]
     metrics = {"reward/kl": float(kl.mean()) if len(kl) else 0.0, "reward/kl_coef": controller.value}
     if len(kl):
-        controller.update(metrics["reward/kl"], int(batch.batch["valid"].sum()))
+        controller.update(metrics["reward/kl"], int(mask.any(-1).sum()))
     return batch.with_padded("responses", token_level_rewards=rewards), metrics
 
 
-def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Adds `advantages` and `returns` by the configured estimator; whitened where the config says so."""
-    estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
+def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
+    """Adds `advantages` and `returns` by the configured estimator; normalised where the config says so."""
+    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
     columns = [
         batch.padded(name) if COLUMNS[name][0] == "response" else batch.batch[name] for name in columns_of(estimator)
     ]
+    advantages, returns = estimator(*columns, **algorithm.advantage)
     mask = batch.padded("response_mask")
-    advantages, returns = estimator(*columns, **config.advantage)
-    if config.normalize_advantages:
-        advantages = normalize_advantages(advantages, mask)
+    if algorithm.advantage_normalization.on:
+        advantages = _normalized(batch, advantages, algorithm)
     trained = advantages[mask]
-    metrics = {
-        "reward/zero_spread_fraction": zero_spread_fraction(batch),
-        "actor/advantage_abs_mean": float(trained.abs().mean()) if len(trained) else 0.0,
-    }
+    metrics = {"actor/advantage_abs_mean": float(trained.abs().mean()) if len(trained) else 0.0}
     if "values" in batch and len(trained):
         values, targets = batch.padded("values")[mask], returns[mask]
         spread = float(targets.var(unbiased=False))
@@ -83,10 +146,48 @@ def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> tuple[Data
     return batch.with_padded("responses", advantages=advantages, returns=returns), metrics
 
 
-def zero_spread_fraction(batch: DataProto) -> float:
-    """Share of prompt groups whose valid rows all have one score: they teach group-relative estimators nothing."""
-    uids, scores = batch.batch["uid"], torch.where(batch.batch["valid"], batch.batch["scores"], torch.nan)
-    groups, which = uids.unique(return_inverse=True)
-    low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.nan_to_num(torch.inf), "amin")
-    high = torch.full((len(groups),), -torch.inf).scatter_reduce(0, which, scores.nan_to_num(-torch.inf), "amax")
-    return float((high <= low).float().mean())
+def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """Advantages normalised over the tokens that will be trained on; 0 stays 0 in rows that an estimator leaves out."""
+    mask, valid = batch.padded("response_mask"), batch.batch["valid"]
+    if algorithm.mask_truncated:
+        mask = mask & ~truncated_rows(batch)[:, None]
+    if "valid" in columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)):
+        mask = mask & valid[:, None]
+    settings = dataclasses.asdict(algorithm.advantage_normalization)
+    return normalize_advantages(advantages, mask, batch.batch["uid"], valid, **settings)
+
+
+def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
+    """Takes tokens out of `response_mask` and adds `correction_weights`, as truncation and engine give reason to.
+
+    What is taken out leaves every count: this comes after the statistics of advantages, and before the mini-batches.
+    """
+    mask, metrics = batch.padded("response_mask"), {}
+    if algorithm.mask_truncated:
+        mask = mask & ~truncated_rows(batch)[:, None]
+    if algorithm.corrects_rollout:
+        policies = batch.padded("old_log_probs"), batch.padded("rollout_log_probs")
+        rejection, correction = algorithm.rejection, algorithm.correction
+        if rejection.kl_estimator is not None:
+            settings, tokens = dataclasses.asdict(rejection), mask.sum()
+            only = batch.padded("advantages") if settings.pop("only_negative") else None
+            mask, sums = rollout_rejection(*policies, mask, only, **settings)
+            metrics |= _means("rollout/rejection", sums, tokens)
+        if correction.level is not None:
+            tokens = mask.sum()
+            weights, mask, sums = rollout_correction(*policies, mask, **dataclasses.asdict(correction))
+            metrics |= _means("rollout/correction", sums, tokens)
+            batch = batch.with_padded("responses", correction_weights=weights)
+    return batch.with_padded("responses", response_mask=mask), metrics
+
+
+def _means(prefix: str, sums: dict[str, Tensor], tokens: Tensor) -> dict[str, float]:
+    return {f"{prefix}_{name}": float(value / tokens.clamp(min=1)) for name, value in sums.items()}
+
+
+def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
+    """Adds `random_draws` where the loss's token selector chooses by chance."""
+    if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
+        return batch
+    draws = uniform_draws(batch.lengths("responses"), seed=config.trainer.seed, step=step)
+    return batch.with_values("responses", random_draws=draws)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from rltrain.errors import ConfigError
-from rltrain.schema import require
+from rltrain.typed import require
 
 BUILTIN = "builtin:"
 BUILTIN_TRAIN_ROWS = 8192

@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rltrain.checks import builtin_task, check, check_cluster, needs_critic
+from rltrain.algorithm_checks import needs_critic
+from rltrain.checks import builtin_task, check, check_cluster
 from rltrain.compose import compose, parse_args, to_yaml, usage
 from rltrain.errors import ConfigError, RLTrainError
 from rltrain.schema import Config
@@ -66,6 +67,7 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
 def run(config: Config, overrides: Sequence[str], console: Console) -> int:
     """Load the data, show the plan, start the workers, train, and say what came of it."""
     from rltrain.console import summary
+    from rltrain.credit import with_all_knobs
 
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, val_prompts = load_data(config, tokenizer)
@@ -80,7 +82,9 @@ def run(config: Config, overrides: Sequence[str], console: Console) -> int:
     try:
         if local:
             join_cluster(config)
-        tracker, curve, status = train(config, console, output_dir, tokenizer, stop_ids, prompts, val_prompts)
+        tracker, curve, status = train(
+            with_all_knobs(config), console, output_dir, tokenizer, stop_ids, prompts, val_prompts
+        )
     finally:
         if config.placement.launcher == "ray":
             from workers.placement import disconnect

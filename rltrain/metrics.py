@@ -4,9 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
+from rltrain.algorithms import rollout_diagnostics
 from rltrain.protocol import DataProto
+from workers.dispatch import divergence
+
+GROUP_FACTS = ("groups_dropped", "groups_missing")
 
 
 class Timer:
@@ -50,6 +52,7 @@ def sample_metrics(batch: DataProto, functions: Sequence[str]) -> dict[str, floa
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_fraction": reasons.count("length") / len(reasons),
     }
+    metrics |= {f"rollout/{name}": float(batch.meta_info[name]) for name in GROUP_FACTS if name in batch.meta_info}
     for number, name in enumerate(functions):
         component = batch.batch["reward_components"][:, number][valid]
         component = component[~component.isnan()]
@@ -60,14 +63,15 @@ def sample_metrics(batch: DataProto, functions: Sequence[str]) -> dict[str, floa
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
     """How far the engine's log-probs are from the actor's for the same tokens and weights (invariant E1).
 
-    Mean and largest absolute difference in nats, and the k3 estimate of KL(engine || actor).
+    Mean and largest absolute difference in nats, estimates of KL(engine || actor), and the effective sample size of the
+    importance weights, as a share of the tokens.
     """
     mask = batch.values("response_mask")
-    ratio = (batch.values("old_log_probs") - batch.values("rollout_log_probs"))[mask]
-    if not len(ratio):
-        return {"rollout/log_prob_gap": 0.0, "rollout/log_prob_gap_max": 0.0, "rollout/kl": 0.0}
+    old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")
+    means = divergence(rollout_diagnostics(old, engine, mask), int(mask.sum()))
+    largest = (old - engine)[mask].abs()
     return {
-        "rollout/log_prob_gap": float(ratio.abs().mean()),
-        "rollout/log_prob_gap_max": float(ratio.abs().max()),
-        "rollout/kl": float(torch.expm1(ratio).sub(ratio).mean()),
+        "rollout/log_prob_gap": means.pop("gap"),
+        "rollout/log_prob_gap_max": float(largest.max()) if len(largest) else 0.0,
+        **{f"rollout/{name}": value for name, value in means.items()},
     }

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.errors import ConfigError
-from rltrain.schema import Config, require
+from rltrain.schema import Config
+from rltrain.typed import require
 
 BUILTIN_MODEL = "builtin"
 _POSITIONS = ("max_position_embeddings", "n_positions")  # what architectures call it

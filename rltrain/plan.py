@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rltrain.algorithm_config import AlgorithmConfig, NormalizationConfig
 from rltrain.schema import Config
 
 _WIDEST, _FRAME = 100, 15  # columns of the panel, at most, and of its borders and labels
@@ -109,18 +110,55 @@ def _evaluation(config: Config, facts: Facts) -> str:
 
 def _algorithm(config: Config) -> str:
     algorithm = config.algorithm
-    whitened = ", whitened" if algorithm.normalize_advantages else ""
     parts = [
-        f"{algorithm.advantage_estimator} advantages{_knobs(algorithm.advantage)}{whitened}",
+        f"{algorithm.advantage_estimator} advantages{_knobs(algorithm.advantage)}",
         f"{algorithm.loss_mode} loss{_knobs(algorithm.loss)}, {algorithm.loss_agg_mode}",
         _kl(config),
+        *_switched_on(algorithm),
     ]
-    if algorithm.entropy_coef:
-        parts.append(f"entropy bonus {algorithm.entropy_coef:g}")
-    if algorithm.old_log_probs == "rollout":
-        parts.append("old log-probs of the engine")
     actor = config.actor
     return "; ".join([*parts, f"AdamW, lr {actor.lr:g} {actor.lr_schedule}"])
+
+
+def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
+    """What is off by default and on here."""
+    shaping, target = algorithm.reward_shaping, algorithm.entropy_target
+    correction, rejection = algorithm.correction, algorithm.rejection
+    changes = [("+", shaping.bias), ("x", "" if shaping.scale == 1 else shaping.scale), ("clip ", shaping.clip)]
+    shaped = ", ".join(f"{sign}{value:g}" for sign, value in changes if value)
+    rejected = {"token": "tokens", "sequence": "answers", "max": "answers with a token"}[rejection.level]
+    said = {
+        f"scores {shaped}": bool(shaped),
+        f"length penalty over the last {shaping.overlong_buffer} tokens": shaping.overlong_buffer > 0,
+        f"scores normalised ({_levels(algorithm.reward_normalization)})": algorithm.reward_normalization.on,
+        f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
+        "cut answers earn nothing": algorithm.suppress_truncated,
+        "cut answers in no statistic": algorithm.exclude_truncated,
+        "cut answers not trained on": algorithm.mask_truncated,
+        "groups without spread left out": algorithm.dynamic_sampling == 1,
+        f"groups without spread replaced, <= {algorithm.dynamic_sampling} batches a step":
+            algorithm.dynamic_sampling > 1,
+        f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
+        f"entropy bonus from {algorithm.entropy_coef:g} to a target of {target or 0:g} nats": target is not None,
+        "old log-probs of the engine": algorithm.old_log_probs == "rollout",
+        f"{correction.level} importance weights, {correction.mode}{_bounds(correction.lower, correction.upper)}":
+            correction.level is not None,
+        f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"
+        f"{_bounds(rejection.lower, rejection.upper)}": rejection.kl_estimator is not None,
+    }  # fmt: skip
+    return [text for text, on in said.items() if on]
+
+
+def _bounds(lower: float | None, upper: float | None) -> str:
+    """What is outside of them is changed: " below 0.5 or above 2"."""
+    parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
+    return f" {' or '.join(parts)}" if parts else ""
+
+
+def _levels(config: NormalizationConfig) -> str:
+    mean = f"{config.mean_level} mean" + (" of the others" if config.leave_one_out else "")
+    parts = [mean if config.mean_level else "", f"{config.std_level} std" if config.std_level else ""]
+    return ", ".join(part for part in parts if part)
 
 
 def _kl(config: Config) -> str:
@@ -160,7 +198,7 @@ def _answers(config: Config) -> str:
 
 def _processes(config: Config, facts: Facts) -> str:
     placement = config.placement
-    roles = _roles(config, facts)
+    roles = config.roles(needs_critic=facts.needs_critic)
     if placement.launcher == "inprocess":
         return f"one, without Ray, for {', '.join(roles)}, engine and rewards; {facts.devices}"
     if placement.share_ranks:
@@ -173,18 +211,13 @@ def _processes(config: Config, facts: Facts) -> str:
     return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {facts.devices}"
 
 
-def _roles(config: Config, facts: Facts) -> list[str]:
-    reference = ["reference"] if config.algorithm.needs_reference else []
-    return ["actor", *reference, *(["critic"] if facts.needs_critic else [])]
-
-
 def _memory(config: Config, facts: Facts) -> str:
     if not facts.parameters:
         return "not estimated: the size of the model is unknown"
     shard = facts.parameters / config.placement.actor_ranks
     trained = shard * (_MASTER + _GRADIENT + _ADAM)
     by_role = {"actor": trained, "reference": shard * _MASTER, "critic": trained}
-    roles = _roles(config, facts)
+    roles = config.roles(needs_critic=facts.needs_critic)
     ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
     total = (
         f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""

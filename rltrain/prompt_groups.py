@@ -2,8 +2,8 @@
 
 Pure bookkeeping, without Ray and without clocks. The unit in flight is the group: the G samples of one prompt. Groups
 are numbered by `uid` in the order in which they will be trained on, so the step that uses a group is known when it is
-shipped: group n is used at step n // prompts_per_step, counted without dropped groups. That makes the staleness bound
-hard at ship time.
+shipped: group n is used at step n // prompts_per_step, counted without dropped groups that were replaced. That makes
+the staleness bound hard at ship time.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,14 @@ class State(StrEnum):
 
 @dataclass
 class Group:
-    """One prompt and its samples by number; `shipped` is the weight version current when it was shipped."""
+    """One prompt and its answers by number; `shipped` is the weight version current when it was shipped.
+
+    The first `samples` answers are sampled and trained on; one more, if `size` asks for it, is the greedy baseline.
+    """
 
     uid: int
     prompt: Prompt
+    samples: int
     size: int
     state: State = State.PENDING
     shipped: int = -1
@@ -44,11 +48,14 @@ class PromptGroups:
         samples_per_prompt: G.
         prompts_per_step: P, groups that one training step uses.
         max_staleness: how many weight versions old a group may be when it is trained on.
+        greedy_baseline: whether each group has one greedy answer besides its samples.
     """
 
-    def __init__(self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int) -> None:
+    def __init__(
+        self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int, greedy_baseline: bool = False
+    ) -> None:
         self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
-        self.max_staleness = max_staleness
+        self.max_staleness, self.greedy_baseline = max_staleness, greedy_baseline
         self.groups: dict[int, Group] = {}
         self.used = self.dropped = self._next_uid = 0
 
@@ -62,7 +69,8 @@ class PromptGroups:
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Add one pending group a prompt."""
         for prompt in prompts:
-            self.groups[self._next_uid] = Group(self._next_uid, prompt, self.samples_per_prompt)
+            size = self.samples_per_prompt + self.greedy_baseline
+            self.groups[self._next_uid] = Group(self._next_uid, prompt, self.samples_per_prompt, size)
             self._next_uid += 1
 
     def ship(self, version: int) -> list[Group]:
@@ -106,10 +114,15 @@ class PromptGroups:
             if group is not None and group.state is State.GENERATING:
                 group.state = State.PENDING
 
-    def drop(self, uid: int) -> None:
-        """Give a group up: it is counted, and another may take its place in the step."""
+    def drop(self, uid: int, *, replace: bool) -> None:
+        """Give a group up: it is counted. Another may take its place in the step, or the place stays empty."""
         del self.groups[uid]
         self.dropped += 1
+        self.used += not replace
+
+    def ready(self) -> list[Group]:
+        """Groups that wait to be taken, oldest first."""
+        return [self.groups[uid] for uid in sorted(self.groups) if self.groups[uid].state is State.READY]
 
     def take(self, count: int) -> list[Group]:
         """The oldest `count` groups, when all of them are ready; they are used from then on. Else an empty list."""
@@ -121,12 +134,15 @@ class PromptGroups:
 
 
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int) -> list[Request]:
-    """One request a missing sample, each with a random stream of its own keyed by (seed, uid, sample)."""
+    """One request a missing answer, each with a random stream of its own keyed by (seed, uid, sample)."""
     return [
-        Request((group.uid, number), group.prompt.ids, temperature, max_tokens, stream_seed(seed, group.uid, number))
+        Request(
+            (group.uid, number), group.prompt.ids, temperature if number < group.samples else 0.0, max_tokens,
+            stream_seed(seed, group.uid, number),
+        )
         for number in range(group.size)
         if number not in group.completions
-    ]
+    ]  # fmt: skip
 
 
 def stream_seed(seed: int, uid: int, sample: int) -> int:

@@ -1,8 +1,9 @@
 """One training step on one page, and the loop around it.
 
-A step is: sample groups with the current weights and score them; compute log-probs under the actor (and the reference)
-and values; turn scores into token rewards and advantages; update critic and actor over mini-batches; send the new
-weights to the engines. `Trainer` holds its workers by argument, so fakes, one process and a cluster run the same code.
+A step is: sample groups with the current weights and score them; compute log-probs under the reference and the actor,
+and values; turn scores into token rewards and advantages, and say what is trained on; update critic and actor over
+mini-batches; send the new weights to the engines. `Trainer` holds its workers by argument, so fakes, one process and a
+cluster run the same code.
 """
 
 import logging
@@ -11,7 +12,15 @@ from collections.abc import Sequence
 from rltrain.batching import minibatches
 from rltrain.checkpoint import Exporter
 from rltrain.collector import Collector
-from rltrain.credit import estimate_advantages, kl_controller, penalize_kl
+from rltrain.credit import (
+    assign_rewards,
+    choose_trained,
+    entropy_controller,
+    estimate_advantages,
+    kl_controller,
+    needs_actor_pass,
+    with_random_draws,
+)
 from rltrain.data import Prompt
 from rltrain.errors import LogProbError
 from rltrain.metrics import Timer, log_prob_gap, sample_metrics
@@ -51,6 +60,8 @@ class Trainer:
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
         self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
+        self.entropy_controller = entropy_controller(config.algorithm)
+        self.needs_actor_pass = needs_actor_pass(config)
         self.step = 0
         self.engine_checked = False
 
@@ -75,19 +86,21 @@ class Trainer:
         with timer("generate"):
             batch = self.collector.collect(version=self.step)
         metrics = sample_metrics(batch, [function.name for function in config.reward.functions])
-        with timer("old_log_probs"):
-            batch, gap_metrics = self.with_old_log_probs(batch)
         if self.reference is not None:
             with timer("ref_log_probs"):
                 batch = batch.union(self.rows(self.reference, "compute_log_probs", batch))
+        with timer("old_log_probs"):
+            batch, gap_metrics = self.with_old_log_probs(batch)
         if self.critic is not None:
             with timer("values"):
                 batch = batch.union(self.rows(self.critic, "compute_values", batch))
         with timer("advantages"):
-            batch, kl_metrics = penalize_kl(batch, config.algorithm.kl_in_reward, self.kl_controller)
+            batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
             batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
+            batch, mask_metrics = choose_trained(batch, config.algorithm)
+            batch = with_random_draws(batch, config, self.step)
             plan = minibatches(
-                batch.batch["uid"].tolist(), config.trainer.prompts_per_minibatch, config.trainer.epochs_per_step,
+                batch.batch["uid"].tolist(), config.minibatches_per_epoch, config.trainer.epochs_per_step,
                 seed=config.trainer.seed, step=self.step,
             )  # fmt: skip
         if self.critic is not None:
@@ -95,12 +108,16 @@ class Trainer:
                 budget = config.critic.max_tokens_per_microbatch
                 metrics |= _named("critic", self.critic.update(batch, plan, max_tokens=budget))
         with timer("update_actor"):
-            budget = config.actor.max_tokens_per_microbatch
-            metrics |= _named("actor", self.actor.update(batch, plan, max_tokens=budget))
+            budget, entropy_coef = config.actor.max_tokens_per_microbatch, self.entropy_controller.value
+            updated = self.actor.update(batch, plan, entropy_coef, max_tokens=budget)
+            metrics |= _named("actor", updated)
+            if config.algorithm.entropy_target is not None:
+                metrics["actor/entropy_coef"] = entropy_coef
+                self.entropy_controller.update(updated["entropy"])
         self.step += 1
         with timer("sync_weights"):
             self.sync_weights()
-        return metrics | gap_metrics | kl_metrics | advantage_metrics | timer.metrics(batch), batch
+        return metrics | gap_metrics | reward_metrics | advantage_metrics | mask_metrics | timer.metrics(batch), batch
 
     def rows(self, group: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """A forward pass of one role over all rows."""
@@ -110,16 +127,16 @@ class Trainer:
     def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Adds `old_log_probs`, the proximal policy's: recomputed by the actor, or those of the engine.
 
-        Returns the batch, and how far engine and actor are apart where the actor computed (invariant E1): every step,
-        or in the first one only. Raises LogProbError past the limit at the first step.
+        Where one optimizer step trains on the whole batch they are the current ones, and the column is left out.
+        Returns the batch, and how far engine and actor are apart where the actor computed, as it does in the first step
+        always (invariant E1). Raises LogProbError past the limit at the first step.
         """
-        engines_own = self.config.algorithm.old_log_probs == "rollout"
         metrics: dict[str, float] = {}
-        if not (engines_own and self.engine_checked):
+        if self.needs_actor_pass or not self.engine_checked:
             batch = batch.union(self.rows(self.actor, "compute_log_probs", batch))
             metrics = log_prob_gap(batch)
             self.check_engine(metrics["rollout/log_prob_gap"])
-        if engines_own:
+        if self.config.algorithm.old_log_probs == "rollout":
             batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
         return batch, metrics
 

@@ -8,15 +8,27 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from rltrain.algorithms import POLICY_LOSSES, aggregate_loss, columns_of, kl_estimate
+from rltrain.algorithm_config import AlgorithmConfig, KLLossConfig
+from rltrain.algorithms import (
+    POLICY_LOSSES,
+    aggregate_loss,
+    columns_of,
+    full_kl,
+    kl_estimate,
+    loss_functions,
+    own_knobs,
+    required_columns,
+    rollout_diagnostics,
+)
 from rltrain.errors import LogProbError
 from rltrain.protocol import DataProto
-from rltrain.schema import AlgorithmConfig, Config
+from rltrain.schema import Config
 from workers.dispatch import Minibatch, UpdateResult
-from workers.forward import load_model, log_prob_pass, microbatch, response_log_probs, unpack
-from workers.fsdp import Optimizer, named_tensors, shard, tied_names
+from workers.forward import Pack, PolicyOutput, load_model, microbatch, policy_output, row_pass, unpack
+from workers.fsdp import Optimizer, full, named_tensors, shard, tied_names
 from workers.weight_sync import Bucket, buckets_of
 
+FULL_KL_CHUNK = 1024  # response tokens whose distributions over the vocabulary are held at once
 # Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's (invariant D1).
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
@@ -34,40 +46,80 @@ class ActorWorker:
         self.model = shard(load_model(AutoModelForCausalLM, path), dtype=config.model.dtype)
         self.model.eval()  # no dropout: the policy that is trained is the one that samples
         self.optimizer = Optimizer(list(self.model.parameters()), config.actor, config.optimizer_steps)
+        algorithm = config.algorithm
+        self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
+        # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded as
+        # the reference computes with it, or the KL of a policy to itself would not be 0.
+        self.ref_head: Tensor | None = None
+        if algorithm.needs_full_kl:
+            head = full(self.model.get_output_embeddings().weight.detach())
+            self.ref_head = head.to(getattr(torch, config.model.dtype), copy=True)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """`old_log_probs` of these rows, in the order of the micro-batches."""
-        return log_prob_pass(self.model, batch, microbatches, "old_log_probs", self.config.rollout.temperature)
+        """What the policy before the update says of these rows, in the order of the micro-batches.
 
-    def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
+        `old_log_probs`; `entropies` where the loss's token selector reads them; `full_kl` to the reference where the
+        reward is reduced by it.
+        """
+        in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
+
+        def columns(part: DataProto, packed: Pack) -> dict[str, Tensor]:
+            output = policy_output(
+                self.model, packed, temperature=temperature, entropies="entropies" in self.required, hidden=in_reward
+            )
+            found = {"old_log_probs": output.log_probs}
+            if output.entropies is not None:
+                found["entropies"] = output.entropies
+            return found | ({"full_kl": self._full_kl(part, output)} if in_reward else {})
+
+        return row_pass(columns, batch, microbatches)
+
+    def _full_kl(self, part: DataProto, output: PolicyOutput) -> Tensor:
+        """The exact KL to the reference (R,) at each response token of a pack."""
+        assert output.hidden is not None, "the forward pass was asked for its hidden states"
+        assert self.ref_head is not None, "the config asks for the exact KL"
+        head = self.model.get_output_embeddings().weight
+        ref_hidden = part.values("ref_hidden").to(output.hidden.device)
+        return full_kl(
+            output.hidden, head, ref_hidden, self.ref_head, temperature=self.config.rollout.temperature,
+            chunk_size=FULL_KL_CHUNK,
+        )  # fmt: skip
+
+    def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
         """One optimizer step a mini-batch. Raises LogProbError where the first mini-batch breaks invariant D1."""
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
+            chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
             for rows in minibatch.microbatches:
-                columns = self._backward(batch, rows, minibatch, result)
+                columns = self._backward(chosen, rows, minibatch, result, entropy_coef)
                 if number == 0:
                     _compare(columns, result)
-            if number == 0:
+            if number == 0 and "old_log_probs" in batch:
                 self._check_same_policy(result)
             result.tokens += minibatch.num_tokens
             result.steps.append(self.optimizer.step(trained=minibatch.num_tokens > 0))
         return result
 
     def _backward(
-        self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult
+        self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult, entropy_coef: float
     ) -> dict[str, Tensor]:
-        packed, columns = microbatch(batch, rows)
-        mask = columns["mask"]
-        entropy_on = self.config.algorithm.entropy_coef > 0
-        log_probs, entropy = response_log_probs(
-            self.model, packed, temperature=self.config.rollout.temperature, entropy=entropy_on
-        )
-        columns["log_probs"] = unpack(log_probs, mask)
-        if entropy is not None:
-            columns["entropy"] = unpack(entropy, mask)
+        part, packed, columns = microbatch(batch, rows)
+        algorithm, mask = self.config.algorithm, columns["mask"]
+        output = policy_output(
+            self.model, packed, temperature=self.config.rollout.temperature,
+            entropies=entropy_coef > 0 or algorithm.entropy_target is not None, hidden=algorithm.kl_loss.full,
+        )  # fmt: skip
+        columns["log_probs"] = unpack(output.log_probs, mask)
+        columns.setdefault(
+            "old_log_probs", columns["log_probs"].detach()
+        )  # on the one step of a batch: the same policy
+        if output.entropies is not None:
+            columns["entropy"] = unpack(output.entropies, mask)
+        if algorithm.kl_loss.full:
+            columns["full_kl"] = unpack(self._full_kl(part, output), mask)
         loss, parts, sums = actor_loss(
-            columns, self.config.algorithm, num_tokens=minibatch.num_tokens, num_sequences=minibatch.num_sequences,
-            max_response_length=self.config.rollout.max_response_length,
+            columns, algorithm, entropy_coef=entropy_coef, num_tokens=minibatch.num_tokens,
+            num_sequences=minibatch.num_sequences, max_response_length=self.config.rollout.max_response_length,
         )  # fmt: skip
         (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
         _add(result.losses, parts)
@@ -77,7 +129,7 @@ class ActorWorker:
     def _check_same_policy(self, result: UpdateResult) -> None:
         if self.config.algorithm.old_log_probs != "actor" or not result.first_tokens:
             return
-        gap, limit = result.first["same_policy_gap"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
+        gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
             raise LogProbError(
                 f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, "
@@ -104,14 +156,29 @@ class ActorWorker:
                 shutil.copy(self.path / "generation_config.json", path)
 
 
+def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:
+    """Adds `selected` for these rows, a whole mini-batch, where the loss has a token selector; False in other rows."""
+    selectors = loss_functions(algorithm.loss_mode)[1:]
+    if not selectors:
+        return batch
+    selected = torch.zeros(len(batch.values("responses")), dtype=torch.bool)
+    if rows:
+        (selector,), part = selectors, batch[rows]
+        columns = (part.padded(name) for name in columns_of(selector))
+        place = batch.with_values("responses", place=torch.arange(len(selected)))[rows].values("place")
+        selected[place] = selector(*columns, **own_knobs(selector, algorithm.loss))[part.padding_mask("responses")]
+    return batch.with_values("responses", selected=selected)
+
+
 def actor_loss(
-    columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, **counts: int
+    columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, *, entropy_coef: float, **counts: int
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Policy loss plus KL and minus entropy terms of one micro-batch.
 
     Args:
         columns: padded columns (B, T) by name; `response_mask`, `log_probs`, `advantages` and what the loss asks for.
         algorithm: which loss, aggregation and coefficients.
+        entropy_coef: of the entropy bonus in this step.
         counts: `num_tokens`, `num_sequences`, `max_response_length` of the whole mini-batch.
 
     Returns:
@@ -123,26 +190,37 @@ def actor_loss(
         return aggregate_loss(token_losses, mask, algorithm.loss_agg_mode, **counts)
 
     policy = POLICY_LOSSES.get(algorithm.loss_mode)
-    token_losses, sums = policy(*(columns[name] for name in columns_of(policy)), **algorithm.loss)
+    token_losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
+    if algorithm.correction.level is not None:
+        token_losses = token_losses * columns["correction_weights"]
     loss = aggregate(token_losses)
     parts = {"policy_loss": loss.detach()}
     if algorithm.kl_loss.kl_loss_coef > 0:
-        kl = kl_estimate(columns["log_probs"], columns["ref_log_probs"], algorithm.kl_loss.kl_estimator)
-        parts["kl_loss"] = aggregate(kl).detach()
+        kl = reference_kl(columns, algorithm.kl_loss)
+        term = aggregate(kl)
+        parts["kl_loss"] = term.detach()
         sums["ref_kl"] = torch.where(mask, kl.detach(), 0).sum()
-        loss = loss + algorithm.kl_loss.kl_loss_coef * aggregate(kl)
-    if algorithm.entropy_coef > 0:
+        loss = loss + algorithm.kl_loss.kl_loss_coef * term
+    if "entropy" in columns:
         sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
-        loss = loss - algorithm.entropy_coef * aggregate(columns["entropy"])
+        loss = loss - entropy_coef * aggregate(columns["entropy"])
     return loss, parts, sums
+
+
+def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
+    """The KL to the reference at each token (B, T): exact, or estimated from the sampled tokens."""
+    if config.full:
+        return columns["full_kl"]
+    old = columns["old_log_probs"] if config.ratio_weighted else None
+    return kl_estimate(columns["log_probs"], columns["ref_log_probs"], config.kl_estimator, old_log_probs=old)
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
     """How far the actor's log-probs are, before its first step, from the old ones (D1) and the engine's (E1)."""
-    mask = columns["response_mask"]
-    for name, other in (("same_policy_gap", "old_log_probs"), ("engine_gap", "rollout_log_probs")):
-        change = (columns["log_probs"].detach() - columns[other]).abs()
-        _add(result.first, {name: torch.where(mask, change, 0).sum()})
+    mask, now = columns["response_mask"], columns["log_probs"].detach()
+    change = (now - columns["old_log_probs"]).abs()
+    _add(result.first, {"same_policy": torch.where(mask, change, 0).sum()})
+    _add(result.first, rollout_diagnostics(now, columns["rollout_log_probs"], mask))
     result.first_tokens += int(mask.sum())
 
 

@@ -30,10 +30,9 @@ class CriticWorker:
         self.model.eval()  # no dropout: the value of a state must not depend on chance
         self.optimizer = Optimizer(list(self.model.parameters()), config.critic, config.optimizer_steps)
 
-    @torch.no_grad()
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """`values` of these rows, in the order of the micro-batches."""
-        return row_pass(lambda packed: response_values(self.model, packed), batch, microbatches, "values")
+        return row_pass(lambda _, packed: {"values": response_values(self.model, packed)}, batch, microbatches)
 
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
         """One optimizer step a mini-batch, towards the column `returns`, clipped around the column `values`."""
@@ -46,7 +45,7 @@ class CriticWorker:
         return result
 
     def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:
-        packed, columns = microbatch(batch, rows)
+        _, packed, columns = microbatch(batch, rows)
         mask = columns["response_mask"]
         values = unpack(response_values(self.model, packed), columns["mask"])
         token_losses, sums = value_loss(

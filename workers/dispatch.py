@@ -1,10 +1,11 @@
 """How a call on a batch is split over ranks and its results are collected: pure, so that it is tested without Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from rltrain.algorithms import effective_sample_size
 from rltrain.batching import Rows, plan_minibatch
 from rltrain.protocol import DataProto
 
@@ -14,11 +15,13 @@ class Minibatch:
     """One rank's part of a mini-batch, and the counts of the whole mini-batch over all ranks.
 
     Attributes:
-        microbatches: rows of each forward and backward pass; an empty one still runs, with weight zero.
+        rows: all rows of the mini-batch, over all ranks.
+        microbatches: rows of each forward and backward pass of this rank; an empty one still runs, with weight zero.
         num_tokens: trained tokens of the whole mini-batch.
         num_sequences: rows of the whole mini-batch with at least one trained token.
     """
 
+    rows: Rows
     microbatches: list[Rows]
     num_tokens: int
     num_sequences: int
@@ -60,7 +63,7 @@ def split_minibatches(
         counts = trained[rows]
         parts = plan_minibatch(lengths, rows, ranks, max_tokens)
         for plan, part in zip(plans, parts, strict=True):
-            plan.append(Minibatch(part, int(counts.sum()), int((counts > 0).sum())))
+            plan.append(Minibatch(rows, part, int(counts.sum()), int((counts > 0).sum())))
     return plans
 
 
@@ -80,10 +83,25 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     metrics = {name: sum(r.sums[name] for r in results) / tokens for name in first.sums}
     count = max(len(first.steps), 1)
     metrics |= {name: sum(r.losses[name] for r in results) / count for name in first.losses}
-    first_tokens = max(sum(r.first_tokens for r in results), 1)
-    metrics |= {name: sum(r.first.get(name, 0.0) for r in results) / first_tokens for name in first.first}
+    first_tokens = sum(r.first_tokens for r in results)
+    begun = {name: sum(r.first[name] for r in results) for name in first.first}
+    if "same_policy" in begun:
+        metrics["same_policy_gap"] = begun["same_policy"] / max(first_tokens, 1)
+    if "weight" in begun:
+        metrics |= {f"engine_{name}": value for name, value in divergence(begun, first_tokens).items()}
     for name in first.steps[0] if first.steps else ():
         metrics[name] = sum(step[name] for step in first.steps) / count
     if "grad_norm" in metrics:
         metrics["grad_norm_max"] = max(step["grad_norm"] for step in first.steps)
     return metrics
+
+
+def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """What `rollout_diagnostics` summed over `tokens` tokens, as means in nats, and the effective sample size."""
+    count = max(tokens, 1)
+    return {
+        "gap": float(sums["abs"]) / count,
+        "kl": float(sums["kl"]) / count,
+        "k3": float(sums["k3"]) / count,
+        "effective_sample_size": float(effective_sample_size(sums["weight"], sums["weight_squared"], tokens)),
+    }

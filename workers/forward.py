@@ -18,6 +18,7 @@ from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
 from workers.fsdp import device
 
 PACKED = "rltrain_packed"
+PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are read as they are, never padded
 SLACK = 0.75  # rows share an attention bucket while the shortest has at least this share of the longest's tokens
 
 
@@ -150,21 +151,39 @@ def load_model(kind: type, path: str, **kwargs: Any) -> PreTrainedModel:
     )  # fmt: skip
 
 
-def response_log_probs(
-    model: nn.Module, packed: Pack, *, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each response token under softmax(logits / temperature), and the entropy of that distribution.
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What a policy says of the R response tokens of a pack.
 
-    Returns:
-        log_probs (R,) and entropies (R,) or None, float32, in nats.
+    Attributes:
+        log_probs: (R,) of each token under softmax(logits / temperature), float32, in nats.
+        entropies: (R,) of that distribution, where asked for.
+        hidden: (R, H) the last hidden states that the tokens are predicted from, where asked for.
     """
+
+    log_probs: Tensor
+    entropies: Tensor | None
+    hidden: Tensor | None
+
+
+def policy_output(
+    model: nn.Module, packed: Pack, *, temperature: float, entropies: bool = False, hidden: bool = False
+) -> PolicyOutput:
+    """One forward pass of a causal language model over a pack; the optional parts cost memory and are asked for."""
+    states: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda _, __, out: states.append(out[0])) if hidden else None
     logits = model(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
         logits_to_keep=packed.predicting, packed=packed,
     ).logits[0]  # fmt: skip
+    if hook is not None:
+        hook.remove()
     log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
-    log_probs = log_softmax.gather(1, packed.targets[:, None])[:, 0]
-    return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if entropy else None
+    return PolicyOutput(
+        log_softmax.gather(1, packed.targets[:, None])[:, 0],
+        -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None,
+        states[0][0, packed.predicting] if states else None,
+    )
 
 
 def response_values(model: nn.Module, packed: Pack) -> Tensor:
@@ -184,8 +203,8 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
-def microbatch(batch: DataProto, rows: list[int]) -> tuple[Pack, dict[str, Tensor]]:
-    """The rows' pack and their response columns in the padded view (B, T), on this rank's device.
+def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
+    """The rows, their pack and their response columns in the padded view (B, T), on this rank's device.
 
     The columns carry `mask`, True at response tokens, and `response_mask`, True at trained ones. No rows at all: the
     batch's first row with nothing trained, so that this rank takes part in the collectives and adds exactly zero.
@@ -193,33 +212,26 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[Pack, dict[str, Tenso
     part = batch[rows or [0]]
     mask = part.padding_mask("responses")
     tensors = dict(part.batch.items())
-    names = [name for name in tensors if COLUMNS.get(name, ("",))[0] == "response" and name != "responses"]
+    names = [name for name in tensors if COLUMNS.get(name, ("",))[0] == "response" and name not in PACKED_COLUMNS]
     columns = {name: part.padded(name).to(device()) for name in names} | {"mask": mask.to(device())}
     if not rows:
         columns["response_mask"] = torch.zeros_like(columns["mask"])
-    return to_device(pack(part), device()), columns
+    return part, to_device(pack(part), device()), columns
 
 
 @torch.no_grad()
-def log_prob_pass(
-    model: nn.Module, batch: DataProto, microbatches: list[list[int]], column: str, temperature: float
-) -> DataProto:
-    """Log-probs of these rows as the only column, rows in the order of the micro-batches."""
-
-    def log_probs(packed: Pack) -> Tensor:
-        return response_log_probs(model, packed, temperature=temperature, entropy=False)[0]
-
-    return row_pass(log_probs, batch, microbatches, column)
-
-
 def row_pass(
-    function: Callable[[Pack], Tensor], batch: DataProto, microbatches: list[list[int]], column: str
+    function: Callable[[DataProto, Pack], dict[str, Tensor]], batch: DataProto, microbatches: list[list[int]]
 ) -> DataProto:
-    """A column of one value (R,) a response token, computed pack by pack; rows in the order of the micro-batches."""
-    parts = []
+    """Columns of one value (R, ...) a response token, computed pack by pack from the rows and their pack.
+
+    The result has these columns only, rows in the order of the micro-batches.
+    """
+    parts, names = [], set[str]()
     for rows in microbatches:
-        values = function(to_device(pack(batch[rows or [0]]), device())).cpu()
-        parts.append(
-            batch[rows].select(["responses"]).with_values("responses", **{column: values if rows else values[:0]})
-        )
-    return DataProto.concat(parts).select([column])
+        part = batch[rows or [0]]
+        columns = {name: values.cpu() for name, values in function(part, to_device(pack(part), device())).items()}
+        kept = columns if rows else {name: values[:0] for name, values in columns.items()}
+        parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))
+        names.update(columns)
+    return DataProto.concat(parts).select(sorted(names))

@@ -129,11 +129,13 @@ class WorkerGroup:
         shared = self.hosts.share(batch)
         return collect_rows(self.hosts.call(self.role, method, [(shared, part) for part in plan]), plan)
 
-    def update(self, batch: DataProto, minibatches: Sequence[list[int]], *, max_tokens: int) -> dict[str, float]:
-        """Train on the mini-batches in order; returns the metrics over all ranks."""
+    def update(
+        self, batch: DataProto, minibatches: Sequence[list[int]], *arguments: Any, max_tokens: int
+    ) -> dict[str, float]:
+        """Train on the mini-batches in order, with further arguments of the role; returns metrics over all ranks."""
         plans = split_minibatches(batch, row_lengths(batch), minibatches, self.hosts.size, max_tokens)
         shared = self.hosts.share(batch)
-        return sum_updates(self.hosts.call(self.role, "update", [(shared, plan) for plan in plans]))
+        return sum_updates(self.hosts.call(self.role, "update", [(shared, plan, *arguments) for plan in plans]))
 
 
 def row_lengths(batch: DataProto) -> list[int]:

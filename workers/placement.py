@@ -40,11 +40,6 @@ class Workers:
             self.rollout.close()
 
 
-def roles_of(config: Config, *, needs_critic: bool) -> list[str]:
-    """The training roles that this config needs."""
-    return ["actor", *["reference"] * config.algorithm.needs_reference, *["critic"] * needs_critic]
-
-
 def connect(config: Config) -> dict[str, float]:
     """Start or join Ray; returns the cluster's resources. Raises ConfigError when there is none to join."""
     local, address = config.placement.address == "local", config.placement.address
@@ -89,7 +84,7 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     Raises:
         WorkerError: if a process does not come up within `placement.start_timeout_s`.
     """
-    roles = roles_of(config, needs_critic=needs_critic)
+    roles = config.roles(needs_critic=needs_critic)
     if config.placement.launcher == "inprocess":
         hosts: Hosts = LocalHosts(Host({}, verbose=True))
         hosts.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)

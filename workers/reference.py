@@ -1,10 +1,11 @@
 """The reference: a frozen, sharded copy of the start, for KL terms."""
 
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
-from workers.forward import load_model, log_prob_pass
+from workers.forward import Pack, load_model, policy_output, row_pass
 from workers.fsdp import shard
 
 
@@ -22,5 +23,15 @@ class ReferenceWorker:
         self.model.eval().requires_grad_(False)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """`ref_log_probs` of these rows, in the order of the micro-batches."""
-        return log_prob_pass(self.model, batch, microbatches, "ref_log_probs", self.config.rollout.temperature)
+        """What the KL terms need of these rows, in the order of the micro-batches.
+
+        `ref_log_probs` for estimates from samples; `ref_hidden`, the last hidden states, for the exact KL.
+        """
+        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
+
+        def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
+            output = policy_output(self.model, packed, temperature=temperature, hidden=algorithm.needs_full_kl)
+            found = {"ref_log_probs": output.log_probs} if algorithm.needs_ref_log_probs else {}
+            return found if output.hidden is None else found | {"ref_hidden": output.hidden}
+
+        return row_pass(columns, batch, microbatches)

@@ -6,8 +6,21 @@ Importing it fills the registries; `registry` states what every registered funct
 from rltrain.algorithms import advantages as _advantages
 from rltrain.algorithms import policy_losses as _policy_losses
 from rltrain.algorithms.aggregation import aggregate_loss
-from rltrain.algorithms.correction import rollout_correction
-from rltrain.algorithms.kl import AdaptiveKLController, FixedKLController, apply_kl_in_reward, kl_estimate
+from rltrain.algorithms.controllers import (
+    AdaptiveEntropyController,
+    AdaptiveKLController,
+    FixedEntropyController,
+    FixedKLController,
+)
+from rltrain.algorithms.correction import (
+    effective_sample_size,
+    rollout_correction,
+    rollout_diagnostics,
+    rollout_rejection,
+)
+from rltrain.algorithms.draws import uniform_draws
+from rltrain.algorithms.full_kl import full_kl
+from rltrain.algorithms.kl import apply_kl_in_reward, kl_estimate
 from rltrain.algorithms.normalization import combine_rewards, normalize_advantages, normalize_rewards
 from rltrain.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -17,7 +30,11 @@ from rltrain.algorithms.registry import (
     check_knobs,
     columns_of,
     knobs_of,
+    loss_functions,
+    own_knobs,
+    required_columns,
 )
+from rltrain.algorithms.shaping import overlong_penalty, shape_scores, treat_truncated
 from rltrain.algorithms.value_loss import value_loss
 
 __all__ = [
@@ -25,18 +42,31 @@ __all__ = [
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
     "TOKEN_SELECTORS",
+    "AdaptiveEntropyController",
     "AdaptiveKLController",
+    "FixedEntropyController",
     "FixedKLController",
     "aggregate_loss",
     "apply_kl_in_reward",
     "check_knobs",
     "columns_of",
     "combine_rewards",
+    "effective_sample_size",
+    "full_kl",
     "kl_estimate",
     "knobs_of",
+    "loss_functions",
     "normalize_advantages",
     "normalize_rewards",
+    "overlong_penalty",
+    "own_knobs",
+    "required_columns",
     "rollout_correction",
+    "rollout_diagnostics",
+    "rollout_rejection",
+    "shape_scores",
+    "treat_truncated",
+    "uniform_draws",
     "value_loss",
 ]
 

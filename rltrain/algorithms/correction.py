@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_mask, masked, masked_row_mean, metric_sum, safe_log_ratio
+from rltrain.algorithms.registry import KL_ESTIMATORS
 
 _LEVELS = ("token", "sequence", "geometric")
 _MODES = ("truncate", "mask", "reject")
+_REJECTION_ESTIMATORS = ("k1", "k2", "k3", "abs")
+_REJECTION_LEVELS = ("token", "sequence", "max")
 
 
 def rollout_correction(
@@ -55,9 +58,94 @@ def rollout_correction(
         "weight_mean": metric_sum(weights, trained),
         "outside_fraction": metric_sum(outside, trained),
         "dropped_fraction": metric_sum(drop, trained),
-        "rollout_kl": metric_sum(log_ratio.expm1() - log_ratio, trained),
+        "rollout_kl": metric_sum(_divergence(log_ratio, "k3"), trained),
     }
     return weights, mask, metrics
+
+
+def rollout_rejection(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor | None = None,
+    *,
+    kl_estimator: str,
+    level: str,
+    lower: float | None = None,
+    upper: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The tokens that may train because engine and actor are near enough: (mask, metrics).
+
+    With d = log pi_rollout(y_t) - log pi_old(y_t), a token's value is that of an estimator of KL(pi_rollout || pi_old):
+
+        k1 d        k2 d^2 / 2        k3 e^-d - 1 + d        abs |d|
+
+    What lies outside [lower, upper] does not train; None as a bound means none. `level` says what is compared:
+
+        token     each token's value; what is dropped is the token
+        sequence  the mean over the row's trained tokens (k1: log of the geometric mean of pi_rollout / pi_old); the row
+        max       each token's value; the row is dropped for any one token
+
+    With `advantages` only what has A < 0 is dropped: the token's, or for a row the mean over its trained tokens. So k1
+    at level sequence with `upper` is DeepSeek-V3.2's off-policy sequence masking (arXiv 2512.02556 eq. 9), except that
+    the paper compares the policy that sampled with that of the gradient step, this with the actor before the first one.
+
+    mask (B, T) bool: replaces `response_mask` before anything is counted. d is clamped to [-20, 20]. Masked slots are
+    ignored; a NaN in a trained slot rejects nothing, so that it stays visible. Metrics, as sums over `response_mask`:
+    `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
+    """
+    low, high = _check_rejection(kl_estimator, level, lower, upper)
+    trained = as_mask(response_mask)
+    per_token = _divergence(safe_log_ratio(old_log_probs.detach(), rollout_log_probs, trained), kl_estimator)
+    value = masked_row_mean(per_token, trained) if level == "sequence" else per_token
+    outside = trained & ((value < low) | (value > high))
+    if level == "max":
+        outside = outside.any(-1, keepdim=True).expand_as(outside)
+    drop = outside
+    if advantages is not None:
+        advantage = masked(advantages, trained)
+        drop = outside & ((advantage if level == "token" else masked_row_mean(advantage, trained)) < 0)
+    return trained & ~drop, {
+        "divergence": metric_sum(per_token, trained),
+        "outside_fraction": metric_sum(outside, trained),
+        "dropped_fraction": metric_sum(drop, trained),
+    }
+
+
+def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    """How far the engine is from the actor on what the engine sampled, as sums over trained tokens; all (B, T).
+
+    With w = pi_old(y_t) / pi_rollout(y_t), its log in [-20, 20], and d = -log w: `kl` d and `k3` e^-d - 1 + d, both
+    estimates of KL(pi_rollout || pi_old), `abs` |d|, `weight` w and `weight_squared` w^2 (for `effective_sample_size`).
+    """
+    mask = as_mask(response_mask)
+    log_ratio = safe_log_ratio(old_log_probs.detach(), rollout_log_probs, mask)
+    values = {
+        name: _divergence(log_ratio, estimator) for name, estimator in (("kl", "k1"), ("k3", "k3"), ("abs", "abs"))
+    }
+    weight = log_ratio.exp()
+    values |= {"weight": weight, "weight_squared": weight.square()}
+    return {name: metric_sum(value, mask) for name, value in values.items()}
+
+
+def effective_sample_size(
+    weight_sum: float | Tensor, weight_squared_sum: float | Tensor, count: float | Tensor
+) -> float | Tensor:
+    """(sum w)^2 / (count * sum w^2), in (0, 1]: the share of `count` samples that weighted ones are worth.
+
+    1 where all weights are equal, as where engine and actor agree, and for no sample at all: nothing disagrees there.
+    Kish, Survey Sampling (1965). Numbers or 0-dim tensors.
+    """
+    if not count > 0:
+        return 1.0
+    share = (weight_sum / count) * (weight_sum / weight_squared_sum)
+    return min(share, 1.0)  # rounding can take it above
+
+
+def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
+    """Token values of an estimator of KL(pi_rollout || pi_old), from log(pi_old / pi_rollout)."""
+    values: Tensor = KL_ESTIMATORS.get(kl_estimator)(-log_ratio, torch.zeros_like(log_ratio))
+    return values
 
 
 def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -68,14 +156,39 @@ def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return per_row.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_ratio)
 
 
+def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not known; use one of: {', '.join(known)}")
+
+
 def _check(level: str, mode: str, lower: float | None, upper: float | None) -> tuple[float, float]:
-    for name, value, known in (("level", level, _LEVELS), ("mode", mode, _MODES)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known; use one of: {', '.join(known)}")
+    _check_known("level", level, _LEVELS)
+    _check_known("mode", mode, _MODES)
     low, high = 0.0 if lower is None else lower, math.inf if upper is None else upper
     if not 0 <= low <= 1 <= high:
         raise ValueError(
             f"lower={lower}, upper={upper}: 0 <= lower <= 1 <= upper must hold, or data that agree "
             "perfectly would be corrected; lower=0.5, upper=2.0, say"
+        )
+    return low, high
+
+
+def _check_rejection(kl_estimator: str, level: str, lower: float | None, upper: float | None) -> tuple[float, float]:
+    _check_known("kl_estimator", kl_estimator, _REJECTION_ESTIMATORS)
+    _check_known("level", level, _REJECTION_LEVELS)
+    if lower is None and upper is None:
+        raise ValueError(
+            "lower=None, upper=None: one must be a number, or nothing is ever rejected; use upper=0.1, say"
+        )
+    if lower is not None and kl_estimator != "k1":
+        raise ValueError(
+            f"lower={lower} with kl_estimator='{kl_estimator}': its values are never negative, so a lower bound cannot "
+            "act; use lower=None, or k1"
+        )
+    low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
+    if not low <= 0 <= high:
+        raise ValueError(
+            f"lower={lower}, upper={upper}: lower <= 0 <= upper must hold, or data that agree perfectly would be "
+            "rejected; lower=-0.1, upper=0.1, say"
         )
     return low, high

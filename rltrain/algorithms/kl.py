@@ -1,4 +1,4 @@
-"""KL divergence: estimators from samples, the penalty inside the reward, and controllers of its coefficient.
+"""KL divergence: estimators from samples, and the penalty inside the reward.
 
 Write d = log pi - log pi_ref for a sampled token. What an estimator's value estimates and what its gradient does
 are different things; each docstring says what the expected gradient is when tokens are sampled from pi itself.
@@ -7,7 +7,6 @@ are different things; each docstring says what the expected gradient is when tok
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,8 +65,9 @@ def kl_estimate(
 
     With `old_log_probs`, the policy that sampled, the estimate is times r = pi / pi_old, which makes its mean that of
     samples from pi. Gradient flows through r as well: r k1 and r k3 have exactly the gradient of the reverse KL (that r
-    is what k1 and k3 lack without it); r k2 and r abs that of the mean of k2 and abs under pi. A "+" form already has
-    the whole gradient, so there r only reweights and is detached: through both it would count twice.
+    is what k1 and k3 lack without it; r k3 is DeepSeek-V3.2's unbiased estimate, arXiv 2512.02556 eq. 7); r k2 and
+    r abs that of the mean of k2 and abs under pi. A "+" form already has the whole gradient, so there r only reweights
+    and is detached: through both it would count twice.
 
     There is no mask here: where an input is NaN or inf the result is NaN and no gradient goes back, so that
     `aggregate_loss` drops it in masked slots and it stays visible in trained ones.
@@ -77,7 +77,7 @@ def kl_estimate(
     except KeyError as error:
         raise ValueError(f"kl_estimator={kl_estimator!r}: {error.args[0]}") from None
     new, ref = as_float(log_probs), as_float(ref_log_probs.detach())
-    old = new.detach() if old_log_probs is None else as_float(old_log_probs.detach())
+    old = new.detach() if old_log_probs is None else as_float(old_log_probs)
     finite = new.isfinite() & ref.isfinite() & old.isfinite()
     estimate = estimator(masked(new, finite), masked(ref, finite))
     if old_log_probs is not None:
@@ -102,53 +102,3 @@ def apply_kl_in_reward(
     mask = as_mask(response_mask)
     kl = masked(kl_estimate(old_log_probs.detach(), ref_log_probs, kl_estimator), mask)
     return masked(token_level_scores.detach(), mask) - kl_coef * kl
-
-
-class FixedKLController:
-    """A coefficient that stays as it is."""
-
-    def __init__(self, kl_coef: float) -> None:
-        self.value = float(kl_coef)
-
-    def update(self, kl: float | Tensor, n_steps: int) -> None:
-        """Do nothing: the coefficient is fixed."""
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"kl_coef": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self.value = float(state["kl_coef"])
-
-
-class AdaptiveKLController(FixedKLController):
-    """A coefficient that steers the KL to `target`; arXiv 1909.08593, section 2.2.
-
-    e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
-
-    KL: measured since the last update, in the unit of `target`. n_steps: how much was seen since then, in the unit of
-    `horizon` (the schema says sequences).
-    """
-
-    def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
-        super().__init__(kl_coef)
-        if not (kl_coef > 0 and target > 0 and horizon > 0):
-            raise ValueError(
-                f"kl_coef={kl_coef}, target={target}, horizon={horizon}: the adaptive controller multiplies by "
-                "ratios of them, so each must be > 0; set them, or use a fixed coefficient"
-            )
-        self.target, self.horizon = float(target), horizon
-
-    def update(self, kl: float | Tensor, n_steps: int) -> None:
-        """Move the coefficient by at most a fifth of n_steps / horizon of itself."""
-        kl = float(kl)
-        if not math.isfinite(kl):
-            raise ValueError(f"kl={kl}: the controller needs a finite KL; look for broken log-probs before this step")
-        if n_steps >= 5 * self.horizon:
-            raise ValueError(
-                f"n_steps={n_steps} with horizon={self.horizon}: n_steps must be under 5 * horizon, or one update "
-                f"could turn the coefficient negative; use a horizon above {n_steps // 5}"
-            )
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon

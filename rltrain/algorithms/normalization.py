@@ -12,33 +12,77 @@ _LEVELS = ("batch", "group", None)
 _AGGREGATIONS = ("sum", "group_normalized_sum")
 
 
-class _Statistics(NamedTuple):
-    """Of the population of each row, (B,) each; `varied`: at least two valid rows, and max > min."""
+class Statistics(NamedTuple):
+    """Of the population of each row, in the shape of the scores; `varied`: at least two valid rows, and max > min."""
 
     size: Tensor
     mean: Tensor
     std: Tensor
+    highest: Tensor
     varied: Tensor
 
 
-def _statistics(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: bool) -> _Statistics:
-    """Statistics over valid rows that share a value of `members` (B,), an index below B."""
-    zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
-    count = zeros.index_add(0, members, valid.to(scores.dtype))
-    mean = zeros.index_add(0, members, scores.where(valid, zeros)) / count.clamp(min=1)
-    squares = (scores - mean[members]).square().where(valid, zeros)
-    variance = zeros.index_add(0, members, squares) / (count - int(unbiased)).clamp(min=1)
-    highest = (-inf).scatter_reduce(0, members, scores.where(valid, -inf), "amax")
-    lowest = inf.scatter_reduce(0, members, scores.where(valid, inf), "amin")
-    varied = (count >= 2) & (highest > lowest)
-    return _Statistics(count[members], mean[members], variance.sqrt()[members], varied[members])
-
-
-def _members(uid: Tensor, level: str) -> Tensor:
-    if level == "batch":
-        return torch.zeros_like(uid)
+def group_index(uid: Tensor) -> Tensor:
+    """Number the groups: uid (B,) -> an index below B for each row."""
     index: Tensor = torch.unique(uid, return_inverse=True)[1]
     return index
+
+
+def group_sum(values: Tensor, members: Tensor) -> Tensor:
+    """Sum over the rows that share a value of `members` (B,), for each row: (B, ...) -> (B, ...)."""
+    return torch.zeros_like(values).index_add(0, members, values)[members]
+
+
+def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: bool = True) -> Statistics:
+    """Statistics of `scores` (B, ...) over the valid rows that share a value of `members` (B,), each column its own.
+
+    `valid` has the shape of the scores. Of a population without a valid row, mean and std are 0, `highest` is -inf.
+    """
+    zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
+    where = members.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
+    count = group_sum(valid.to(scores.dtype), members)
+    mean = group_sum(scores.where(valid, zeros), members) / count.clamp(min=1)
+    squares = (scores - mean).square().where(valid, zeros)
+    variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
+    highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
+    lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
+    return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & (highest > lowest))
+
+
+class _Levels(NamedTuple):
+    """How to normalise: the knobs of `normalize_rewards`, checked."""
+
+    mean: str | None
+    std: str | None
+    leave_one_out: bool
+    unbiased: bool
+    eps: float
+
+    def check(self) -> None:
+        for name, level in (("mean_level", self.mean), ("std_level", self.std)):
+            if level not in _LEVELS:
+                raise ValueError(f"{name}={level!r} is not known; use 'batch', 'group' or None")
+        if self.leave_one_out and (self.std is not None or self.mean is None):
+            raise ValueError(
+                f"leave_one_out=True with mean_level={self.mean!r}, std_level={self.std!r}: a row left out of the "
+                "mean is not left out of the std; use std_level=None with a mean_level, or leave_one_out=False"
+            )
+
+
+def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
+    """(raw - mean) / (std + eps); who is not counted is moved and scaled by the others' statistics. `group` (B,)."""
+    members = {"group": group, "batch": torch.zeros_like(group)}
+    result = raw
+    if levels.mean is not None:
+        of = statistics_of(raw, members[levels.mean], counted, unbiased=levels.unbiased)
+        result = raw - of.mean
+        if levels.leave_one_out:
+            result = torch.where(counted, result * of.size / (of.size - 1).clamp(min=1), result)
+        result = torch.where(counted & ~of.varied, 0, result)
+    if levels.std is not None:
+        of = statistics_of(raw, members[levels.std], counted, unbiased=levels.unbiased)
+        result = torch.where(of.varied, result / (of.std + levels.eps), result)
+    return result
 
 
 def normalize_rewards(
@@ -61,24 +105,11 @@ def normalize_rewards(
     A population with fewer than two valid rows, or with max == min, says nothing: deviations from its mean are exactly
     0, and nothing is divided by its std. Sums run in float64, so that the order of rows does not show.
     """
-    for name, level in (("mean_level", mean_level), ("std_level", std_level)):
-        if level not in _LEVELS:
-            raise ValueError(f"{name}={level!r} is not known; use 'batch', 'group' or None")
-    if leave_one_out and (std_level is not None or mean_level is None):
-        raise ValueError(
-            f"leave_one_out=True with mean_level={mean_level!r}, std_level={std_level!r}: a row left out of the "
-            "mean is not left out of the std; use std_level=None with a mean_level, or leave_one_out=False"
-        )
+    levels = _Levels(mean_level, std_level, leave_one_out, unbiased, eps)
+    levels.check()
     valid = as_mask(valid)
-    raw = result = masked(scores.detach(), valid).double()
-    if mean_level is not None:
-        of = _statistics(raw, _members(uid, mean_level), valid, unbiased=unbiased)
-        weight = of.size / (of.size - 1).clamp(min=1) if leave_one_out else 1
-        result = masked((raw - of.mean) * weight, of.varied)
-    if std_level is not None:
-        of = _statistics(raw, _members(uid, std_level), valid, unbiased=unbiased)
-        result = torch.where(of.varied, result / (of.std + eps), result)
-    return masked(result, valid).to(as_float(scores).dtype)
+    raw = masked(scores.detach(), valid).double()
+    return masked(_normalized(raw, group_index(uid), valid, levels), valid).to(as_float(scores).dtype)
 
 
 def combine_rewards(
@@ -132,15 +163,45 @@ def _normalized_columns(scores: Tensor, applies: Tensor, uid: Tensor | None, val
     return flat.view(rows, columns)
 
 
-def normalize_advantages(advantages: Tensor, response_mask: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Whiten (B, T) advantages over all trained tokens: (A - mean) / (std + eps), unbiased std, no gradient.
+def normalize_advantages(
+    advantages: Tensor,
+    response_mask: Tensor,
+    uid: Tensor | None = None,
+    counted: Tensor | None = None,
+    *,
+    mean_level: str | None = "batch",
+    std_level: str | None = "batch",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """(A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient; by default whitening.
 
-    Masked slots are in no statistic and are 0 afterwards. Fewer than two trained tokens, or all equal: exactly 0.
+    `mean_level`, `std_level`: over the trained tokens of the rows with the same `uid` (B,) ("group"), of all rows
+    ("batch"), or none (None). Each token counts once, so a long row weighs more. The std is of the raw advantages;
+    `unbiased` divides by n - 1. `leave_one_out` takes the mean of the *other* tokens: n/(n-1) (A - mean).
+
+    Masked slots are in no statistic and are 0 afterwards. `counted` (B,): the tokens of other rows are in no statistic
+    either, but they are moved and scaled by the statistics of the counted ones, so that a row that is excluded and
+    keeps its credit (under gae) keeps it on the common scale. A row that is to stay at 0 is left out of
+    `response_mask` instead. None counts all rows.
+
+    A population with fewer than two counted tokens, or with max == min, says nothing: the deviations of its counted
+    tokens are exactly 0, and nothing is divided by its std; a token that is not counted gets its deviation from the
+    mean, undivided, and the mean of nothing is 0. Sums run in float64.
     """
+    levels = _Levels(mean_level, std_level, leave_one_out, unbiased, eps)
+    levels.check()
     mask = as_mask(response_mask)
+    if uid is None:
+        if "group" in (mean_level, std_level):
+            raise ValueError(
+                f"uid=None with mean_level={mean_level!r}, std_level={std_level!r}: a group is found by its uid; "
+                "pass uid, or use 'batch' or None"
+            )
+        uid = torch.zeros(mask.shape[0], dtype=torch.long, device=mask.device)
+    rows = torch.ones_like(uid, dtype=torch.bool) if counted is None else as_mask(counted)
     trained = as_float(advantages.detach())[mask]
-    one_population = torch.zeros_like(trained, dtype=torch.long)
-    whitened = normalize_rewards(
-        trained, one_population, torch.ones_like(trained), mean_level="batch", std_level="batch", eps=eps
-    )
-    return torch.zeros_like(mask, dtype=trained.dtype).masked_scatter(mask, whitened)
+    group, member = (row[:, None].expand(mask.shape)[mask] for row in (group_index(uid), rows))
+    result = _normalized(trained.double(), group, member, levels).to(trained.dtype)
+    return torch.zeros_like(mask, dtype=trained.dtype).masked_scatter(mask, result)

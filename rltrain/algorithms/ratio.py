@@ -36,11 +36,29 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """log pi (B, T) as log pi_old + the safe log-ratio: finite also where pi is 0, with gradient where that has one."""
+    return masked(old_log_probs.detach(), mask) + log_ratio
+
+
 def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
     """Raise ValueError for a range of ratios [1 - low, 1 + high] that leaves out 1."""
     for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value} must be >= 0, or the range leaves out r = 1; use 0.2, say")
+
+
+def check_clip_ratio_c(clip_ratio_c: float) -> None:
+    """Raise ValueError for a cap on ratios that would act at r = 1."""
+    if not clip_ratio_c > 1:
+        raise ValueError(f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, say, or inf for none")
+
+
+def check_positive(**knobs: float) -> None:
+    """Raise ValueError for a knob that is not a finite number above 0."""
+    for name, value in knobs.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be finite and > 0; leave it out to have the default")
 
 
 def clipped_ratio(

@@ -15,7 +15,7 @@ the count that `aggregate_loss` takes as `num_tokens`. So `clip_fraction` is a n
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -78,9 +78,26 @@ def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind == _KEYWORD}
 
 
-def check_knobs(fn_name: str, fn: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a knob in `given` that `fn` does not take, or a value of another type than its default."""
-    knobs = knobs_of(fn)
+def loss_functions(loss_mode: str) -> tuple[Callable[..., Any], ...]:
+    """The policy loss, and its token selector if it has one: the functions that share the knobs of the loss."""
+    loss = POLICY_LOSSES.get(loss_mode)
+    return (loss, TOKEN_SELECTORS.get(loss_mode)) if "selected" in columns_of(loss) else (loss,)
+
+
+def required_columns(advantage_estimator: str, loss_mode: str) -> frozenset[str]:
+    """Names of all batch columns that an estimator, a loss and the loss's token selector read."""
+    functions = (ADVANTAGE_ESTIMATORS.get(advantage_estimator), *loss_functions(loss_mode))
+    return frozenset(name for function in functions for name in columns_of(function))
+
+
+def own_knobs(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `given` knobs that `fn` takes."""
+    return {name: value for name, value in given.items() if name in knobs_of(fn)}
+
+
+def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a knob in `given` that none of `fns` takes, or a value of another type than its default."""
+    knobs = {name: default for fn in fns for name, default in knobs_of(fn).items()}
     for name, value in given.items():
         if name not in knobs:
             takes = f"it takes {', '.join(knobs)}" if knobs else "it takes none"
@@ -94,6 +111,8 @@ def _same_type(value: Any, default: Any) -> bool:
     """Whether a knob's value has its default's type; an int will do for a float, a bool is not a number."""
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(default, tuple):  # YAML has lists only
+        return isinstance(value, (list, tuple))
     return type(value) is type(default) or default is None
 
 

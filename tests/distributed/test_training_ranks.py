@@ -19,11 +19,14 @@ from workers.weight_sync import tensors_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 STEPS = 10
+ENTROPY_COEF = 0.001
 SMALL = ["trainer.prompts_per_step=6", "trainer.prompts_per_minibatch=3", f"trainer.total_steps={STEPS}"]
 
 
 def config_of(*overrides: str) -> Config:
-    return compose([*SMALL, "algorithm.kl_loss.kl_loss_coef=0.01", "algorithm.entropy_coef=0.001", *overrides])[0]
+    return compose(
+        [*SMALL, "algorithm.kl_loss.kl_loss_coef=0.01", f"algorithm.entropy_coef={ENTROPY_COEF}", *overrides]
+    )[0]
 
 
 def replayed(step: int) -> DataProto:
@@ -70,8 +73,8 @@ def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]
         batch = replayed(step)
         for role in ("actor", "reference"):
             batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=budget))
-        plan = minibatches(batch.batch["uid"].tolist(), 3, 1, seed=0, step=step)
-        history.append(workers["actor"].update(batch, plan, max_tokens=budget))
+        plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
+        history.append(workers["actor"].update(batch, plan, ENTROPY_COEF, max_tokens=budget))
     buckets = workers["actor"].wait(workers["actor"].start("export", 1, True))[0]
     return history, {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
 
@@ -150,8 +153,8 @@ def test_D7_the_reference_never_changes_and_step_0_has_kl_zero(one_rank, start):
     old = workers["actor"].rows("compute_log_probs", batch, max_tokens=8192)
     assert torch.equal(before.values("ref_log_probs"), old.values("old_log_probs"))
     whole = batch.union(old).union(before)
-    plan = minibatches(whole.batch["uid"].tolist(), 3, 1, seed=0, step=0)
-    workers["actor"].update(whole, plan, max_tokens=8192)
+    plan = minibatches(whole.batch["uid"].tolist(), 2, 1, seed=0, step=0)
+    workers["actor"].update(whole, plan, ENTROPY_COEF, max_tokens=8192)
     after = workers["reference"].rows("compute_log_probs", batch, max_tokens=8192)
     assert torch.equal(before.values("ref_log_probs"), after.values("ref_log_probs"))
     moved = workers["actor"].rows("compute_log_probs", batch, max_tokens=8192)
@@ -167,7 +170,7 @@ def test_D1_old_log_probs_of_other_weights_are_caught_before_the_first_step(star
         batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=8192))
     wrong = batch.with_values("responses", old_log_probs=batch.values("old_log_probs") + 0.01)
     with pytest.raises(LogProbError, match=r"moved by 0\.01 nats"):
-        workers["actor"].update(wrong, [list(range(24))], max_tokens=8192)
+        workers["actor"].update(wrong, [list(range(24))], ENTROPY_COEF, max_tokens=8192)
 
 
 def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
@@ -206,11 +209,11 @@ def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
 def test_A6_a_mini_batch_in_which_nothing_is_trained_leaves_the_weights_alone_and_the_schedule_goes_on(start):
     workers = group(config_of(), start, 0)
     rows = [list(range(24))]
-    first = workers["actor"].update(prepared(workers), rows, max_tokens=8192)
+    first = workers["actor"].update(prepared(workers), rows, ENTROPY_COEF, max_tokens=8192)
     before = weights_of(workers["actor"])
     batch = prepared(workers, 1)
     empty = batch.with_values("responses", response_mask=torch.zeros_like(batch.values("response_mask")))
-    second = workers["actor"].update(empty, rows, max_tokens=8192)
+    second = workers["actor"].update(empty, rows, ENTROPY_COEF, max_tokens=8192)
     assert second["grad_norm"] == 0
     assert second["lr"] < first["lr"]
     for name, tensor in weights_of(workers["actor"]).items():
@@ -225,7 +228,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_weigh
     before = weights_of(workers["actor"])
     poisoned = batch.with_values("responses", advantages=batch.values("advantages") * torch.inf)
     with pytest.raises(NumericsError, match="optimizer step 1 has norm"):
-        workers["actor"].update(poisoned, [list(range(24))], max_tokens=8192)
+        workers["actor"].update(poisoned, [list(range(24))], ENTROPY_COEF, max_tokens=8192)
     for name, tensor in weights_of(workers["actor"]).items():
         assert torch.equal(tensor, before[name]), name
 
@@ -238,7 +241,7 @@ def test_D1_dropout_in_a_models_config_is_off_and_odd_generation_defaults_are_ke
     odd = json.dumps({"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": 3})
     (tmp_path / "generation_config.json").write_text(odd)
     workers = group(config_of(), str(tmp_path), 0)
-    metrics = workers["actor"].update(prepared(workers), [list(range(24))], max_tokens=8192)
+    metrics = workers["actor"].update(prepared(workers), [list(range(24))], ENTROPY_COEF, max_tokens=8192)
     assert metrics["same_policy_gap"] < 1e-6
     workers["actor"].wait(workers["actor"].start("save", str(tmp_path / "saved")))
     assert (tmp_path / "saved" / "generation_config.json").read_text() == odd

@@ -25,7 +25,7 @@ CASES = {
     "unknown key with a plus": (["+new.key=1"], ["'new.key'", "unknown config key", "nearest known key is"]),
     "unknown choice": (
         ["algorithm=grop"],
-        ["algorithm=grop", "unknown choice", "dapo, dr_grpo, grpo, gspo, ppo, rloo"],
+        ["algorithm=grop", "unknown choice", "the nearest is 'grpo'", "all are cispo, clip_cov, dapo"],
     ),
     "unknown flag": (["--multirun"], ["'--multirun'", "unknown flag", "--help and --cfg"]),
     "syntax": (["trainer.seed=["], ["'trainer.seed=['", "cannot read the value", "quote"]),

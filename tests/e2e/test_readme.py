@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, check_knobs
+from rltrain.algorithm_checks import check_algorithm
 from rltrain.compose import choices, compose, parse_args
 from rltrain.main import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md"]
+PRESETS = "config/algorithm/README.md"
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md", PRESETS]
 COMMAND = "python -m rltrain.main"
 TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
@@ -63,10 +64,7 @@ def test_a_document_has_commands(document):
 @pytest.mark.parametrize(("document", "arguments"), [(name, text) for name in DOCUMENTS for text in runs(name)])
 def test_a_command_of_a_document_is_accepted(document, arguments):
     args = parse_args(shlex.split(arguments, comments=True))
-    algorithm = compose(args.overrides)[0].algorithm
-    check_knobs(algorithm.loss_mode, POLICY_LOSSES.get(algorithm.loss_mode), algorithm.loss)
-    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
-    check_knobs(algorithm.advantage_estimator, estimator, algorithm.advantage)
+    check_algorithm(compose(args.overrides)[0])
 
 
 def test_a_command_of_the_readme_goes_through_main(capsys):
@@ -98,8 +96,21 @@ def test_a_script_of_the_examples_exists_and_is_executable():
 
 
 def test_the_readmes_table_has_every_preset():
-    table = re.findall(r"^\| `algorithm=(\w+)` \|", (ROOT / "README.md").read_text(), re.M)
-    assert sorted(table) == choices("algorithm")
+    section = (ROOT / "README.md").read_text().partition("## Algorithms")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    assert sorted(["grpo", *(name for row in rows for name in re.findall(r"`(\w+)`", row))]) == choices("algorithm")
+
+
+def test_the_index_of_presets_says_what_each_is_made_of():
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| `(\w+)`[^|]*\| `(\w+)` \|", (ROOT / PRESETS).read_text(), re.M)
+    algorithms = {name: compose([f"algorithm={name}"])[0].algorithm for name in choices("algorithm")}
+    assert sorted(rows) == [(name, a.advantage_estimator, a.loss_mode) for name, a in algorithms.items()]
+
+
+def test_the_index_of_presets_names_the_papers_that_their_files_name():
+    for name, paper in re.findall(r"^\| `(\w+)` \| \[.*?\]\((.*?)\)", (ROOT / PRESETS).read_text(), re.M):
+        first = (ROOT / "config" / "algorithm" / f"{name}.yaml").read_text().splitlines()[0]
+        assert paper.replace("https://arxiv.org/abs/", "arXiv:") in first
 
 
 def test_the_readme_shows_the_example_files_as_they_are():

@@ -16,25 +16,24 @@ LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 def test_rows_of_a_group_share_a_minibatch_wherever_they_lie_in_the_batch():
     plan = minibatches([7, 9, 7, 9, 8, 8], 2, 1, seed=0, step=0)
     groups = {0: {0, 2}, 1: {1, 3}, 2: {4, 5}}
-    assert [len(rows) for rows in plan] == [4, 2]
+    assert sorted(len(rows) for rows in plan) == [2, 4]
     assert all(sum(members <= set(rows) for rows in plan) == 1 for members in groups.values())
 
 
 @given(
-    uids=st.lists(st.integers(0, 8), min_size=1, max_size=40), size=st.integers(1, 5), epochs=st.integers(1, 3),
+    uids=st.lists(st.integers(0, 8), min_size=1, max_size=40), count=st.integers(1, 5), epochs=st.integers(1, 3),
     seed=st.integers(0, 99), step=st.integers(0, 99),
 )  # fmt: skip
 @settings(deadline=None)
-def test_A7_minibatches_hold_whole_groups_and_each_epoch_every_row_once(uids, size, epochs, seed, step):
-    plan = minibatches(uids, size, epochs, seed=seed, step=step)
-    per_epoch = -(-len(set(uids)) // size)
-    assert len(plan) == epochs * per_epoch
+def test_A7_minibatches_hold_whole_groups_and_each_epoch_every_row_once(uids, count, epochs, seed, step):
+    plan = minibatches(uids, count, epochs, seed=seed, step=step)
+    assert len(plan) == epochs * count
     for epoch in range(epochs):
-        part = plan[epoch * per_epoch : (epoch + 1) * per_epoch]
+        part = plan[epoch * count : (epoch + 1) * count]
         assert sorted(row for rows in part for row in rows) == list(range(len(uids)))
         groups = [{uids[row] for row in rows} for rows in part]
-        assert [len(found) for found in groups[:-1]] == [size] * (per_epoch - 1)
-        assert 1 <= len(groups[-1]) <= size
+        sizes = [len(found) for found in groups]
+        assert max(sizes) - min(sizes) <= 1  # some are empty where there are fewer groups than mini-batches
         assert sum(map(len, groups)) == len(set(uids))  # no group is in two of them
 
 
@@ -53,19 +52,42 @@ def test_A7_minibatches_are_decided_before_ranks_and_budget_are_known():
 def test_A5_the_order_of_the_groups_depends_on_uids_only_not_on_the_order_of_rows():
     uids = [0, 0, 1, 1, 2, 2, 3, 3]
     order = [5, 2, 7, 0, 1, 6, 3, 4]
-    straight = minibatches(uids, 1, 2, seed=3, step=4)
-    shuffled = minibatches([uids[row] for row in order], 1, 2, seed=3, step=4)
+    straight = minibatches(uids, 4, 2, seed=3, step=4)
+    shuffled = minibatches([uids[row] for row in order], 4, 2, seed=3, step=4)
     assert [uids[rows[0]] for rows in straight] == [uids[order[rows[0]]] for rows in shuffled]
 
 
 def test_the_shuffle_is_keyed_by_seed_step_and_epoch():
     uids = list(range(20))
-    plan = minibatches(uids, 1, 2, seed=0, step=0)
-    assert plan == minibatches(uids, 1, 2, seed=0, step=0)
+    plan = minibatches(uids, 20, 2, seed=0, step=0)
+    assert plan == minibatches(uids, 20, 2, seed=0, step=0)
     assert plan[:20] != plan[20:]
-    assert plan != minibatches(uids, 1, 2, seed=1, step=0)
-    assert plan != minibatches(uids, 1, 2, seed=0, step=1)
+    assert plan != minibatches(uids, 20, 2, seed=1, step=0)
+    assert plan != minibatches(uids, 20, 2, seed=0, step=1)
     assert plan[:20] != [[uid] for uid in uids]
+
+
+@pytest.mark.parametrize(
+    ("groups", "count", "sizes"),
+    [
+        (6, 3, [2, 2, 2]),
+        (6, 1, [6]),
+        (5, 3, [1, 2, 2]),
+        (7, 4, [1, 2, 2, 2]),
+        (2, 3, [0, 1, 1]),
+        (1, 4, [0, 0, 0, 1]),
+    ],
+)
+def test_a_step_with_fewer_groups_has_as_many_minibatches_as_ever_and_shares_the_groups_out_evenly(
+    groups, count, sizes
+):
+    plan = minibatches([uid for uid in range(groups) for _ in range(2)], count, 2, seed=0, step=0)
+    assert [len(rows) for rows in plan] == [2 * size for size in sizes * 2]
+
+
+def test_a_full_step_is_cut_into_consecutive_runs_of_the_shuffled_groups():
+    one = minibatches(list(range(12)), 1, 1, seed=4, step=7)[0]
+    assert minibatches(list(range(12)), 3, 1, seed=4, step=7) == [one[:4], one[4:8], one[8:]]
 
 
 # Which rank and which micro-batch

@@ -190,7 +190,7 @@ def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
         )
         for n, values in enumerate(scores)
     }
-    return Group(uid, PROMPTS[uid], len(tokens), State.READY, 0, completions, results)
+    return Group(uid, PROMPTS[uid], len(tokens), len(tokens), State.READY, 0, completions, results)
 
 
 def test_B8_the_score_sits_on_the_last_trained_token_and_token_scores_sum_to_it():

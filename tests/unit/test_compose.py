@@ -1,3 +1,4 @@
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -6,9 +7,11 @@ import pytest
 import yaml
 
 import rltrain.compose
+from rltrain.checks import check
 from rltrain.compose import Args, choices, compose, config_dir, group_names, parse_args, usage
 from rltrain.errors import ConfigError
-from rltrain.schema import Config, keys
+from rltrain.schema import Config
+from rltrain.typed import keys
 
 
 def refusal(*overrides):
@@ -50,27 +53,96 @@ def test_every_choice_of_every_group_composes(choice):
     compose([choice, "rollout=hf"] if choice == "placement=inprocess" else [choice])
 
 
-def test_an_algorithm_states_only_what_differs_from_grpo():
-    def text_of(name):
-        _, text = compose([f"algorithm={name}", "trainer.output_dir=x"])
-        return text.splitlines()
+def values_of(values, prefix=""):
+    """Every value by its dotted key; an empty mapping is a value."""
+    found = {}
+    for name, value in values.items():
+        nested = isinstance(value, dict) and value
+        found |= values_of(value, f"{prefix}{name}.") if nested else {prefix + name: value}
+    return found
 
-    grpo = text_of("grpo")
-    new = {name: [line.strip() for line in text_of(name) if line not in grpo] for name in choices("algorithm")}
-    assert new == {
-        "dapo": ["loss:", "clip_ratio_high: 0.28"],
-        "dr_grpo": ["advantage:", "norm_by_std: false", "loss_agg_mode: seq-mean-token-sum-norm"],
-        "grpo": [],
-        "gspo": ["loss_mode: gspo", "loss_agg_mode: seq-mean-token-mean"],
-        "ppo": ["advantage_estimator: gae", "advantage:", "gamma: 1.0", "lam: 0.95", "normalize_advantages: true"],
-        "rloo": ["advantage_estimator: rloo"],
-    }
+
+def algorithm_values(name):
+    _, text = compose([f"algorithm={name}"])
+    return values_of(yaml.safe_load(text)["algorithm"])
+
+
+WHITENED = {"advantage_normalization.mean_level": "batch", "advantage_normalization.std_level": "batch"}
+WHOLE_ANSWER = {"loss_agg_mode": "seq-mean-token-sum"}
+EACH_ANSWER = {"loss_agg_mode": "seq-mean-token-mean"}
+DR_GRPO = {"advantage.norm_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"}
+DAPO = {"loss.clip_ratio_high": 0.28, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
+PRESETS = {
+    "cispo": {"loss_mode": "cispo"},
+    "clip_cov": {"loss_mode": "clip_cov", "loss.clip_ratio_low": 1.0, "loss.clip_ratio_high": 1.0},
+    "dapo": DAPO,
+    "decoupled_ppo": {
+        "advantage_estimator": "reinforce", **WHITENED, "correction.level": "token", "correction.mode": "mask",
+        "correction.upper": 5.0,
+    },
+    "dppo_kl": {**DR_GRPO, "loss_mode": "dppo_kl", "old_log_probs": "rollout"},
+    "dppo_tv": {**DR_GRPO, "loss_mode": "dppo_tv", "old_log_probs": "rollout"},
+    "dr_grpo": DR_GRPO,
+    "dro": {"advantage.norm_by_std": False, "loss_mode": "dro"},
+    "gdpo": {"advantage_estimator": "gdpo"},
+    "gmpo": {"loss_mode": "geo_mean", **EACH_ANSWER},
+    "gpg": {"advantage_estimator": "gpg", "loss_mode": "gpg"},
+    "grpo": {},
+    "grpo_passk": {"advantage_estimator": "grpo_passk"},
+    "gspo": {"loss_mode": "gspo", **EACH_ANSWER},
+    "icepop": {**EACH_ANSWER, "correction.level": "token", "correction.mode": "mask", "correction.lower": 0.5,
+               "correction.upper": 5.0},
+    "kl_cov": {"loss_mode": "kl_cov"},
+    "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER},
+    "otb": {"advantage_estimator": "optimal_token_baseline"},
+    "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **WHITENED},
+    "reinforce": {"advantage_estimator": "reinforce", "loss_mode": "reinforce", **WHOLE_ANSWER},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_in_reward.kl_coef": 0.001},
+    "reinforce_plus_plus_baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline", "kl_loss.kl_loss_coef": 1e-5,
+        "kl_loss.kl_estimator": "k2",
+    },
+    "remax": {"advantage_estimator": "remax", **WHOLE_ANSWER, "kl_in_reward.kl_coef": 0.05},
+    "rloo": {"advantage_estimator": "rloo", **WHOLE_ANSWER, "kl_in_reward.kl_coef": 0.03},
+    "sapo": {"loss_mode": "sapo", **EACH_ANSWER},
+    "sequence_masking": {
+        "advantage.norm_by_std": False, **EACH_ANSWER, "rejection.kl_estimator": "k1", "rejection.upper": 0.5,
+        "rejection.only_negative": True,
+    },
+    "skywork_or1": {"dynamic_sampling": 1, "entropy_target": 0.2},
+    "tis": {"correction.level": "token"},
+    "top_entropy": {"loss_mode": "top_entropy", **DAPO},
+}  # fmt: skip
+
+
+def test_every_preset_is_spelt_out_here():
+    assert sorted(PRESETS) == choices("algorithm")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_changes_what_its_method_is_about_and_nothing_else(name):
+    grpo, chosen = algorithm_values("grpo"), algorithm_values(name)
+    assert {key: value for key, value in chosen.items() if grpo.get(key) != value} == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS.keys() - {"grpo"})
+def test_a_preset_starts_from_grpo_and_states_only_what_differs(name):
+    stated = yaml.safe_load((config_dir() / "algorithm" / f"{name}.yaml").read_text())
+    assert stated.pop("defaults") == ["grpo", "_self_"]
+    assert values_of(stated) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_passes_every_check_before_a_run(name, tmp_path):
+    check(compose([f"algorithm={name}", "rollout=hf", f"trainer.output_dir={tmp_path / 'run'}"])[0])
 
 
 @pytest.mark.parametrize("name", choices("algorithm"))
 def test_an_algorithm_opens_with_its_paper(name):
-    first = (config_dir() / "algorithm" / f"{name}.yaml").read_text().splitlines()[0]
-    assert re.match(r"# .*arXiv:\d{4}\.\d{5}", first)
+    lines = (config_dir() / "algorithm" / f"{name}.yaml").read_text().splitlines()
+    head = list(itertools.takewhile(lambda line: line.startswith("# "), lines))
+    assert 2 <= len(head) <= 4
+    assert re.match(r"# .*(arXiv:\d{4}\.\d{5}|https://\S+)", head[0])
 
 
 def test_every_line_of_yaml_whose_meaning_is_not_its_name_has_a_comment():
@@ -147,7 +219,7 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
         ("~algorithm", "'~algorithm': a key can be set, not removed; write algorithm=VALUE"),
         (
             "algorithm=grop",
-            "algorithm=grop: unknown choice; the nearest is 'grpo', and all are dapo, dr_grpo, grpo, gspo, ppo, rloo",
+            f"algorithm=grop: unknown choice; the nearest is 'grpo', and all are {', '.join(PRESETS)}",
         ),
         ("rollout=sglang", "rollout=sglang: unknown choice; its choices are hf, vllm"),
         ("rollout=null", "rollout=None: unknown choice; its choices are hf, vllm"),
@@ -213,8 +285,7 @@ def test_other_flags_are_refused_with_those_that_exist(flag):
 def test_the_help_names_every_group_and_choice_and_fits_a_terminal():
     text = usage()
     for group in group_names():
-        assert f"{group} " in text
-        assert ", ".join(choices(group)) in text
+        assert f"{group} {', '.join(choices(group))}" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
 
 

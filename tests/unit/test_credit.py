@@ -3,23 +3,35 @@ import dataclasses
 import pytest
 import torch
 
-from rltrain.algorithms import FixedKLController
+from rltrain.algorithms import AdaptiveEntropyController, FixedEntropyController, FixedKLController
 from rltrain.compose import compose
-from rltrain.credit import estimate_advantages, kl_controller, penalize_kl, zero_spread_fraction
+from rltrain.credit import (
+    assign_rewards,
+    entropy_controller,
+    estimate_advantages,
+    kl_controller,
+    penalize_kl,
+    with_all_knobs,
+)
 from rltrain.protocol import DataProto, jagged
 
 
+def config_of(*overrides):
+    return compose(overrides)[0]
+
+
 def algorithm(*overrides):
-    return compose(overrides)[0].algorithm
+    return config_of(*overrides).algorithm
 
 
-def batch(scores, *, uid=None, valid=None, lengths=None) -> DataProto:
+def batch(scores, *, uid=None, valid=None, lengths=None, reasons=None) -> DataProto:
     """Rows with these scores on their last tokens; invalid rows are masked."""
     rows = len(scores)
     lengths = lengths or [2] * rows
     made = DataProto.from_dict(
         {"responses": jagged([[1] * length for length in lengths], torch.int64), "scores": torch.tensor(scores),
-         "uid": torch.tensor(uid or [0] * rows), "valid": torch.tensor(valid or [True] * rows)}
+         "uid": torch.tensor(uid or [0] * rows), "valid": torch.tensor(valid or [True] * rows)},
+        {"finish_reason": reasons or ["stop"] * rows},
     )  # fmt: skip
     tokens = torch.zeros(sum(lengths))
     tokens[made.offsets("responses")[1:] - 1] = made.batch["scores"]
@@ -32,6 +44,11 @@ def batch(scores, *, uid=None, valid=None, lengths=None) -> DataProto:
 def with_log_probs(made: DataProto, old: float, ref: float) -> DataProto:
     ones = torch.ones(len(made.values("responses")))
     return made.with_values("responses", old_log_probs=old * ones, ref_log_probs=ref * ones)
+
+
+def assigned(made, *overrides):
+    config = config_of(*overrides)
+    return assign_rewards(made, config, kl_controller(config.algorithm.kl_in_reward))
 
 
 # KL in the reward
@@ -47,12 +64,10 @@ def test_the_penalty_is_the_coefficient_times_the_kl_of_each_trained_token():
     assert made.values("token_level_scores").tolist() == [0, 1, 0, 0]
 
 
-def test_B8_without_a_coefficient_or_a_reference_the_rewards_are_the_scores():
-    made = batch([1.0, 0.5])
-    off = algorithm().kl_in_reward
-    on = algorithm("algorithm.kl_in_reward.kl_coef=0.2").kl_in_reward
-    for candidate, config in ((with_log_probs(made, -1.0, -9.0), off), (made, on)):
-        result, metrics = penalize_kl(candidate, config, kl_controller(config))
+def test_B8_without_a_coefficient_the_rewards_are_the_scores():
+    made, off = batch([1.0, 0.5]), algorithm().kl_in_reward
+    for candidate in (with_log_probs(made, -1.0, -9.0), made):
+        result, metrics = penalize_kl(candidate, off, kl_controller(off))
         assert result.values("token_level_rewards").tolist() == [0, 1, 0, 0.5]
         assert metrics == {}
 
@@ -80,6 +95,85 @@ def test_a_batch_without_trained_tokens_has_no_kl():
     assert result.values("token_level_rewards").tolist() == [0, 0]
 
 
+def test_the_exact_kl_is_subtracted_as_it_is_and_needs_no_log_probs():
+    made = batch([1.0, 5.0], valid=[True, False])
+    made = made.with_values("responses", full_kl=torch.tensor([0.25, 0.75, 9.0, 9.0]))
+    config = algorithm("algorithm.kl_in_reward.kl_coef=0.2", "algorithm.kl_in_reward.kl_estimator=full").kl_in_reward
+    result, metrics = penalize_kl(made, config, kl_controller(config))
+    assert result.padded("token_level_rewards").tolist() == [pytest.approx([-0.05, 0.85]), [0, 0]]
+    assert metrics == pytest.approx({"reward/kl": 0.5, "reward/kl_coef": 0.2})
+
+
+# Rewards
+
+
+def test_rewards_are_the_shaped_scores_on_the_last_tokens_minus_the_kl():
+    made = with_log_probs(batch([1.0, 3.0]), -1.0, -1.5)
+    result, metrics = assigned(
+        made, "algorithm.reward_shaping.bias=1", "algorithm.reward_shaping.clip=2.5", "algorithm.kl_in_reward.kl_coef=2"
+    )
+    assert result.padded("token_level_rewards").tolist() == [[-1, 1.0], [-1, 1.5]]
+    assert metrics == pytest.approx(
+        {"reward/zero_spread_fraction": 0.0, "reward/excluded_fraction": 0.0, "reward/kl": 0.5, "reward/kl_coef": 2.0}
+    )
+    assert result.batch["scores"].tolist() == [1.0, 3.0]
+
+
+NORMALIZE = "algorithm.reward_normalization."
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["mean_level=batch"], [-2.0, 0.0, -1.0, 3.0]),
+        (["mean_level=group"], [-1.0, 1.0, -2.0, 2.0]),
+        (["std_level=group", "unbiased=false"], [1.0, 3.0, 1.0, 3.0]),
+        (["std_level=group"], [1 / 2**0.5, 3 / 2**0.5, 2 / 8**0.5, 6 / 8**0.5]),
+        (["mean_level=group", "leave_one_out=true"], [-2.0, 2.0, -4.0, 4.0]),
+        (["mean_level=batch", "std_level=group", "unbiased=false"], [-2.0, 0.0, -0.5, 1.5]),
+    ],
+)
+def test_scores_are_normalised_as_the_config_says_before_they_become_rewards(settings, expected):
+    made = batch([1.0, 3.0, 2.0, 6.0], uid=[0, 0, 1, 1])
+    result, _ = assigned(made, *(NORMALIZE + text for text in settings))
+    assert result.padded("token_level_rewards")[:, 1].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_C4_a_failed_row_is_in_no_normalisation():
+    made = batch([1.0, 3.0, 99.0], valid=[True, True, False])
+    result, metrics = assigned(made, NORMALIZE + "mean_level=batch")
+    assert result.padded("token_level_rewards")[:, 1].tolist() == [-1.0, 1.0, 0.0]
+    assert metrics["reward/excluded_fraction"] == 0.0  # it was not valid before
+
+
+@pytest.mark.parametrize("how", ["suppress", "exclude"])
+def test_C5_a_cut_row_is_in_no_statistic_from_here_on_and_keeps_its_tokens(how):
+    made = batch([1.0, 3.0, 99.0, 5.0], reasons=["stop", "stop", "length", "length"], valid=[True, True, True, False])
+    result, metrics = assigned(made, NORMALIZE + "mean_level=batch", f"algorithm.{how}_truncated=true")
+    assert result.padded("token_level_rewards")[:, 1].tolist() == [-1.0, 1.0, 0.0, 0.0]
+    assert result.batch["valid"].tolist() == [True, True, False, False]
+    assert made.batch["valid"].tolist() == [True, True, True, False]
+    assert metrics["reward/excluded_fraction"] == 0.25  # a failed row is not counted twice
+    assert result.padded("response_mask").tolist() == made.padded("response_mask").tolist()
+
+
+@pytest.mark.parametrize(
+    ("scores", "uid", "valid", "share"),
+    [
+        ([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [True] * 4, 0.5),
+        ([0.3, 0.3, 0.3, 0.1], [4, 4, 4, 2], [True] * 4, 1.0),  # equal in float32, and a group of one
+        ([1.0, 0.0, 1.0, 0.0], [0, 1, 0, 1], [True] * 4, 1.0),  # groups are found by uid, not by position
+        ([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [True, False, True, True], 0.5),  # a failed row is no spread
+        ([-1.0, 0.0, -1.0, 0.0], [0, 0, 1, 1], [True, False, False, True], 1.0),
+        ([1.0, 0.0], [0, 0], [False, False], 1.0),
+        ([1.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0, 0, 1, 1, 1, 1], [True] * 6, 0.5),  # of groups, not of rows
+    ],
+)
+def test_C3_the_share_of_groups_without_spread(scores, uid, valid, share):
+    made = batch(scores, uid=uid, valid=valid)
+    assert assigned(made)[1]["reward/zero_spread_fraction"] == share
+
+
 # Advantages
 
 
@@ -104,6 +198,38 @@ def test_C7_whitening_uses_trained_tokens_only():
     assert metrics["critic/explained_variance"] == 0.0
 
 
+NORMALIZE_ADVANTAGES = "algorithm.advantage_normalization."
+
+
+def test_C4_normalising_leaves_a_row_that_an_outcome_estimator_left_out_at_zero_and_out_of_the_statistics():
+    """Row 1 is not valid and its tokens are trained on: as after `exclude_truncated`."""
+    made = batch([3.0, 100.0, 1.0, 2.0], lengths=[1, 3, 1, 1])
+    made = made.pop(["valid"])[1].union(DataProto.from_dict({"valid": torch.tensor([True, False, True, True])}))
+    config = algorithm(NORMALIZE_ADVANTAGES + "mean_level=batch", NORMALIZE_ADVANTAGES + "std_level=batch")
+    result, _ = estimate_advantages(made, config)
+    assert result.values("advantages").tolist() == pytest.approx([1, 0, 0, 0, -1, 0], abs=1e-5)
+
+
+def test_C4_under_gae_a_row_in_no_statistic_is_moved_and_scaled_by_the_others():
+    made = batch([3.0, 7.0, 1.0], lengths=[1, 1, 1])
+    made = made.pop(["valid"])[1].union(DataProto.from_dict({"valid": torch.tensor([True, False, True])}))
+    made = made.with_values("responses", values=torch.zeros(3))
+    result, _ = estimate_advantages(made, algorithm("algorithm=ppo"))
+    assert result.values("advantages").tolist() == pytest.approx([0.5**0.5, 5 / 2**0.5, -(0.5**0.5)], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_row_that_will_not_be_trained_on_is_in_no_statistic_of_the_advantages(name):
+    found = []
+    for last in (5.0, 50.0):
+        made = batch([3.0, 1.0, last], lengths=[1, 1, 1], uid=[0, 0, 1], reasons=["stop", "stop", "length"])
+        made = made.with_values("responses", values=torch.tensor([0.0, 0.0, -last]))
+        levels = [NORMALIZE_ADVANTAGES + "mean_level=batch", NORMALIZE_ADVANTAGES + "std_level=batch"]
+        config = algorithm(f"algorithm={name}", *levels, "algorithm.mask_truncated=true")
+        found.append(estimate_advantages(made, config)[0].values("advantages").tolist())
+    assert found[0] == found[1] == pytest.approx([0.5**0.5, -(0.5**0.5), 0], abs=1e-5)
+
+
 @pytest.mark.parametrize(("values", "explained"), [([3.0, 1.0], 1.0), ([2.0, 2.0], 0.0), ([1.0, 3.0], -3.0)])
 def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one(values, explained):
     made = batch([3.0, 1.0], lengths=[1, 1]).with_values("responses", values=torch.tensor(values))
@@ -120,19 +246,35 @@ def test_every_row_failed_gives_zero_advantages_and_finite_metrics():
     made = batch([1.0, 2.0], valid=[False, False])
     result, metrics = estimate_advantages(made, algorithm())
     assert result.values("advantages").tolist() == [0] * 4
-    assert metrics == {"reward/zero_spread_fraction": 1.0, "actor/advantage_abs_mean": 0.0}
+    assert metrics == {"actor/advantage_abs_mean": 0.0}
+    assert assigned(made)[1] == {"reward/zero_spread_fraction": 1.0, "reward/excluded_fraction": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("scores", "uid", "valid", "share"),
-    [
-        ([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [True] * 4, 0.5),
-        ([0.3, 0.3, 0.3, 0.1], [4, 4, 4, 2], [True] * 4, 1.0),  # equal in float32, and a group of one
-        ([1.0, 0.0, 1.0, 0.0], [0, 1, 0, 1], [True] * 4, 1.0),  # groups are found by uid, not by position
-        ([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [True, False, True, True], 0.5),  # a failed row is no spread
-        ([-1.0, 0.0, -1.0, 0.0], [0, 0, 1, 1], [True, False, False, True], 1.0),
-        ([1.0, 0.0], [0, 0], [False, False], 1.0),
-    ],
-)
-def test_C3_the_share_of_groups_without_spread(scores, uid, valid, share):
-    assert zero_spread_fraction(batch(scores, uid=uid, valid=valid)) == share
+# Coefficients and knobs
+
+
+def test_the_coefficient_of_the_entropy_bonus_is_fixed_without_a_target():
+    fixed = entropy_controller(algorithm("algorithm.entropy_coef=0.01"))
+    assert (type(fixed), fixed.value) == (FixedEntropyController, 0.01)
+    moving = entropy_controller(
+        algorithm("algorithm.entropy_coef=0.01", "algorithm.entropy_target=0.5", "algorithm.entropy_coef_step=0.002")
+    )
+    assert (type(moving), moving.value, moving.target, moving.step) == (AdaptiveEntropyController, 0.01, 0.5, 0.002)
+
+
+def test_the_config_that_is_kept_has_every_knob_of_loss_selector_and_estimator():
+    config = with_all_knobs(config_of("algorithm.loss_mode=clip_cov", "algorithm.loss.clip_cov_lb=0.5"))
+    assert config.algorithm.loss == {
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 2e-4, "clip_cov_lb": 0.5, "clip_cov_ub": 5.0,
+    }  # fmt: skip
+    assert config.algorithm.advantage == {"norm_by_std": True}
+    unknown = config_of("algorithm.loss_mode=no", "algorithm.advantage_estimator=no", "algorithm.loss.x=1")
+    assert with_all_knobs(unknown) == unknown
+
+
+def test_an_estimator_that_weighs_the_reward_functions_gets_their_weights_unless_it_has_its_own():
+    functions = "reward.functions=[{name: a, path: 'x:y', weight: 2.0}, {name: b, path: 'x:z', weight: 0.5}]"
+    gdpo = ["algorithm.advantage_estimator=gdpo", functions]
+    assert with_all_knobs(config_of(*gdpo)).algorithm.advantage == {"weights": [2.0, 0.5]}
+    own = with_all_knobs(config_of(*gdpo, "algorithm.advantage.weights=[1.0,1.0]"))
+    assert own.algorithm.advantage == {"weights": [1.0, 1.0]}

@@ -23,8 +23,8 @@ MASKS = [[1, 1, 1], [0, 0], [], [1, 0]]
 def test_every_rank_gets_its_rows_and_the_counts_of_the_whole_minibatch():
     plans = split_minibatches(batch(MASKS), [4, 3, 1, 3], [[0, 1], [2, 3]], 2, 10)
     assert plans == [
-        [Minibatch([[0]], 3, 1), Minibatch([[3]], 1, 1)],
-        [Minibatch([[1]], 3, 1), Minibatch([[2]], 1, 1)],
+        [Minibatch([0, 1], [[0]], 3, 1), Minibatch([2, 3], [[3]], 1, 1)],
+        [Minibatch([0, 1], [[1]], 3, 1), Minibatch([2, 3], [[2]], 1, 1)],
     ]
 
 
@@ -47,6 +47,7 @@ def test_A4_counts_are_those_of_the_minibatch_for_any_split(masks, ranks, budget
     for number, part in enumerate(minibatches):
         mine = [plan[number] for plan in plans]
         assert sorted(row for own in mine for rows in own.microbatches for row in rows) == sorted(part)
+        assert all(own.rows == part for own in mine)
         assert {own.num_tokens for own in mine} == {sum(sum(masks[row]) for row in part)}
         assert {own.num_sequences for own in mine} == {sum(any(masks[row]) for row in part)}
         assert len({len(own.microbatches) for own in mine}) == 1
@@ -72,6 +73,21 @@ def test_updates_of_two_ranks_add_up():
     assert sum_updates(ranks) == pytest.approx(
         {"clip": 6 / 8, "policy_loss": 2.0 / 2, "grad_norm": 2.0, "grad_norm_max": 3.0, "lr": 0.2}
     )
+
+
+def test_what_the_first_mini_batch_says_of_engine_and_actor_is_divided_by_its_tokens_over_all_ranks():
+    sums = [
+        {"same_policy": 0.1, "abs": 1.0, "kl": 0.5, "k3": 0.25, "weight": 2.0, "weight_squared": 5.0},
+        {"same_policy": 0.3, "abs": 2.0, "kl": -1.0, "k3": 0.75, "weight": 3.0, "weight_squared": 5.0},
+    ]
+    ranks = [UpdateResult(first=own, first_tokens=count, tokens=9) for own, count in zip(sums, (1, 3), strict=True)]
+    assert sum_updates(ranks) == pytest.approx({
+        "same_policy_gap": 0.4 / 4, "engine_gap": 3.0 / 4, "engine_kl": -0.5 / 4, "engine_k3": 1.0 / 4,
+        "engine_effective_sample_size": 5.0**2 / (4 * 10.0),
+    })  # fmt: skip
+    nothing = [UpdateResult(first=dict.fromkeys(sums[0], 0.0))] * 2
+    assert sum_updates(nothing)["engine_effective_sample_size"] == 1.0
+    assert sum_updates(nothing)["same_policy_gap"] == 0.0
 
 
 def test_an_update_without_trained_tokens_or_steps_has_finite_metrics():

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.schema import Config, keys
+from rltrain.schema import Config
+from rltrain.typed import keys
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / folder).rglob("*.py"))
 PYTHON = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+BINARY = (".png", ".pyc", ".coverage")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KEYS = 400, 60, 120
 
 # A child that starts with a module has none of ours loaded, but need not import torch again.
@@ -76,7 +78,7 @@ def texts():
     """The project's files that people read: (path from the root, text)."""
     folders = ["rltrain", "workers", "config", "tests", "docker", "examples", ".ci"]
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
-    files = [path for path in (*inside, *ROOT.iterdir()) if path.is_file() and path.suffix not in (".png", ".pyc")]
+    files = [path for path in (*inside, *ROOT.iterdir()) if path.is_file() and not path.name.endswith(BINARY)]
     return {str(path.relative_to(ROOT)): path.read_text() for path in files}
 
 
@@ -140,5 +142,5 @@ def test_the_wheel_holds_the_code_and_the_config(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     there = {str(path.relative_to(ROOT)) for path in SOURCES}
-    there |= {f"rltrain/{path.relative_to(ROOT)}" for path in (ROOT / "config").rglob("*.yaml")}
+    there |= {f"rltrain/{path.relative_to(ROOT)}" for path in (ROOT / "config").rglob("*.*")}
     assert {name for name in names if ".dist-info/" not in name} == there

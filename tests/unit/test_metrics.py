@@ -58,10 +58,14 @@ def test_E1_the_gap_is_the_mean_difference_over_trained_tokens():
     metrics = gap_of([-1.0, -2.0, -50.0], [-1.5, -1.9, 0.0], [True, True, False])
     assert metrics == pytest.approx({
         "rollout/log_prob_gap": 0.3, "rollout/log_prob_gap_max": 0.5,
-        "rollout/kl": ((math.exp(0.5) - 1 - 0.5) + (math.exp(-0.1) - 1 + 0.1)) / 2,
+        "rollout/kl": (-0.5 + 0.1) / 2,
+        "rollout/k3": ((math.exp(0.5) - 1 - 0.5) + (math.exp(-0.1) - 1 + 0.1)) / 2,
+        "rollout/effective_sample_size": (math.exp(0.5) + math.exp(-0.1)) ** 2 / (2 * (math.exp(1.0) + math.exp(-0.2))),
     })  # fmt: skip
-    assert set(gap_of([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0], [True] * 3).values()) == {0.0}
-    assert set(gap_of([-1.0, -2.0, -3.0], [-9.0, -9.0, -9.0], [False] * 3).values()) == {0.0}
+    none = {"log_prob_gap": 0.0, "log_prob_gap_max": 0.0, "kl": 0.0, "k3": 0.0, "effective_sample_size": 1.0}
+    none = {f"rollout/{name}": value for name, value in none.items()}
+    assert gap_of([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0], [True] * 3) == none
+    assert gap_of([-1.0, -2.0, -3.0], [-9.0, -9.0, -9.0], [False] * 3) == none
 
 
 def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
@@ -72,7 +76,21 @@ def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
         "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout),
         response_mask=torch.ones(10, dtype=torch.bool),
     )  # fmt: skip
-    assert log_prob_gap(made)["rollout/kl"] == pytest.approx(float((engine * (engine / actor).log()).sum()), rel=1e-5)
+    metrics, exact = log_prob_gap(made), float((engine * (engine / actor).log()).sum())
+    assert metrics["rollout/kl"] == pytest.approx(exact, rel=1e-5)
+    assert metrics["rollout/k3"] == pytest.approx(exact, rel=1e-5)
+    weights = actor / engine  # their mean under the engine is 1
+    expected = 1 / float((engine * weights.square()).sum())
+    assert metrics["rollout/effective_sample_size"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_that_were_dropped_or_are_missing_are_told_only_where_they_are_counted():
+    made = samples([1.0, 0.0, 3.0, 0.0], [True] * 4, [[1.0]] * 4)
+    assert not [name for name in sample_metrics(made, ["exact"]) if "groups" in name]
+    made.meta_info.update(groups_dropped=5, groups_missing=1, temperature=0.7)
+    metrics = sample_metrics(made, ["exact"])
+    assert (metrics["rollout/groups_dropped"], metrics["rollout/groups_missing"]) == (5.0, 1.0)
+    assert not [name for name in metrics if "temperature" in name]
 
 
 def test_a_nan_shows_in_the_gap():

@@ -81,7 +81,7 @@ def test_second_copies_and_answers_of_gone_groups_are_ignored():
     made.scored(score(0, 1))  # of a sample that is not there yet
     assert made.groups[0].completions[0].text == "first"
     assert {n: r.scores for n, r in made.groups[0].results.items()} == {0: (1.0,)}
-    made.drop(0)
+    made.drop(0, replace=True)
     assert made.generated(completion(0, 1)) is None
     made.scored(score(0, 1))
     assert made.groups == {}
@@ -131,7 +131,7 @@ def test_only_the_oldest_groups_are_taken_and_only_when_all_are_ready():
 def test_a_dropped_group_leaves_room_for_one_more():
     made = groups(per_step=2, prompts=2)
     assert made.wanted(0) == 0
-    made.drop(0)
+    made.drop(0, replace=True)
     assert (made.wanted(0), made.dropped) == (1, 1)
     made.add([prompt(7)])
     made.ship(0)
@@ -139,6 +139,47 @@ def test_a_dropped_group_leaves_room_for_one_more():
         finish(made, uid)
     assert [group.prompt.index for group in made.take(2)] == [1, 7]
     assert (made.used, made.wanted(1)) == (2, 2)
+
+
+def test_a_dropped_group_that_is_not_replaced_leaves_its_place_empty():
+    made = groups(per_step=3, prompts=3)
+    made.drop(1, replace=False)
+    assert (made.wanted(0), made.dropped, made.used) == (0, 1, 1)
+    finish(made, 0)
+    assert made.take(2) == []
+    finish(made, 2)
+    assert [group.uid for group in made.take(2)] == [0, 2]
+    assert (made.used, made.wanted(1)) == (3, 3)
+
+
+def test_ready_groups_are_told_oldest_first_and_stay():
+    made = groups(prompts=3)
+    assert made.ready() == []
+    finish(made, 2)
+    finish(made, 0)
+    assert [group.uid for group in made.ready()] == [0, 2]
+    assert [group.uid for group in made.ready()] == [0, 2]
+    assert sorted(made.groups) == [0, 1, 2]
+
+
+def test_a_greedy_answer_is_one_more_request_at_temperature_zero_and_the_group_waits_for_it():
+    made = PromptGroups(samples_per_prompt=2, prompts_per_step=1, max_staleness=0, greedy_baseline=True)
+    made.add([prompt()])
+    (group,) = made.ship(0)
+    assert (group.samples, group.size) == (2, 3)
+    requests = requests_of(group, temperature=0.7, max_tokens=4, seed=0)
+    assert [(request.key, request.temperature) for request in requests] == [((0, 0), 0.7), ((0, 1), 0.7), ((0, 2), 0.0)]
+    finish(made, 0)
+    assert (group.state, made.take(1)) == (State.GENERATING, [])
+    made.generated(completion(0, 2))
+    made.scored(score(0, 2))
+    assert made.take(1) == [group]
+
+
+def test_without_a_baseline_every_answer_is_sampled():
+    group = groups(samples=3).groups[0]
+    assert (group.samples, group.size) == (3, 3)
+    assert {r.temperature for r in requests_of(group, temperature=0.7, max_tokens=4, seed=0)} == {0.7}
 
 
 @pytest.mark.parametrize(("staleness", "wanted"), [(0, [3, 3, 3]), (1, [6, 3, 3]), (3, [12, 3, 3])])
@@ -163,15 +204,20 @@ def test_so_many_groups_are_wanted_at_each_version(staleness, wanted):
 class Life(RuleBasedStateMachine):
     """Engines, reward workers and a trainer that act in any order; the weights advance at each take."""
 
-    @initialize(samples=st.integers(1, 3), per_step=st.integers(1, 3), staleness=st.integers(0, 3))
-    def start(self, samples, per_step, staleness):
-        self.groups = PromptGroups(samples_per_prompt=samples, prompts_per_step=per_step, max_staleness=staleness)
-        self.staleness, self.per_step, self.samples = staleness, per_step, samples
+    @initialize(
+        samples=st.integers(1, 3), per_step=st.integers(1, 3), staleness=st.integers(0, 3), greedy=st.booleans()
+    )
+    def start(self, samples, per_step, staleness, greedy):
+        self.groups = PromptGroups(
+            samples_per_prompt=samples, prompts_per_step=per_step, max_staleness=staleness, greedy_baseline=greedy
+        )
+        self.staleness, self.per_step, self.samples = staleness, per_step, samples + greedy
         self.version = self.added = 0
         self.generating: list[tuple[int, int, int]] = []  # (uid, number, version), copies and orphans too
         self.scoring: list[tuple[int, int]] = []
         self.used: list[int] = []
         self.dropped: list[int] = []
+        self.empty_places = 0  # of groups that were dropped and not replaced
 
     @rule()
     def fill(self):
@@ -203,13 +249,22 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.groups.groups)
     @rule(data=st.data())
     def give_up(self, data):
-        uid = data.draw(st.sampled_from(sorted(self.groups.groups)))
-        self.groups.drop(uid)
+        """As dynamic sampling does: a group of the current step; the last place of a step is never left empty."""
+        places = self.places()
+        uid = data.draw(st.sampled_from(sorted(self.groups.groups)[:places]))
+        replace = places == 1 or data.draw(st.booleans())
+        self.groups.drop(uid, replace=replace)
         self.dropped.append(uid)
+        self.empty_places += not replace
+
+    def places(self):
+        """Groups that the current step still takes."""
+        return (self.version + 1) * self.per_step - len(self.used) - self.empty_places
 
     @rule()
     def train(self):
-        for group in self.groups.take(self.per_step):
+        taken = self.groups.take(self.places())
+        for group in taken:
             assert set(group.completions) == set(group.results) == set(range(self.samples))
             for number in range(self.samples):
                 answer, result = group.completions[number], group.results[number]
@@ -218,7 +273,7 @@ class Life(RuleBasedStateMachine):
                 assert self.version - min(answer.versions) <= self.staleness, "older than max_staleness"
             assert self.version - group.shipped <= self.staleness
             self.used.append(group.uid)
-        self.version = len(self.used) // self.per_step
+        self.version += bool(taken)
 
     @invariant()
     def none_is_lost_and_none_is_doubled(self):
@@ -227,14 +282,15 @@ class Life(RuleBasedStateMachine):
         everywhere = [*self.used, *self.dropped, *self.groups.groups]
         assert sorted(everywhere) == list(range(self.added))
         assert self.used == sorted(self.used)
-        assert (self.groups.used, self.groups.dropped) == (len(self.used), len(self.dropped))
+        assert self.groups.used == len(self.used) + self.empty_places
+        assert self.groups.dropped == len(self.dropped)
         assert len(self.groups.groups) <= (self.staleness + 1) * self.per_step
 
     def teardown(self):
         """Whatever happened, the run can go on: with the engines at work a further step comes about."""
         if not hasattr(self, "groups"):
             return
-        before = len(self.used)
+        before, places = len(self.used), self.places()
         self.fill()
         while self.generating:
             uid, number, version = self.generating.pop()
@@ -243,7 +299,7 @@ class Life(RuleBasedStateMachine):
             for number in range(group.size):
                 self.groups.scored(score(uid, number, value=100 * uid + number))
         self.train()
-        assert len(self.used) == before + self.per_step
+        assert len(self.used) == before + places
 
 
 Life.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -4,15 +4,30 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.algorithms import (
+    knobs_of,
+    normalize_advantages,
+    normalize_rewards,
+    rollout_correction,
+    rollout_rejection,
+)
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
-from rltrain.schema import Config, keys, parse, unknown_key
+from rltrain.schema import Config
+from rltrain.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[2]
 # Their only value today; whoever makes more of them removes them here.
 FIXED = {"trainer.resume", "trainer.max_staleness"}
 # These say what the config holds, or refuse it: a key that only they read would have no effect.
-TELLERS = {"schema.py", "plan.py", "checks.py", "compose.py"}
+TELLERS = {"schema.py", "algorithm_config.py", "plan.py", "checks.py", "algorithm_checks.py", "compose.py"}
+# Sections that are handed over whole, as keyword arguments of a function; and what it does not get from there.
+HANDED_WHOLE = {
+    "reward_normalization": (normalize_rewards, {"eps"}, set()),
+    "advantage_normalization": (normalize_advantages, {"eps"}, set()),
+    "correction": (rollout_correction, set(), set()),
+    "rejection": (rollout_rejection, set(), {"only_negative"}),  # this one says which column goes with the others
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +36,28 @@ def values():
     return dataclasses.asdict(config)
 
 
+def loads(tree):
+    return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+
+
+def properties():
+    """What each property of the config reads, by the property's name."""
+    trees = [ast.parse((ROOT / "rltrain" / file).read_text()) for file in ("schema.py", "algorithm_config.py")]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {f.name: loads(f) for f in functions if any(getattr(d, "id", "") == "property" for d in f.decorator_list)}
+
+
 def attributes_read():
-    """Every name that the program reads as an attribute, anywhere but in the files that only describe the config."""
+    """Every name that the program reads as an attribute, itself or through a property of the config that it reads.
+
+    Files that only describe the config do not count.
+    """
     files = [file for folder in ("rltrain", "workers") for file in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(file.read_text()) for file in files if file.name not in TELLERS]
-    return {
-        node.attr
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    }
+    read, known = {name for tree in trees for name in loads(tree)}, properties()
+    while more := {name for found in read & known.keys() for name in known[found]} - read:
+        read |= more
+    return read
 
 
 def test_there_are_at_most_120_keys():
@@ -38,9 +65,16 @@ def test_there_are_at_most_120_keys():
 
 
 def test_every_key_is_read_by_the_program():
-    read = attributes_read()
-    unread = [key for key in keys(Config) if key not in FIXED and key.rpartition(".")[2] not in read]
-    assert unread == []
+    read, whole = attributes_read(), tuple(f"algorithm.{section}." for section in HANDED_WHOLE)
+    unread = {key for key in keys(Config) if key.rpartition(".")[2] not in read and not key.startswith(whole)}
+    assert unread <= FIXED
+
+
+@pytest.mark.parametrize("section", HANDED_WHOLE)
+def test_a_section_that_is_handed_over_whole_has_the_names_that_its_function_takes(values, section):
+    function, own, other = HANDED_WHOLE[section]
+    assert set(values["algorithm"][section]) - other == set(knobs_of(function)) - own
+    assert section in attributes_read()
 
 
 def test_no_field_has_a_default_because_yaml_owns_the_values(values):

@@ -49,17 +49,19 @@ class FakeGroup:
     """One role; `columns` are what it adds to a batch."""
 
     def __init__(self, role, log, **columns):
-        self.role, self.log, self.columns, self.updates = role, log, columns, []
+        self.role, self.log, self.columns = role, log, columns
+        self.updates, self.arguments, self.entropies = [], [], []
 
     def rows(self, method, batch, *, max_tokens):
         self.log.append(f"{self.role} {method} {max_tokens}")
         values = {name: torch.full((4,), value) for name, value in self.columns.items()}
         return batch.with_values("responses", **values).select(list(values))
 
-    def update(self, batch, plan, *, max_tokens):
+    def update(self, batch, plan, *arguments, max_tokens):
         self.log.append(f"{self.role} update {max_tokens}")
         self.updates.append((batch, plan))
-        return {"loss": 0.5}
+        self.arguments.append(arguments)
+        return {"loss": 0.5, "entropy": self.entropies.pop(0) if self.entropies else 0.0}
 
     def start(self, method, *args):
         self.log.append(f"{self.role} start {method} {args}")
@@ -125,7 +127,7 @@ def test_a_grpo_step_with_reference_asks_it_before_the_update():
     made, log = trainer("algorithm.kl_loss.kl_loss_coef=0.1", reference=True)
     made.train_step()
     assert log == [
-        "collect 0", "actor compute_log_probs 1111", "reference compute_log_probs 1111", "actor update 1111", *SYNC
+        "collect 0", "reference compute_log_probs 1111", "actor compute_log_probs 1111", "actor update 1111", *SYNC
     ]  # fmt: skip
 
 
@@ -136,7 +138,7 @@ def test_a_ppo_step_updates_the_critic_before_the_actor_each_with_its_own_budget
     metrics, _ = made.train_step()
     asked = ["reference compute_log_probs 1111"] if reference else []
     assert log == [
-        "collect 0", "actor compute_log_probs 1111", *asked, "critic compute_values 2222",
+        "collect 0", *asked, "actor compute_log_probs 1111", "critic compute_values 2222",
         "critic update 2222", "actor update 1111", *SYNC,
     ]  # fmt: skip
     assert metrics["critic/loss"] == metrics["actor/loss"] == 0.5
@@ -278,6 +280,83 @@ def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step()
     _, batch = made.train_step()
     assert log.count("actor compute_log_probs 1111") == 1
     assert batch.values("old_log_probs").tolist() == [-1.0] * 4
+
+
+# One optimizer step on all: the old log-probs are the current ones
+
+ONE_STEP = "trainer.prompts_per_minibatch=2"
+
+
+def test_with_one_optimizer_step_on_all_the_actor_is_asked_in_the_first_step_only_to_check_the_engine():
+    made, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=1", old=-1.25)
+    first, batch = made.train_step()
+    second, later = made.train_step()
+    assert log.count("actor compute_log_probs 1111") == 1
+    assert log.index("actor compute_log_probs 1111") < log.index("actor update 1111")
+    assert batch.values("old_log_probs").tolist() == [-1.25] * 4
+    assert "old_log_probs" not in later
+    assert first["rollout/log_prob_gap"] == 0.25
+    assert not [name for name in second if name.startswith("rollout/log_prob_gap")]
+
+
+@pytest.mark.parametrize("setting", ["trainer.epochs_per_step=2", "algorithm.correction.level=token"])
+def test_where_the_old_policy_is_read_the_actor_is_asked_in_every_step(setting):
+    made, log = trainer(ONE_STEP, setting)
+    made.train_step()
+    made.train_step()
+    assert log.count("actor compute_log_probs 1111") == 2
+
+
+def test_E1_one_optimizer_step_a_step_does_not_save_the_engine_its_check():
+    made, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=0.1", old=-1.25)
+    with pytest.raises(LogProbError, match="disagree by 0.25 nats"):
+        made.train_step()
+    assert log == ["collect 0", "actor compute_log_probs 1111"]
+
+
+# The coefficient of the entropy bonus
+
+
+def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
+    made, _ = trainer(
+        "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.01", "algorithm.entropy_coef_step=0.004"
+    )
+    made.actor.entropies = [0.4, 0.3, 0.6, 0.4]
+    shown = [made.train_step()[0]["actor/entropy_coef"] for _ in range(5)]
+    assert [coef for (coef,) in made.actor.arguments] == shown  # what is shown is what the actor was given
+    assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018])  # above the target the bonus is off
+
+
+def test_without_a_target_the_entropy_coefficient_stays_and_is_not_shown():
+    made, _ = trainer("algorithm.entropy_coef=0.01")
+    made.actor.entropies = [0.4, 9.0]
+    assert not [name for _ in range(2) for name in made.train_step()[0] if name == "actor/entropy_coef"]
+    assert made.actor.arguments == [(0.01,), (0.01,)]
+
+
+def test_only_the_actor_is_given_an_entropy_coefficient():
+    made, _ = trainer("algorithm=ppo", "algorithm.entropy_coef=0.02", critic=True)
+    made.train_step()
+    assert (made.actor.arguments, made.critic.arguments) == ([(0.02,)], [()])
+
+
+# What is trained on
+
+
+def test_what_leaves_the_mask_leaves_the_actors_batch_and_is_reported():
+    rejection = ["algorithm.rejection.kl_estimator=abs", "algorithm.rejection.upper=0.1"]
+    made, _ = trainer(*rejection, "rollout.max_log_prob_gap=1", old=-1.25)
+    metrics, batch = made.train_step()
+    assert not bool(made.actor.updates[0][0].values("response_mask").any())
+    assert metrics["rollout/rejection_dropped_fraction"] == 1.0
+    assert batch.values("advantages").abs().sum() > 0  # the statistics came before
+
+
+def test_a_selector_that_chooses_by_chance_gets_new_draws_each_step():
+    made, _ = trainer("algorithm.loss_mode=clip_cov")
+    draws = [made.train_step()[1].values("random_draws").tolist() for _ in range(2)]
+    assert draws[0] != draws[1]
+    assert trainer("algorithm.loss_mode=clip_cov")[0].train_step()[1].values("random_draws").tolist() == draws[0]
 
 
 class Engines:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.advantages.returns import check_discount, discounted_suffix_sum, pack, places, unpack
 from rltrain.algorithms.ratio import as_float, as_mask, masked
 from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
@@ -18,33 +19,13 @@ def gae(
 
     All (B, T); masked slots are ignored and give 0. Nothing is whitened: see `normalize_advantages`. No gradient.
     """
-    for name, knob in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= knob <= 1:
-            raise ValueError(f"{name}={knob} must be in [0, 1], or credit grows with distance; use 1.0 for no discount")
+    check_discount("gamma", gamma)
+    check_discount("lam", lam)
     mask = as_mask(response_mask)
     rewards, baseline = as_float(token_level_rewards.detach()), as_float(values.detach())
-    place = mask.cumsum(-1) - 1  # the how-manieth trained token of its row each one is
-    packed_rewards, packed_values = _pack(rewards, mask, place), _pack(baseline, mask, place)
+    place = places(mask)
+    packed_rewards, packed_values = pack(rewards, mask, place), pack(baseline, mask, place)
     next_values = torch.nn.functional.pad(packed_values[:, 1:], (0, 1))
     delta = packed_rewards + gamma * next_values - packed_values
-    packed_advantages = _discounted_suffix_sum(delta, gamma * lam)
-    advantages = masked(packed_advantages.gather(1, place.clamp(min=0)), mask)
+    advantages = unpack(discounted_suffix_sum(delta, gamma * lam), mask, place)
     return advantages, masked(advantages + baseline, mask)
-
-
-def _pack(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
-    """Move each row's trained values to its front, in order, and fill up with 0."""
-    rows, length = values.shape
-    bin_for_masked = length  # one extra column, cut off again
-    packed = values.new_zeros(rows, length + 1).scatter(1, place.where(mask, bin_for_masked), masked(values, mask))
-    return packed[:, :length]
-
-
-def _discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
-    """y_t = sum_l discount^l x_t+l along the last axis: after k rounds of doubling, y holds the sums of 2^k terms."""
-    span, length = 1, values.shape[-1]
-    while span < length and (weight := discount**span) > 0:
-        longer = torch.add(values[:, :-span], values[:, span:], alpha=weight)
-        values = torch.cat((longer, values[:, -span:]), dim=-1)
-        span *= 2
-    return values

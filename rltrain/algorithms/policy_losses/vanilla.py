@@ -4,6 +4,7 @@ from torch import Tensor
 
 from rltrain.algorithms.ratio import (
     as_mask,
+    check_clip_ratio_c,
     check_clip_ratios,
     clipped_ratio,
     masked,
@@ -38,10 +39,7 @@ def vanilla(
     (second), `ratio_mean`, `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
-    if not clip_ratio_c > 1:
-        raise ValueError(
-            f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, or inf for no dual clip"
-        )
+    check_clip_ratio_c(clip_ratio_c)
     mask = as_mask(response_mask)
     advantage = masked(advantages.detach(), mask)
     log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)

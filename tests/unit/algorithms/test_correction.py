@@ -3,7 +3,14 @@ import math
 import pytest
 import torch
 
-from rltrain.algorithms import aggregate_loss, rollout_correction
+from rltrain.algorithms import (
+    POLICY_LOSSES,
+    aggregate_loss,
+    effective_sample_size,
+    rollout_correction,
+    rollout_diagnostics,
+    rollout_rejection,
+)
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask", "reject")
@@ -91,6 +98,10 @@ def test_D9_without_a_cap_a_long_row_far_off_still_has_finite_weights(level):
         far, -far, torch.ones(1, 1000), level=level, mode="truncate", lower=None, upper=None
     )
     assert torch.allclose(weights, torch.tensor(20.0).exp())
+    weights, _, _ = rollout_correction(
+        -far, far, torch.ones(1, 1000), level=level, mode="truncate", lower=None, upper=None
+    )
+    assert torch.allclose(weights, torch.tensor(-20.0).exp(), rtol=1e-5, atol=0)
 
 
 def test_a_cap_alone_is_truncated_importance_sampling():
@@ -107,6 +118,8 @@ def test_with_advantages_only_bad_tokens_are_dropped():
     assert torch.equal(mask, MASK == 1)
     _, mask, _ = correct(advantages=advantages, mode="reject")
     assert mask.any(-1).tolist() == [False, True, False]
+    for mode in MODES:
+        assert torch.equal(correct(advantages=0 * advantages, mode=mode)[1], MASK == 1)
 
 
 def test_A4_a_rejected_row_leaves_numerator_and_denominator():
@@ -125,8 +138,249 @@ def test_A4_a_rejected_row_leaves_numerator_and_denominator():
         ({"upper": 0.9}, "upper=0.9"),
         ({"lower": -0.1}, "lower=-0.1"),
         ({"upper": math.nan}, "upper=nan"),
+        ({"lower": 1.5, "upper": None}, "0 <= lower <= 1 <= upper must hold"),
     ],
 )
 def test_what_cannot_be_done_is_refused(knobs, complaint):
     with pytest.raises(ValueError, match=complaint):
         correct(**knobs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_ratio_on_the_bound_is_inside(level):
+    for mode in ("mask", "reject"):
+        _, mask, metrics = correct(torch.ones(2, 1), torch.ones(2, 1), level=level, mode=mode, lower=1.0, upper=1.0)
+        assert mask.all()
+        assert metrics["outside_fraction"].item() == 0
+
+
+def test_D8_the_decoupled_objective_has_the_gradient_of_samples_from_the_policy_itself():
+    """arXiv 2110.00641, 2505.24298: behaviour mu sampled, pi_old is proximal, pi is trained. By enumeration,
+
+    E_mu[(pi_old / mu) (pi / pi_old) A grad log pi] = E_pi[A grad log pi] where nothing is clipped.
+    """
+    generator = torch.Generator().manual_seed(0)
+    mu, old, noise, advantages = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(4))
+    mu, old, theta = mu.log_softmax(-1), old.log_softmax(-1), (old + 0.05 * noise).requires_grad_()
+    pi = theta.log_softmax(-1)
+    ones = torch.ones(6, 1)  # a row of one token for each word
+    weights, mask, _ = rollout_correction(
+        old[:, None], mu[:, None], ones, level="token", mode="truncate", lower=None, upper=None
+    )
+    losses, metrics = POLICY_LOSSES.get("vanilla")(pi[:, None], old[:, None], advantages[:, None], mask)
+    assert metrics["clip_fraction"].item() == 0
+    assert (weights - 1).abs().max() > 0.5  # mu is another policy
+    assert (pi - old).abs().max() > 0.01  # and so is pi_old
+    (decoupled,) = torch.autograd.grad((mu.exp() * (weights * losses)[:, 0]).sum(), theta, retain_graph=True)
+    (on_policy,) = torch.autograd.grad(-(pi.detach().exp() * advantages * pi).sum(), theta)
+    assert (decoupled - on_policy).abs().max() <= 1e-10 * on_policy.abs().max()
+
+
+ESTIMATORS = {  # of d = log pi_rollout - log pi_old
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+    "abs": lambda d: abs(d),
+}
+#               d: sums to 0         one far token  far below and its masked token  nothing trained
+DISTANCES = torch.tensor([[0.5, -0.5, 0.0], [1.5, 0.0, 0.0], [-1.0, -1.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
+TRAINED = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]])
+NONE, ALL = [0, 0, 0], [1, 1, 1]
+
+
+def reject(distances=DISTANCES, mask=TRAINED, advantages=None, **knobs):
+    old = torch.full_like(distances, -2.0)
+    return rollout_rejection(old, old + distances, mask, advantages, **knobs)
+
+
+#  k2: .125 .125 0 | 1.125 0 0 | .5 .5           k3: e^-.5-.5=.107  e^.5-1.5=.149  0 | e^-1.5+.5=.723 | e-2=.718 .718
+REJECTIONS = [
+    ("k1", "token", {"upper": 0.4}, [[0, 1, 1], [0, 1, 1], [1, 1, 0], NONE]),
+    ("k1", "token", {"lower": -0.4}, [[1, 0, 1], ALL, [0, 0, 0], NONE]),
+    ("k1", "sequence", {"upper": 0.4}, [ALL, NONE, [1, 1, 0], NONE]),  # means 0, .5, -1
+    ("k1", "sequence", {"lower": -0.4, "upper": 0.6}, [ALL, ALL, NONE, NONE]),
+    ("k1", "max", {"upper": 1.0}, [ALL, NONE, [1, 1, 0], NONE]),
+    ("k1", "max", {"lower": -0.6, "upper": 2.0}, [ALL, ALL, NONE, NONE]),
+    ("k2", "token", {"upper": 0.3}, [ALL, [0, 1, 1], NONE, NONE]),
+    ("k2", "sequence", {"upper": 0.4}, [ALL, ALL, NONE, NONE]),  # means .083, .375, .5
+    ("k2", "max", {"upper": 1.0}, [ALL, NONE, [1, 1, 0], NONE]),
+    ("k3", "token", {"upper": 0.72}, [ALL, [0, 1, 1], [1, 1, 0], NONE]),
+    ("k3", "sequence", {"upper": 0.3}, [ALL, ALL, NONE, NONE]),  # means .085, .241, .718
+    ("k3", "max", {"upper": 0.72}, [ALL, NONE, [1, 1, 0], NONE]),
+    ("abs", "token", {"upper": 0.4}, [[0, 0, 1], [0, 1, 1], NONE, NONE]),
+    ("abs", "sequence", {"upper": 0.4}, [ALL, NONE, NONE, NONE]),  # means .333, .5, 1
+    ("abs", "max", {"upper": 1.2}, [ALL, NONE, [1, 1, 0], NONE]),
+]
+
+
+@pytest.mark.parametrize(("kl_estimator", "level", "bounds", "expected"), REJECTIONS)
+def test_each_estimator_and_level_of_rejection_on_a_case_worked_by_hand(kl_estimator, level, bounds, expected):
+    mask, metrics = reject(kl_estimator=kl_estimator, level=level, **bounds)
+    assert mask.dtype == torch.bool
+    assert mask.int().tolist() == expected
+    assert metrics["dropped_fraction"].item() == TRAINED.sum() - mask.sum()
+    assert metrics["outside_fraction"].item() == TRAINED.sum() - mask.sum()
+    values = [ESTIMATORS[kl_estimator](d) for d in DISTANCES[TRAINED == 1].tolist()]
+    assert metrics["divergence"].item() == pytest.approx(sum(values), rel=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "max"])
+def test_a_value_on_the_bound_is_kept(level):
+    distances = torch.tensor([[0.5], [-0.25]], dtype=torch.float64)
+    mask, _ = reject(distances, torch.ones(2, 1), kl_estimator="k1", level=level, lower=-0.25, upper=0.5)
+    assert mask.all()
+    mask, _ = reject(distances, torch.ones(2, 1), kl_estimator="k1", level=level, lower=-0.24, upper=0.49)
+    assert not mask.any()
+
+
+@pytest.mark.parametrize("kl_estimator", ESTIMATORS)
+@pytest.mark.parametrize("level", ["token", "sequence", "max"])
+def test_D8_where_engine_and_actor_agree_even_bounds_of_zero_reject_nothing(kl_estimator, level):
+    lower = 0.0 if kl_estimator == "k1" else None
+    mask, metrics = reject(0 * DISTANCES, kl_estimator=kl_estimator, level=level, lower=lower, upper=0.0)
+    assert torch.equal(mask, TRAINED == 1)
+    assert all(value.item() == 0 for value in metrics.values())
+
+
+#  row 1 is far; its mean advantage decides, and a masked slot's does not
+@pytest.mark.parametrize(
+    ("advantages", "by_row", "by_token"),
+    [
+        ([-1.0, 2.0, -2.0], NONE, [0, 1, 1]),  # mean -1/3; the far token is bad
+        ([-1.0, 2.0, 0.0], ALL, [0, 1, 1]),  # mean 1/3
+        ([2.0, -1.0, -2.0], NONE, ALL),  # mean -1/3; the far token is good
+        ([0.0, 0.0, 0.0], ALL, ALL),
+    ],
+)
+def test_with_advantages_only_what_is_bad_is_rejected(advantages, by_row, by_token):
+    columns = torch.tensor([[-1.0] * 3, advantages, [1.0, 0.5, -9.0], [-1.0] * 3])
+    for level, expected in (("sequence", by_row), ("max", by_row), ("token", by_token)):
+        upper = 0.4 if level == "sequence" else 1.0
+        mask, metrics = reject(advantages=columns, kl_estimator="k1", level=level, lower=-0.6, upper=upper)
+        assert mask.int().tolist() == [ALL, expected, [1, 1, 0], NONE]
+        assert metrics["outside_fraction"].item() == (3 if level == "token" else 5)  # rows 1 and 2, kept or not
+        assert metrics["dropped_fraction"].item() == 3 - sum(expected)
+
+
+def test_k1_of_sequences_with_an_upper_bound_is_off_policy_sequence_masking():
+    """arXiv 2512.02556: a row goes where A < 0 and the mean of log pi_old / pi_theta (rollout over actor) > delta."""
+    generator = torch.Generator().manual_seed(0)
+    rollout, actor = (-torch.rand(64, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(64, 5, generator=generator) < 0.7
+    advantages = torch.randn(64, 1, generator=generator).expand(64, 5)
+    kept, _ = rollout_rejection(actor, rollout, mask, advantages, kl_estimator="k1", level="sequence", upper=0.1)
+    dropped = 0
+    for i in range(64):
+        tokens = [t for t in range(5) if mask[i, t]]
+        mean = sum((rollout[i, t] - actor[i, t]).item() for t in tokens) / max(len(tokens), 1)
+        gone = advantages[i, 0] < 0 and mean > 0.1
+        dropped += bool(gone)
+        assert kept[i].tolist() == [bool(mask[i, t]) and not gone for t in range(5)]
+    assert 5 < dropped < 30
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "max"])
+def test_B2_D9_rejection_ignores_masked_garbage_and_stays_finite(level):
+    far = torch.tensor([[1e3, -1e3, 0.0], [1e-3, 0.0, 0.0]], dtype=torch.float64)
+    masks = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    for garbage in (torch.nan, torch.inf, -torch.inf, 1e4):
+        dirty = far.clone()
+        dirty[:, 2] = garbage
+        columns = torch.full_like(dirty, -1.0)
+        columns[:, 2] = garbage
+        mask, metrics = reject(dirty, masks, columns, kl_estimator="k3", level=level, upper=0.1)
+        assert mask[1].tolist() == [True, True, False]
+        assert mask[0].tolist() == [False, False, False]
+        assert all(value.isfinite() and not value.requires_grad for value in metrics.values())
+
+
+def test_a_broken_log_prob_in_a_trained_token_is_not_swept_away():
+    broken = torch.tensor([[torch.nan, 0.0]], dtype=torch.float64)
+    for level in ("token", "sequence", "max"):
+        mask, metrics = reject(broken, torch.ones(1, 2), kl_estimator="k3", level=level, upper=0.1)
+        assert mask.all()
+        assert metrics["divergence"].isnan()
+
+
+REFUSALS = [
+    ({}, "lower=None, upper=None: one must be a number, or nothing is ever rejected; use upper=0.1, say"),
+    ({"upper": -0.1}, "lower=None, upper=-0.1: lower <= 0 <= upper must hold"),
+    ({"lower": 0.1}, "lower=0.1, upper=None: lower <= 0 <= upper must hold"),
+    ({"upper": math.nan}, "lower=None, upper=nan: lower <= 0 <= upper must hold"),
+    ({"lower": 0.0, "kl_estimator": "k2"}, "lower=0.0 with kl_estimator='k2': its values are never negative"),
+    ({"lower": -1.0, "upper": 1.0, "kl_estimator": "k3"}, "lower=-1.0 with kl_estimator='k3'"),
+    ({"lower": -1.0, "upper": 1.0, "kl_estimator": "abs"}, "lower=-1.0 with kl_estimator='abs'"),
+    ({"upper": 1.0, "kl_estimator": "k1+"}, "kl_estimator='k1\\+' is not known; use one of: k1, k2, k3, abs"),
+    ({"upper": 1.0, "level": "geometric"}, "level='geometric' is not known; use one of: token, sequence, max"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "complaint"), REFUSALS)
+def test_a_rejection_that_cannot_be_done_is_refused(knobs, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        reject(**{"kl_estimator": "k1", "level": "token", **knobs})
+
+
+def test_the_diagnostics_are_sums_over_trained_tokens():
+    sums = rollout_diagnostics(RATIOS.log() - 2.0, torch.full_like(RATIOS, -2.0), MASK)
+    ratios = RATIOS[MASK == 1].tolist()
+    expected = {
+        "kl": sum(-math.log(w) for w in ratios),
+        "k3": sum(w - 1 - math.log(w) for w in ratios),
+        "abs": sum(abs(math.log(w)) for w in ratios),
+        "weight": sum(ratios),
+        "weight_squared": sum(w * w for w in ratios),
+    }
+    assert sums.keys() == expected.keys()
+    for name, value in expected.items():
+        assert sums[name].item() == pytest.approx(value, rel=1e-12), name
+        assert sums[name].shape == ()
+    _, _, metrics = correct()
+    assert torch.equal(metrics["rollout_kl"], sums["k3"])
+
+
+def test_the_diagnostics_estimate_the_divergence_of_the_engine_from_the_actor():
+    generator = torch.Generator().manual_seed(0)
+    rollout, old = (torch.randn(1, 6, generator=generator).double().log_softmax(-1) for _ in range(2))
+    exact = (rollout.exp() * (rollout - old)).sum().item()
+    for name, wanted in (("kl", exact), ("k3", exact), ("weight", 1.0)):
+        each = [rollout_diagnostics(old[:, [y]], rollout[:, [y]], torch.ones(1, 1))[name].item() for y in range(6)]
+        assert sum(p * v for p, v in zip(rollout[0].exp().tolist(), each, strict=True)) == pytest.approx(
+            wanted, rel=1e-10
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_B2_D9_the_diagnostics_are_finite_detached_and_blind_to_masked_slots(dtype):
+    old = torch.tensor([[1e3, -1e3, torch.nan, torch.inf]], dtype=dtype, requires_grad=True)
+    sums = rollout_diagnostics(old, torch.zeros_like(old), torch.tensor([[1, 1, 0, 0]]))
+    for value in sums.values():
+        assert value.isfinite()
+        assert not value.requires_grad
+        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert sums["kl"].item() == 0
+    assert sums["abs"].item() == 40
+    assert sums["weight"].item() == pytest.approx(math.exp(20), rel=1e-6)
+    assert sums["weight_squared"].item() == pytest.approx(math.exp(40), rel=1e-6)
+
+
+def test_the_effective_sample_size_by_hand():
+    assert effective_sample_size(4.0, 10.0, 2) == pytest.approx(0.8)  # weights 1 and 3
+    assert effective_sample_size(1.0, 1.0, 4) == 0.25  # one sample counts, three do not
+    assert effective_sample_size(7.0, 7.0, 7) == 1  # all weights 1
+    assert effective_sample_size(0.0, 0.0, 0) == 1  # no sample at all
+    assert effective_sample_size(3.0, 3.0, 1) == 1  # what rounding could not do is cut as well
+    four, ten = torch.tensor(4.0, dtype=torch.float64), torch.tensor(10.0, dtype=torch.float64)
+    assert effective_sample_size(four, ten, torch.tensor(2)).item() == pytest.approx(0.8)
+    assert effective_sample_size(0 * four, 0 * ten, torch.tensor(0)) == 1
+
+
+def test_the_effective_sample_size_is_one_where_they_agree_and_small_where_one_token_is_far():
+    mask = torch.ones(3, 4)
+    for ratios, low, high in (
+        (torch.ones(3, 4), 1, 1),
+        (torch.tensor([1e6, *[1.0] * 11]).view(3, 4), 1 / 12, 1 / 11.9),
+    ):
+        sums = rollout_diagnostics(ratios.double().log(), torch.zeros(3, 4).double(), mask)
+        size = float(effective_sample_size(sums["weight"], sums["weight_squared"], mask.sum()))
+        assert low <= size <= high

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rltrain.algorithms import (
+    ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
-    AdaptiveKLController,
-    FixedKLController,
+    POLICY_LOSSES,
     aggregate_loss,
     apply_kl_in_reward,
     kl_estimate,
@@ -90,16 +90,27 @@ def test_D6_times_the_ratio_it_is_that_of_samples_from_an_older_policy(name, see
     assert torch.allclose(expected_gradient(name, theta, ref, old), wanted, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("name", "weighted"), [*((name, False) for name in FROM_PI), *((name, True) for name in FROM_OLD)]
+)
 def test_D4_a_step_lowers_the_divergence_that_the_docstring_names(name, weighted):
+    """Every estimator but k1 alone, which names none."""
     theta, ref = logits(0).requires_grad_(), logits(1).log_softmax(-1)
-    if name == "k1" and not weighted:
-        pytest.skip("k1 alone names none")
     old = logits(2).log_softmax(-1) if weighted else None
     divergence = DIVERGENCES[(FROM_OLD if weighted else FROM_PI)[name]]
     after = theta - 0.05 * expected_gradient(name, theta, ref, old)
     assert divergence(after.log_softmax(-1), ref) < divergence(theta.log_softmax(-1), ref) - 1e-4
+
+
+def test_the_divergences_named_here_cover_every_estimator():
+    assert {"k1", *FROM_PI} == set(FROM_OLD) == set(KL_ESTIMATORS.names())
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+def test_times_the_ratio_the_mean_of_an_older_policys_samples_is_that_of_samples_from_pi(name):
+    pi, ref, old = (logits(seed).log_softmax(-1) for seed in range(3))
+    weighted = (old.exp() * kl_estimate(pi, ref, name, old_log_probs=old)).sum()
+    assert weighted.item() == pytest.approx((pi.exp() * kl_estimate(pi, ref, name)).sum().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
@@ -142,6 +153,19 @@ def test_a_broken_log_prob_stays_visible_in_a_trained_token():
     assert aggregate_loss(estimate, torch.tensor([[1, 1]]), "token-mean").isnan()
 
 
+@pytest.mark.parametrize("broken", [0, 1, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_where_an_input_is_broken_the_estimate_is_nan_and_no_gradient_goes_back(broken, value):
+    inputs = [torch.tensor([[-1.0, -2.0]], dtype=torch.float64) for _ in range(3)]
+    inputs[broken][0, 1] = value
+    new, ref, old = inputs
+    new.requires_grad_()
+    estimate = kl_estimate(new, ref - 0.5, "k1", old_log_probs=old)
+    (gradient,) = torch.autograd.grad(estimate.nansum(), new)
+    assert estimate.isnan().tolist() == [[False, True]]
+    assert gradient.tolist() == [[1.5, 0.0]]  # (r d)' = r (1 + d)
+
+
 def test_the_reference_and_the_old_policy_get_no_gradient():
     new, ref, old = (logits(seed).requires_grad_() for seed in range(3))
     loss = kl_estimate(new, ref, "k3", old_log_probs=old).sum()
@@ -163,57 +187,70 @@ def test_D5_the_coefficient_in_the_reward_acts():
         assert not rewards.requires_grad
 
 
-def test_the_fixed_controller_stays():
-    controller = FixedKLController(0.2)
-    controller.update(100.0, 1000)
-    assert controller.value == 0.2
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+def test_D5_the_coefficient_in_the_loss_acts_in_proportion(name, weighted, make_batch, call):
+    batch = make_batch()
+    log_probs, mask = batch["log_probs"].requires_grad_(), batch["response_mask"]
+    old = batch["old_log_probs"] if weighted else None
+
+    def gradient(kl_coef):
+        policy, _ = call(POLICY_LOSSES.get("vanilla"), batch)
+        kl = kl_estimate(log_probs, batch["ref_log_probs"], name, old_log_probs=old)
+        loss = aggregate_loss(policy, mask, "token-mean") + kl_coef * aggregate_loss(kl, mask, "token-mean")
+        return torch.autograd.grad(loss, log_probs)[0]
+
+    off, small, large = gradient(0.0), gradient(0.01), gradient(0.03)
+    assert (small - off).abs().max() > 1e-4
+    assert torch.allclose(large - off, 3 * (small - off), rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("kl", "factor"),
-    [
-        (6.0, 1.0),
-        (6.6, 1 + 0.1 * 0.1),
-        (5.4, 1 - 0.1 * 0.1),
-        (600.0, 1 + 0.2 * 0.1),
-        (0.0, 1 - 0.2 * 0.1),
-        (torch.tensor(600.0), 1.02),
-    ],
-)
-def test_the_adaptive_controller_moves_in_proportion_clipped_to_a_fifth(kl, factor):
-    controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
-    controller.update(kl, 100)
-    assert controller.value == pytest.approx(0.2 * factor, rel=1e-12)
+def one_step_of_grpo(name, kl_coef):
+    """Loss, its gradient, and the parts, on policy with two whole groups, rows of 3, 1, 2 and 4 tokens."""
+    mask = torch.arange(4) < torch.tensor([[3], [1], [2], [4]])
+    generator = torch.Generator().manual_seed(0)
+    old, ref = (-torch.rand(4, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    scores = torch.zeros(4, 4, dtype=torch.float64)
+    scores[:, 0] = torch.tensor([1.0, 0.0, 0.3, 2.0])  # groups {0, 2} and {1, 3}
+    uid, valid = torch.tensor([7, 3, 7, 3]), torch.ones(4, dtype=torch.bool)
+    advantages, _ = ADVANTAGE_ESTIMATORS.get("grpo")(scores, mask, uid, valid)
+    log_probs = old.clone().requires_grad_()
+    policy, _ = POLICY_LOSSES.get("vanilla")(log_probs, old, advantages, mask)
+    kl = kl_estimate(log_probs, ref, name)
+    loss = aggregate_loss(policy + kl_coef * kl, mask, "seq-mean-token-mean")
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return loss.item(), gradient, advantages, old, ref, mask
 
 
-def test_the_adaptive_controller_brings_a_responding_kl_to_its_target():
-    controller = AdaptiveKLController(0.01, target=2.0, horizon=100)
-    for _ in range(500):
-        controller.update(1 / controller.value, 50)  # a policy whose KL is inverse to the coefficient
-    assert 1 / controller.value == pytest.approx(2.0, rel=1e-3)
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+def test_D7_on_policy_grpo_with_whole_groups_has_the_loss_beta_times_kl(name):
+    loss, _, advantages, old, ref, mask = one_step_of_grpo(name, 0.04)
+    per_row = [kl_estimate(old[i], ref[i], name)[mask[i]].mean().item() for i in range(4)]
+    assert advantages.abs().max() > 0.5  # the advantages are there, and cancel
+    assert loss == pytest.approx(0.04 * sum(per_row) / 4, rel=1e-10)
 
 
-@pytest.mark.parametrize("make", [lambda: FixedKLController(0.1), lambda: AdaptiveKLController(0.1, 6.0, 1000)])
-def test_a_controller_restores_bit_for_bit(make):
-    controller, other = make(), make()
-    for kl in (1.0, 9.0, 7.3):
-        controller.update(kl, 64)
-    other.load_state_dict(controller.state_dict())
-    assert other.value == controller.value
-    for each in (controller, other):
-        each.update(3.3, 64)
-    assert other.value == controller.value
+def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
+    """arXiv 2402.03300: -(A + beta (pi_ref / pi - 1)) grad log pi, over the row's tokens and the rows."""
+    _, gradient, advantages, old, ref, mask = one_step_of_grpo("k3", 0.04)
+    for i, t in mask.nonzero().tolist():
+        push = advantages[i, t].item() + 0.04 * (math.exp(ref[i, t] - old[i, t]) - 1)
+        assert gradient[i, t].item() == pytest.approx(-push / (mask[i].sum().item() * 4), rel=1e-10)
+    assert (gradient[~mask] == 0).all()
 
 
-@pytest.mark.parametrize(("kl_coef", "target", "horizon"), [(0.0, 6.0, 10), (0.1, 0.0, 10), (0.1, 6.0, 0)])
-def test_an_adaptive_controller_that_could_not_move_is_refused(kl_coef, target, horizon):
-    with pytest.raises(ValueError, match=f"kl_coef={kl_coef}, target={target}, horizon={horizon}"):
-        AdaptiveKLController(kl_coef, target, horizon)
+def test_beyond_20_nats_k3_stays_where_it_is():
+    far = torch.tensor([-25.0, -20.0, 20.0, 25.0], dtype=torch.float64)
+    e20 = math.exp(20)
+    assert kl_estimate(far, torch.zeros_like(far), "k3").tolist() == pytest.approx(
+        [e20 - 21, e20 - 21, 1 / e20 + 19, 1 / e20 + 19], rel=1e-14
+    )
 
 
-@pytest.mark.parametrize(("kl", "n_steps", "complaint"), [(math.nan, 1, "kl=nan"), (1.0, 50, "horizon above 10")])
-def test_an_update_that_would_break_the_coefficient_is_refused(kl, n_steps, complaint):
-    controller = AdaptiveKLController(0.1, 6.0, 10)
-    with pytest.raises(ValueError, match=complaint):
-        controller.update(kl, n_steps)
-    assert controller.value == 0.1
+def test_the_penalty_in_the_reward_leaves_the_score_and_skips_masked_tokens():
+    scores = torch.tensor([[0.0, 2.0, torch.nan]], dtype=torch.float64, requires_grad=True)
+    pi = torch.tensor([[0.25, 0.5, torch.nan]], dtype=torch.float64).log()
+    ref = torch.tensor([[0.5, 0.25, 1.0]], dtype=torch.float64).log()
+    rewards = apply_kl_in_reward(scores, pi, ref, torch.tensor([[1, 1, 0]]), kl_coef=0.5, kl_estimator="k1")
+    assert rewards.tolist()[0] == pytest.approx([0.5 * LOG2, 2 - 0.5 * LOG2, 0.0], rel=1e-12)
+    assert not rewards.requires_grad

@@ -22,14 +22,19 @@ CASES = [
 ]
 
 
+def another(default):
+    """Another value for a knob, of its default's type."""
+    if isinstance(default, tuple):
+        return (1.0, 3.0)  # a weight for each of the two components
+    return (not default) if isinstance(default, bool) else 0.8 * default
+
+
 @pytest.mark.parametrize(("registry", "name", "knob"), CASES, ids=[f"{n}-{k}" for _, n, k in CASES])
 def test_H1_every_knob_of_every_registered_function_changes_its_output(registry, name, knob, make_batch, call):
     function, batch = registry.get(name), make_batch(length=64, spread=1.0)
     batch["log_probs"][::2] = batch["old_log_probs"][::2] + 1e-2 * batch["values"][::2]  # rows near the old policy too
-    default = knobs_of(function)[knob]
-    changed = (not default) if isinstance(default, bool) else 0.8 * default
     before, _ = call(function, batch)
-    after, _ = call(function, batch, **{knob: changed})
+    after, _ = call(function, batch, **{knob: another(knobs_of(function)[knob])})
     assert not torch.allclose(before, after, rtol=1e-9, atol=1e-12)
 
 
@@ -77,3 +82,14 @@ def test_H1_value_loss_and_whitening(make_batch):
     columns = batch["values"], batch["old_values"], batch["returns"], batch["response_mask"]
     assert differs(value_loss, columns, {}, clip_range_value=0.3)
     assert differs(normalize_advantages, (batch["advantages"], batch["response_mask"]), {}, eps=0.1)
+
+
+@pytest.mark.parametrize(
+    "knob", [{"mean_level": "group"}, {"std_level": None}, {"unbiased": False}, {"counted": torch.arange(8) % 2}]
+)
+def test_H1_normalize_advantages(knob, make_batch):
+    batch = make_batch()
+    columns = batch["advantages"], batch["response_mask"], batch["uid"]
+    assert differs(normalize_advantages, columns, {}, **knob)
+    alone = {"mean_level": "batch", "std_level": None}
+    assert differs(normalize_advantages, columns, alone, leave_one_out=True)

@@ -63,6 +63,11 @@ def kl_in_reward(batch):
     return [apply_kl_in_reward(*(batch[name] for name in columns), kl_coef=0.1, kl_estimator="k3")], None
 
 
+def in_groups(batch):
+    columns = (batch[name] for name in ("advantages", "response_mask", "uid", "valid"))
+    return [normalize_advantages(*columns, mean_level="group", std_level="group")], None
+
+
 @pytest.fixture
 def functions(call):
     return {
@@ -78,6 +83,7 @@ def functions(call):
         "value": value,
         "kl in reward": kl_in_reward,
         "whitening": lambda batch: ([normalize_advantages(batch["advantages"], batch["response_mask"])], None),
+        "normalisation in groups": in_groups,
     }
 
 

@@ -116,6 +116,16 @@ def test_rewards_keep_their_type():
         assert result.tolist() == [-0.5, 0.5]
 
 
+@pytest.mark.parametrize("level", ["batch", "group"])
+def test_C1_float32_is_summed_in_float64_so_that_the_order_of_rows_does_not_show(level):
+    scores = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    uid, everyone = torch.arange(64) % 3, torch.ones(64, dtype=torch.bool)
+    levels = {"mean_level": level, "std_level": level}
+    wanted = normalize_rewards(scores.double(), uid, everyone, **levels).float()
+    assert torch.equal(normalize_rewards(scores, uid, everyone, **levels), wanted)
+    assert torch.equal(normalize_advantages(scores[:, None], everyone[:, None], uid, **levels)[:, 0], wanted)
+
+
 def test_rewards_are_summed_with_their_weights_and_missing_ones_left_out():
     components = tensor([1.0, 2.0], [NAN, 3.0], [4.0, NAN], [NAN, NAN])
     result = combine_rewards(components, weights=[2.0, 0.5])
@@ -150,6 +160,10 @@ def test_a_missing_component_is_in_no_statistic_of_its_group(valid):
     result = combine_rewards(components, uid, valid, weights=[0.0, 1.0], aggregation="group_normalized_sum")
     away = 2**-0.5
     assert torch.allclose(result, tensor(-away, 0.0, away), rtol=1e-5)
+    if valid is None:
+        assert torch.equal(
+            combine_rewards(components, uid, weights=[0.0, 1.0], aggregation="group_normalized_sum"), result
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,3 +193,106 @@ def test_C7_whitening_uses_trained_tokens_only_and_leaves_masked_ones_at_zero(ma
 @pytest.mark.parametrize("mask", [[[0, 0, 0]], [[0, 1, 0]], [[1, 0, 1]]])
 def test_C7_nothing_to_whiten_is_zero(mask):
     assert torch.equal(normalize_advantages(torch.full((1, 3), 0.3), torch.tensor(mask)), torch.zeros(1, 3))
+
+
+COUNTED = torch.tensor([True, True, True, True, True, True, False, True])
+
+
+def token_oracle(advantages, mask, uid, counted, mean_level, std_level, leave_one_out, unbiased, eps):
+    """Token by token, from the docstring."""
+    result = torch.zeros_like(advantages)
+    slots = [(i, t) for i in range(len(mask)) for t in range(mask.shape[1]) if mask[i, t]]
+
+    def statistics(level, i):
+        own = [advantages[j, s].item() for j, s in slots if counted[j] and (level == "batch" or uid[j] == uid[i])]
+        mean = sum(own) / len(own) if own else 0.0
+        squares = sum((x - mean) ** 2 for x in own)
+        return own, mean, (squares / max(len(own) - int(unbiased), 1)) ** 0.5, len(own) > 1 and max(own) != min(own)
+
+    for i, t in slots:
+        value = raw = advantages[i, t].item()
+        if mean_level:
+            own, mean, _, varied = statistics(mean_level, i)
+            if counted[i] and leave_one_out and len(own) > 1:
+                mean = (sum(own) - raw) / (len(own) - 1)
+            value = 0.0 if counted[i] and not varied else raw - mean
+        if std_level:
+            _, _, std, varied = statistics(std_level, i)
+            value = value / (std + eps) if varied else value
+        result[i, t] = value
+    return result
+
+
+@pytest.mark.parametrize(("mean_level", "std_level"), list(itertools.product(LEVELS, LEVELS)))
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("counted", [COUNTED, COUNTED.long(), ~COUNTED, torch.zeros(8), torch.ones(8), None])
+def test_C7_every_pair_of_levels_over_tokens_equals_a_slow_oracle(mean_level, std_level, unbiased, counted, make_batch):
+    batch = make_batch(seed=13)
+    columns = batch["advantages"], batch["response_mask"], batch["uid"]
+    knobs = {"mean_level": mean_level, "std_level": std_level, "unbiased": unbiased, "eps": 1e-3}
+    everyone = torch.ones(8) if counted is None else counted
+    wanted = token_oracle(*columns, everyone, leave_one_out=False, **knobs)
+    assert torch.allclose(normalize_advantages(*columns, counted, **knobs), wanted, rtol=1e-10, atol=1e-12)
+    assert (wanted != 0).any()
+
+
+@pytest.mark.parametrize("mean_level", ["batch", "group"])
+def test_C6_leave_one_out_over_tokens_is_the_mean_of_the_other_tokens(mean_level, make_batch):
+    batch = make_batch(seed=14)
+    columns = batch["advantages"], batch["response_mask"], batch["uid"], COUNTED
+    knobs = {"mean_level": mean_level, "std_level": None, "leave_one_out": True}
+    wanted = token_oracle(*columns, unbiased=True, eps=0, **knobs)
+    assert torch.allclose(normalize_advantages(*columns, **knobs), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_C4_an_excluded_row_is_moved_and_scaled_by_the_others_and_moves_none_of_them():
+    mask, counted = torch.tensor([[1, 1], [1, 0]]), torch.tensor([True, False])
+    for credit in (5.0, 500.0):
+        result = normalize_advantages(tensor([1.0, 3.0], [credit, NAN]), mask, None, counted, eps=0.0)
+        std = 2**0.5
+        assert torch.allclose(result, tensor([-1 / std, 1 / std], [(credit - 2) / std, 0.0]), rtol=1e-14)
+
+
+@pytest.mark.parametrize("levels", [{}, {"mean_level": "group", "std_level": "group"}])
+@pytest.mark.parametrize("row", [[0.3, 0.3], [0.3, 9.0]])
+def test_C3_where_the_counted_tokens_say_nothing_an_excluded_row_gets_its_deviation_undivided(levels, row):
+    mask = torch.tensor([[1, int(row[1] == 0.3)], [1, 1]])
+    values = tensor(row, [1.3, 0.3])
+    result = normalize_advantages(values, mask, torch.zeros(2).long(), torch.tensor([True, False]), **levels)
+    assert (result[0] == 0).all()
+    assert torch.allclose(result[1], tensor(1.0, 0.0), atol=1e-15)
+
+
+def test_with_nobody_counted_nothing_is_moved():
+    values = tensor([1.0, 3.0], [5.0, 7.0])
+    assert torch.equal(normalize_advantages(values, torch.ones(2, 2), None, torch.zeros(2)), values)
+
+
+def test_a_group_level_over_tokens_finds_groups_by_uid(make_batch):
+    batch = make_batch()
+    values, mask, uid = batch["advantages"], batch["response_mask"], batch["uid"]
+    result = normalize_advantages(values, mask, uid, mean_level="group", std_level="group")
+    for group in (5, 9, 7):
+        rows = uid == group
+        alone = normalize_advantages(values[rows], mask[rows])
+        assert torch.allclose(result[rows], alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("levels", [{"mean_level": "group"}, {"std_level": "group"}])
+def test_a_group_level_without_uid_is_refused(levels):
+    with pytest.raises(ValueError, match="uid=None with mean_level"):
+        normalize_advantages(torch.zeros(1, 2), torch.ones(1, 2), **levels)
+
+
+@pytest.mark.parametrize(
+    ("levels", "complaint"),
+    [
+        ({"mean_level": "row"}, "mean_level='row' is not known"),
+        ({"std_level": "row"}, "std_level='row' is not known"),
+        ({"leave_one_out": True}, "leave_one_out=True"),
+        ({"leave_one_out": True, "mean_level": None, "std_level": None}, "leave_one_out=True"),
+    ],
+)
+def test_normalize_advantages_refuses_what_it_cannot_do(levels, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        normalize_advantages(torch.zeros(1, 2), torch.ones(1, 2), **levels)

@@ -3,10 +3,27 @@ import math
 import pytest
 import torch
 
-from rltrain.algorithms import POLICY_LOSSES, aggregate_loss
+from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, aggregate_loss, columns_of
 
 vanilla = POLICY_LOSSES.get("vanilla")
 gspo = POLICY_LOSSES.get("gspo")
+
+# What a loss does with its column `selected` -> what the column must hold for the loss to be the whole gradient, why
+SELECTED = {
+    None: (True, "no column"),
+    "dropped": (False, "selects nothing, for it drops what it selects"),
+    "penalised": (True, "selects everything, for its penalty has gradient 0 at the old policy"),
+    "kept": (True, "selects everything, for it drops the rest"),
+}
+
+
+def use_of_selected(name):
+    return SELECTED[POLICY_LOSSES.metadata(name).get("selected")]
+
+
+LOSSES = [
+    pytest.param(n, id=n if (u := use_of_selected(n)[1]) == "no column" else f"{n} {u}") for n in POLICY_LOSSES.names()
+]
 
 
 def columns(ratios, advantages, mask=None):
@@ -142,10 +159,16 @@ def test_D3_gspos_sequence_loss_does_not_depend_on_length():
     assert short.item() == pytest.approx(1.1, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_a_loss_says_what_it_does_with_selected_tokens_and_has_a_selector_if_it_reads_them():
+    reads = {name for name in POLICY_LOSSES.names() if "selected" in columns_of(POLICY_LOSSES.get(name))}
+    assert reads == {name for name in POLICY_LOSSES.names() if POLICY_LOSSES.metadata(name).get("selected")}
+    assert reads == set(TOKEN_SELECTORS.names()) == {"clip_cov", "kl_cov", "top_entropy"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_D1_at_the_old_policy_the_gradient_is_reinforce_and_every_metric_says_so(name, make_batch, call):
     batch = make_batch()
-    batch["selected"] = batch["response_mask"]
+    batch["selected"] = torch.full_like(batch["response_mask"], use_of_selected(name)[0])
     batch["log_probs"] = batch["old_log_probs"].clone().requires_grad_()
     mask = batch["response_mask"]
     losses, metrics = call(POLICY_LOSSES.get(name), batch)
@@ -156,7 +179,7 @@ def test_D1_at_the_old_policy_the_gradient_is_reinforce_and_every_metric_says_so
     assert all(value.item() == 0 for key, value in metrics.items() if key.startswith("clip_fraction"))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_D4_a_step_raises_what_was_good_and_lowers_what_was_bad(name, advantage, call):
     logits = torch.linspace(-1, 1, 5, dtype=torch.float64).repeat(1, 3, 1).requires_grad_()
@@ -166,7 +189,7 @@ def test_D4_a_step_raises_what_was_good_and_lowers_what_was_bad(name, advantage,
         "old_log_probs": old.detach(),
         "advantages": torch.full((1, 3), advantage, dtype=torch.float64),
         "response_mask": torch.ones(1, 3),
-        "selected": torch.ones(1, 3, dtype=torch.bool),
+        "selected": torch.full((1, 3), use_of_selected(name)[0]),
     }
     losses, _ = call(POLICY_LOSSES.get(name), batch)
     (gradient,) = torch.autograd.grad(aggregate_loss(losses, batch["response_mask"], "token-mean"), logits)
@@ -177,7 +200,7 @@ def test_D4_a_step_raises_what_was_good_and_lowers_what_was_bad(name, advantage,
 EXTREMES = [-torch.inf, -1e3, -100.0, -21.0, -19.0, 0.0, 19.0, 21.0, 100.0, 1e3]
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_D9_extreme_log_ratios_stay_finite_and_beyond_20_have_no_gradient(name, dtype, advantage, call):
@@ -188,7 +211,7 @@ def test_D9_extreme_log_ratios_stay_finite_and_beyond_20_have_no_gradient(name, 
         "old_log_probs": old,
         "advantages": torch.full_like(old, advantage),
         "response_mask": torch.ones_like(old),
-        "selected": torch.ones_like(old, dtype=torch.bool),
+        "selected": torch.full(old.shape, use_of_selected(name)[0]),
     }
     losses, metrics = call(POLICY_LOSSES.get(name), batch)
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)

@@ -4,11 +4,26 @@ import sys
 import pytest
 
 import rltrain.algorithms as algorithms
-from rltrain.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, check_knobs, columns_of, knobs_of
+from rltrain.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    TOKEN_SELECTORS,
+    check_knobs,
+    columns_of,
+    knobs_of,
+    loss_functions,
+    own_knobs,
+    required_columns,
+)
 from rltrain.algorithms.registry import Registry
 
 
 def example(values, response_mask, *, strength=0.5, steps=2, sharp=True):
+    return values
+
+
+def helper(values, *, weights=(), anything=None):
     return values
 
 
@@ -90,28 +105,60 @@ def test_columns_and_knobs_are_read_from_the_signature():
 
 
 def test_knobs_that_fit_are_accepted():
-    check_knobs("example", example, {})
-    check_knobs("example", example, {"strength": 1, "steps": 3, "sharp": False})
+    check_knobs("example", [example], {})
+    check_knobs("example", [example], {"strength": 1, "steps": 3, "sharp": False})
+    check_knobs("example", [example, helper], {"strength": 1, "weights": [1.0], "anything": "x"})
+    check_knobs("example", [helper], {"weights": (1.0, 2.0), "anything": 3})
+
+
+def test_each_function_of_a_loss_gets_the_knobs_that_it_takes():
+    given = {"steps": 3, "weights": [1.0], "strength": 2.0}
+    assert own_knobs(example, given) == {"steps": 3, "strength": 2.0}
+    assert own_knobs(helper, given) == {"weights": [1.0]}
+    assert own_knobs(helper, {}) == {}
+
+
+def test_a_loss_with_the_column_selected_comes_with_its_selector():
+    assert loss_functions("vanilla") == (POLICY_LOSSES.get("vanilla"),)
+    assert loss_functions("clip_cov") == (POLICY_LOSSES.get("clip_cov"), TOKEN_SELECTORS.get("clip_cov"))
+    assert {name for name in POLICY_LOSSES.names() if "selected" in columns_of(POLICY_LOSSES.get(name))} == set(
+        TOKEN_SELECTORS.names()
+    )
+    with pytest.raises(KeyError, match="policy loss 'nothing'"):
+        loss_functions("nothing")
+
+
+def test_the_columns_of_an_algorithm_are_those_of_estimator_loss_and_selector():
+    losses = {"log_probs", "old_log_probs", "advantages", "response_mask"}
+    assert required_columns("gae", "vanilla") == losses | {"token_level_rewards", "values"}
+    scored = losses | {"token_level_rewards", "uid", "valid"}
+    assert required_columns("grpo", "clip_cov") == scored | {"selected", "random_draws"}
+    assert required_columns("remax", "top_entropy") == scored - {"uid"} | {"baseline_rewards", "selected", "entropies"}
 
 
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"strenght": 1.0}, r"strenght=1.0: 'example' has no such knob; it takes strength, steps, sharp"),
+        (
+            {"strenght": 1.0},
+            r"strenght=1.0: 'example' has no such knob; it takes strength, steps, sharp, weights, anything; ",
+        ),
         ({"strength": "1"}, r"strength='1': 'example' wants a float"),
         ({"strength": True}, r"strength=True: 'example' wants a float"),
         ({"steps": 2.5}, r"steps=2.5: 'example' wants a int"),
-        ({"sharp": "false"}, r"sharp='false': 'example' wants a bool"),
+        ({"sharp": "false"}, r"sharp='false': 'example' wants a bool here, like its default True"),
+        ({"steps": True}, r"steps=True: 'example' wants a int here, like its default 2"),
+        ({"weights": 1.0}, r"weights=1.0: 'example' wants a tuple here, like its default \(\)"),
     ],
 )
 def test_H1_a_knob_that_cannot_act_is_refused(given, complaint):
     with pytest.raises(ValueError, match=complaint):
-        check_knobs("example", example, given)
+        check_knobs("example", [example, helper], given)
 
 
 def test_a_function_without_knobs_says_so():
     with pytest.raises(ValueError, match="it takes none"):
-        check_knobs("rloo", ADVANTAGE_ESTIMATORS.get("rloo"), {"norm_by_std": False})
+        check_knobs("rloo", [ADVANTAGE_ESTIMATORS.get("rloo")], {"norm_by_std": False})
 
 
 def test_every_exported_name_exists_and_the_registries_are_filled():

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from rltrain.protocol import DataProto, jagged
 from rltrain.tasks.tiny_model import tiny_model
-from workers.forward import PACKED, log_prob_pass, microbatch, pack, packed_attention, response_log_probs, unpack
+from workers.forward import PACKED, microbatch, pack, packed_attention, policy_output, row_pass, unpack
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -31,6 +31,13 @@ def batch_of(prompts, responses) -> DataProto:
     )  # fmt: skip
 
 
+def log_prob_pass(model, batch, microbatches) -> DataProto:
+    def columns(_, packed):
+        return {"old_log_probs": policy_output(model, packed, temperature=1.0).log_probs}
+
+    return row_pass(columns, batch, microbatches)
+
+
 def one_at_a_time(model, prompts, responses, temperature: float) -> torch.Tensor:
     """The slow oracle: plain eager attention on each row alone."""
     model.set_attn_implementation("eager")
@@ -52,7 +59,8 @@ def test_B6_packed_log_probs_entropies_and_gradients_are_those_of_one_row_at_a_t
     weights = torch.randn(len(expected), dtype=torch.float64)
     wanted = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
     packed = pack(batch_of(PROMPTS, RESPONSES))
-    got, entropy = response_log_probs(model, packed, temperature=0.7, entropy=True)
+    output = policy_output(model, packed, temperature=0.7, entropies=True)
+    got, entropy = output.log_probs, output.entropies
     assert torch.allclose(got.double(), expected, atol=2e-6)
     grads = torch.autograd.grad((got * weights).sum(), list(model.parameters()))
     for grad, want in zip(grads, wanted, strict=True):
@@ -64,9 +72,9 @@ def test_B6_packed_log_probs_entropies_and_gradients_are_those_of_one_row_at_a_t
 def test_B6_editing_one_row_of_a_pack_changes_no_other():
     model = tiny_model()
     model.set_attn_implementation(PACKED)
-    before = log_prob_pass(model, batch_of(PROMPTS, RESPONSES), [[0, 1, 2, 3]], "old_log_probs", 1.0)
+    before = log_prob_pass(model, batch_of(PROMPTS, RESPONSES), [[0, 1, 2, 3]])
     edited = [*RESPONSES[:3], [7, *RESPONSES[3][1:]]]
-    after = log_prob_pass(model, batch_of(PROMPTS, edited), [[0, 1, 2, 3]], "old_log_probs", 1.0)
+    after = log_prob_pass(model, batch_of(PROMPTS, edited), [[0, 1, 2, 3]])
     assert torch.equal(before.padded("old_log_probs")[:3], after.padded("old_log_probs")[:3])
     assert not torch.equal(before.padded("old_log_probs")[3], after.padded("old_log_probs")[3])
 
@@ -75,10 +83,10 @@ def test_B1_B6_any_order_and_any_micro_batches_give_a_row_the_same_log_probs():
     model = tiny_model()
     model.set_attn_implementation(PACKED)
     batch = batch_of(PROMPTS, RESPONSES)
-    whole = log_prob_pass(model, batch, [[0, 1, 2, 3]], "old_log_probs", 1.0)
+    whole = log_prob_pass(model, batch, [[0, 1, 2, 3]])
     for plan in ([[0], [1], [2], [3]], [[3, 0], [2, 1]], [[2], [], [1, 3, 0]]):
         order = torch.tensor([row for rows in plan for row in rows])
-        parts = log_prob_pass(model, batch, plan, "old_log_probs", 1.0).reorder(order.argsort())
+        parts = log_prob_pass(model, batch, plan).reorder(order.argsort())
         assert torch.allclose(parts.values("old_log_probs"), whole.values("old_log_probs"), atol=2e-6)
 
 
@@ -92,16 +100,42 @@ def test_B5_a_model_that_surely_counts_up_has_log_probs_near_zero():
         logits[0, torch.arange(input_ids.size(1)), (input_ids[0] + 1) % 128] = 50.0
         return type("Output", (), {"logits": logits[:, logits_to_keep]})
 
-    log_probs, _ = response_log_probs(
-        counting, pack(batch_of([[1, 2], [50]], [[3, 4, 5], [51]])), temperature=1.0, entropy=False
-    )
-    assert bool((log_probs > -1e-6).all())
+    output = policy_output(counting, pack(batch_of([[1, 2], [50]], [[3, 4, 5], [51]])), temperature=1.0)
+    assert bool((output.log_probs > -1e-6).all())
+    assert (output.entropies, output.hidden) == (None, None)
+
+
+def test_hidden_states_are_those_that_the_tokens_are_predicted_from_and_leave_no_hook_behind():
+    model = tiny_model()
+    model.set_attn_implementation(PACKED)
+    packed = pack(batch_of(PROMPTS, RESPONSES))
+    output = policy_output(model, packed, temperature=0.7, hidden=True)
+    again = output.hidden @ model.get_output_embeddings().weight.T / 0.7
+    chosen = again.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
+    assert torch.allclose(chosen, output.log_probs, atol=1e-6)
+    assert not model.base_model._forward_hooks
+
+
+def test_a_pass_gives_columns_of_any_width_from_the_rows_and_their_pack():
+    batch = batch_of(PROMPTS, RESPONSES)
+
+    def columns(part, packed):
+        assert len(packed.targets) == len(part.values("responses"))
+        ids = part.values("responses").float()
+        return {"wide": torch.stack([ids, -ids], -1), "ids": ids}
+
+    result = row_pass(columns, batch, [[3, 0], [], [2, 1]])
+    assert sorted(result.keys()) == ["ids", "wide"]
+    flat = [float(token) for row in (3, 0, 2, 1) for token in RESPONSES[row]]
+    assert result.values("ids").tolist() == flat
+    assert result.values("wide").tolist() == [[token, -token] for token in flat]
+    assert result.lengths("ids").tolist() == [11, 4, 0, 1]
 
 
 def test_B3_an_empty_response_predicts_nothing_and_a_batch_of_them_runs():
     model = tiny_model()
     model.set_attn_implementation(PACKED)
-    result = log_prob_pass(model, batch_of([[5], [6, 7]], [[], []]), [[0, 1]], "old_log_probs", 1.0)
+    result = log_prob_pass(model, batch_of([[5], [6, 7]], [[], []]), [[0, 1]])
     assert len(result.values("old_log_probs")) == 0
     assert len(result) == 2
 
@@ -110,7 +144,8 @@ def test_A6_an_empty_micro_batch_still_runs_and_trains_nothing(process_group):
     batch = batch_of(PROMPTS, RESPONSES).with_values(
         "responses", response_mask=torch.ones(sum(map(len, RESPONSES)), dtype=torch.bool)
     )
-    packed, columns = microbatch(batch, [])
+    part, packed, columns = microbatch(batch, [])
+    assert len(part) == 1
     assert packed.input_ids.numel() > 0
     assert not bool(columns["response_mask"].any())
     assert bool(columns["mask"].any())

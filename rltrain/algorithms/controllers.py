@@ -1,0 +1,124 @@
+"""Coefficients that a measurement steers: of the KL penalty, and of the entropy bonus.
+
+`value` is the coefficient to use now; `update` moves it after a measurement; `state_dict` is what a checkpoint keeps.
+"""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+
+class FixedKLController:
+    """A coefficient that stays as it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = float(kl_coef)
+
+    def update(self, kl: float | Tensor, n_steps: int) -> None:
+        """Do nothing: the coefficient is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"kl_coef": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.value = float(state["kl_coef"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """A coefficient that steers the KL to `target`; arXiv 1909.08593, section 2.2.
+
+    e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
+
+    KL: measured since the last update, in the unit of `target`. n_steps: how much was seen since then, in the unit of
+    `horizon` (the schema says sequences).
+    """
+
+    def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
+        super().__init__(kl_coef)
+        if not (kl_coef > 0 and target > 0 and horizon > 0):
+            raise ValueError(
+                f"kl_coef={kl_coef}, target={target}, horizon={horizon}: the adaptive controller multiplies by "
+                "ratios of them, so each must be > 0; set them, or use a fixed coefficient"
+            )
+        self.target, self.horizon = float(target), horizon
+
+    def update(self, kl: float | Tensor, n_steps: int) -> None:
+        """Move the coefficient by at most a fifth of n_steps / horizon of itself."""
+        kl = float(kl)
+        if not math.isfinite(kl):
+            raise ValueError(f"kl={kl}: the controller needs a finite KL; look for broken log-probs before this step")
+        if n_steps >= 5 * self.horizon:
+            raise ValueError(
+                f"n_steps={n_steps} with horizon={self.horizon}: n_steps must be under 5 * horizon, or one update "
+                f"could turn the coefficient negative; use a horizon above {n_steps // 5}"
+            )
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+class FixedEntropyController:
+    """A coefficient that stays as it is."""
+
+    def __init__(self, entropy_coef: float) -> None:
+        if not 0 <= entropy_coef < math.inf:
+            raise ValueError(f"entropy_coef={entropy_coef} must be finite and >= 0: it scales a bonus; use 0 for none")
+        self.value = float(entropy_coef)
+
+    def update(self, entropy: float | Tensor) -> None:
+        """Do nothing: the coefficient is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.value = float(state["value"])
+
+
+class AdaptiveEntropyController(FixedEntropyController):
+    """A coefficient that keeps the entropy from falling below `target`; Skywork-OR1, arXiv 2505.22312, section 3.2.5.
+
+        c <- c + step where e < target,  max(c - step, 0) where e > target
+        value = c where e <= target,     0 where e > target
+
+    e: the policy's mean entropy over trained tokens, in nats. c, here `entropy_coef`, starts at the value given (the
+    paper's at 0), which is also the `value` until something is measured. Two differences from the paper: c has a floor
+    of 0, below which the bonus would be a penalty once the entropy falls under the target again; and with an update
+    after each step, what switches the bonus on or off is the entropy of the step before, not of the step itself.
+    """
+
+    def __init__(self, entropy_coef: float, target: float, step: float) -> None:
+        super().__init__(entropy_coef)
+        for name, number in (("target", target), ("step", step)):
+            if not 0 < number < math.inf:
+                raise ValueError(
+                    f"{name}={number} must be finite and > 0, or the coefficient could not move; "
+                    "use target=0.2 and step=0.0001, say, or a fixed coefficient"
+                )
+        self.entropy_coef, self.target, self.step = self.value, float(target), float(step)
+
+    def update(self, entropy: float | Tensor) -> None:
+        """Move the coefficient by one step towards where the entropy is `target`, and switch the bonus on or off."""
+        entropy = float(entropy)
+        if not math.isfinite(entropy):
+            raise ValueError(
+                f"entropy={entropy}: the controller needs a finite entropy; look for broken logits before this step"
+            )
+        if entropy < self.target:
+            self.entropy_coef += self.step
+        elif entropy > self.target:
+            self.entropy_coef = max(self.entropy_coef - self.step, 0.0)
+        self.value = self.entropy_coef if entropy <= self.target else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {**super().state_dict(), "entropy_coef": self.entropy_coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        super().load_state_dict(state)
+        self.entropy_coef = float(state["entropy_coef"])

@@ -1,0 +1,38 @@
+"""Random numbers by name: a draw is a function of (seed, step, row, token), not of what was drawn before it."""
+
+import torch
+from torch import Tensor
+
+
+def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
+    """One number in [0, 1) for each token of each row, as (N,) float64: all of row 0, then all of row 1 and so on.
+
+        u = h(h(h(h(seed) + step) + row) + token) / 2^64, its first 53 bits
+        h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
+
+    lengths (B,) int64: tokens of each row, 0 included; N is their sum. No generator is involved, so the number of
+    (row, token) is the same however long the other rows are, on any device and at a resume.
+    """
+    rows = torch.arange(len(lengths), device=lengths.device)
+    row = rows.repeat_interleave(lengths)
+    token = torch.arange(len(row), device=lengths.device) - (lengths.cumsum(0) - lengths)[row]
+    key = _hash(torch.tensor(_signed(seed), device=lengths.device)) + _signed(step)
+    return _shift(_hash(_hash(_hash(key) + row) + token), 11).double() * 2.0**-53
+
+
+def _hash(state: Tensor) -> Tensor:
+    """SplitMix64's output at each int64 state; products wrap around as in unsigned arithmetic."""
+    mixed = state + _signed(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ _shift(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shift(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return mixed ^ _shift(mixed, 31)
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """Shift right and fill with zeros; the operator on int64 fills with the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the last 64 bits of `number`."""
+    return (number + 2**63) % 2**64 - 2**63

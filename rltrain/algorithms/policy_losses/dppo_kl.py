@@ -1,0 +1,51 @@
+"""Divergence PPO with the binary KL divergence."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.policy_losses.dppo_tv import check_deltas, dropping_loss, log_probabilities
+from rltrain.algorithms.ratio import as_mask, masked, safe_log_ratio
+from rltrain.algorithms.registry import POLICY_LOSSES
+
+
+@POLICY_LOSSES.register("dppo_kl")
+def dppo_kl(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    delta_low: float = 0.05,
+    delta_high: float = 0.05,
+    clip_ratio_c: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE with a bounded ratio, on tokens whose divergence is small; DPPO, arXiv 2602.04879.
+
+        l = -A sg[min(r, c)] log pi(y_t) m                        sg: no gradient through it
+        m = 0 where A > 0, D > delta_high and pi > pi_old, or A < 0, D > delta_low and pi < pi_old; else 1
+        D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+
+    r = pi(y_t) / pi_old(y_t), A advantage, c = `clip_ratio_c` > 1 (inf: none). D is KL(pi_old || pi) when each policy
+    tells y_t from all other tokens and nothing else. A token that moved against its advantage is never dropped. log pi
+    is written log pi_old + log r with log r clamped to [-20, 20], and has no gradient beyond; probabilities are at most
+    1, and 1 - pi is at least the smallest normal number, so D is finite.
+
+    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (dropped),
+    `weight_clip_fraction` (r > c, not dropped), `ratio_mean`, `ppo_kl`.
+    """
+    check_deltas(delta_low, delta_high)
+    mask = as_mask(response_mask)
+    advantage = masked(advantages.detach(), mask)
+    log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
+    log_pi, log_pi_old = log_probabilities(log_ratio, old_log_probs, mask)
+    divergence = binary_kl(log_pi_old, log_pi)
+    up = (advantage > 0) & (log_pi > log_pi_old) & (divergence > delta_high)
+    down = (advantage < 0) & (log_pi < log_pi_old) & (divergence > delta_low)
+    return dropping_loss(log_ratio, old_log_probs, advantage, mask, far=up | down, clip_ratio_c=clip_ratio_c)
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL between two coins whose heads have log-probabilities `log_p` and `log_q`, none above 0; always finite."""
+    tiny = torch.finfo(log_p.dtype).tiny
+    tails_p, tails_q = (-log_p.expm1()).clamp(min=tiny), (-log_q.expm1()).clamp(min=tiny)
+    return log_p.exp() * (log_p - log_q) + tails_p * (tails_p / tails_q).log()

@@ -1,0 +1,73 @@
+"""Divergence PPO with the binary total variation."""
+
+from torch import Tensor
+
+from rltrain.algorithms.ratio import (
+    as_mask,
+    check_clip_ratio_c,
+    masked,
+    metric_sum,
+    policy_metrics,
+    safe_log_prob,
+    safe_log_ratio,
+)
+from rltrain.algorithms.registry import POLICY_LOSSES
+
+
+@POLICY_LOSSES.register("dppo_tv")
+def dppo_tv(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    delta_low: float = 0.15,
+    delta_high: float = 0.15,
+    clip_ratio_c: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE with a bounded ratio, on tokens whose probability has not moved too far; DPPO, arXiv 2602.04879.
+
+        l = -A sg[min(r, c)] log pi(y_t) m                        sg: no gradient through it
+        m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi - pi_old < -delta_low; else 1
+
+    r = pi(y_t) / pi_old(y_t), A advantage, c = `clip_ratio_c` > 1 (inf: none). |pi - pi_old| is the total variation
+    between the two policies when each tells y_t from all other tokens and nothing else. A token that moved against its
+    advantage is never dropped. log pi is written log pi_old + log r with log r clamped to [-20, 20], and has no
+    gradient beyond; probabilities are at most 1.
+
+    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (dropped),
+    `weight_clip_fraction` (r > c, not dropped), `ratio_mean`, `ppo_kl`.
+    """
+    check_deltas(delta_low, delta_high)
+    mask = as_mask(response_mask)
+    advantage = masked(advantages.detach(), mask)
+    log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
+    log_pi, log_pi_old = log_probabilities(log_ratio, old_log_probs, mask)
+    moved = log_pi.exp() - log_pi_old.exp()
+    far = ((advantage > 0) & (moved > delta_high)) | ((advantage < 0) & (moved < -delta_low))
+    return dropping_loss(log_ratio, old_log_probs, advantage, mask, far=far, clip_ratio_c=clip_ratio_c)
+
+
+def check_deltas(delta_low: float, delta_high: float) -> None:
+    """Raise ValueError for a bound that would drop tokens at r = 1."""
+    for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value} must be >= 0, or it drops every token at r = 1; use 0.1, say")
+
+
+def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """log pi and log pi_old, both without gradient and at most 0, whatever rounding made of them."""
+    old = masked(old_log_probs.detach(), mask)
+    return (old + log_ratio.detach()).clamp(max=0), old.clamp(max=0)
+
+
+def dropping_loss(
+    log_ratio: Tensor, old_log_probs: Tensor, advantage: Tensor, mask: Tensor, *, far: Tensor, clip_ratio_c: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A sg[min(r, c)] log pi, exactly 0 and without gradient where `far`; and the metrics."""
+    check_clip_ratio_c(clip_ratio_c)
+    ratio = log_ratio.detach().exp()
+    weight = masked(advantage * ratio.clamp(max=clip_ratio_c), ~far)
+    metrics = policy_metrics(log_ratio, ratio, far, mask)
+    metrics["weight_clip_fraction"] = metric_sum((ratio > clip_ratio_c) & ~far, mask)
+    return -weight * safe_log_prob(log_ratio, old_log_probs, mask), metrics

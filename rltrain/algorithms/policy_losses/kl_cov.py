@@ -1,0 +1,60 @@
+"""KL-Cov: the tokens whose covariance would collapse the entropy are held near the old policy."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.policy_losses.selection import check_share, smallest, token_covariances
+from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
+from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
+
+
+@POLICY_LOSSES.register("kl_cov", selected="penalised")
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    selected: Tensor,
+    *,
+    kl_cov_coef: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The unclipped surrogate, with a penalty on selected tokens; KL-Cov, arXiv 2505.22617 eq. 14.
+
+        l = -r A + kl_cov_coef |log r| where selected, else -r A
+
+    r = pi(y_t) / pi_old(y_t), A advantage. The paper writes the penalty as KL(pi_old || pi); its authors' program takes
+    |log r| of the sampled token, and so does this. Its gradient is the sign of log r, times grad log pi: 0 at r = 1.
+
+    All (B, T), `selected` bool; masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (always 0),
+    `selected_fraction` (penalised), `ratio_mean`, `ppo_kl`.
+    """
+    if not 0 <= kl_cov_coef < math.inf:
+        raise ValueError(f"kl_cov_coef={kl_cov_coef} must be finite and >= 0, or it rewards distance; use 1.0, say")
+    mask = as_mask(response_mask)
+    penalised = as_mask(selected)
+    log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
+    ratio = log_ratio.exp()
+    losses = kl_cov_coef * masked(log_ratio.abs(), penalised) - ratio * masked(advantages.detach(), mask)
+    metrics = policy_metrics(log_ratio, ratio, torch.zeros_like(mask), mask)
+    return losses, metrics | {"selected_fraction": metric_sum(penalised, mask)}
+
+
+@TOKEN_SELECTORS.register("kl_cov")
+def select_kl_cov(
+    old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, kl_cov_ratio: float = 2e-3
+) -> Tensor:
+    """The trained tokens of largest covariance, from a whole mini-batch; arXiv 2505.22617 eq. 13.
+
+        selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean)
+
+    N: trained tokens; means over them. log pi is the old policy's: selection comes before the update. Tokens that tie
+    with the last are in, so the order of rows does not matter; when all covariances are equal, every token is.
+
+    All (B, T); returns bool, False where masked.
+    """
+    check_share(kl_cov_ratio=kl_cov_ratio)
+    mask = as_mask(response_mask)
+    covariances = token_covariances(old_log_probs, advantages, mask)
+    return smallest(-covariances, mask, max(1, int(kl_cov_ratio * int(mask.sum()))))

@@ -1,0 +1,188 @@
+"""Token selectors and the exact KL through the actor: any number of ranks and any token budget learns the same."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rltrain.algorithms import TOKEN_SELECTORS, required_columns
+from rltrain.batching import minibatches
+from rltrain.compose import compose
+from rltrain.credit import with_random_draws
+from rltrain.protocol import DataProto, jagged
+from rltrain.schema import Config
+from workers.group import Hosts, LocalHosts, WorkerGroup
+from workers.host import Host
+from workers.placement import ROLES, build, meet, ray_hosts
+from workers.weight_sync import tensors_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
+SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # ranks, token budget
+# So that a good part of the tokens is selected, and not all; other selectors run with their defaults.
+KNOBS = {
+    "clip_cov": ["algorithm.loss.clip_cov_ratio=0.2", "algorithm.loss.clip_cov_lb=0.0", "algorithm.loss.clip_cov_ub=99.0"],
+    "kl_cov": ["algorithm.loss.kl_cov_ratio=0.2"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hosts(ray_here) -> dict[int, Hosts]:
+    """One process, and two ranks; actors of different configs live in them side by side."""
+    one = LocalHosts(Host({}, verbose=True))
+    one.host.join(0, 1, None, 60.0)
+    two = ray_hosts(config_of(), 2, gpus=1)
+    meet(two, loopback=True)
+    return {1: one, 2: two}
+
+
+def config_of(*overrides: str) -> Config:
+    sizes = ["trainer.prompts_per_step=6", "trainer.prompts_per_minibatch=3", "actor.lr_schedule=constant"]
+    return compose([*sizes, "rollout.temperature=0.8", *overrides])[0]
+
+
+def replayed(step: int) -> DataProto:
+    """6 prompts x 4 samples of random tokens, one answer empty, one row not trained on."""
+    generator = torch.Generator().manual_seed(step)
+
+    def ids(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(48, 58, (length,), generator=generator).tolist()
+
+    responses = [ids(1, 13) for _ in range(23)] + [[]]
+    batch = DataProto.from_dict(
+        {"prompts": jagged([ids(3, 9) for _ in range(24)], torch.int64), "responses": jagged(responses, torch.int64),
+         "uid": torch.arange(24) // 4}
+    )  # fmt: skip
+    noise = torch.randn(sum(map(len, responses)), generator=generator)
+    mask = torch.ones(len(noise), dtype=torch.bool)
+    mask[: len(responses[0])] = False
+    return batch.with_values("responses", response_mask=mask, advantages=noise, rollout_log_probs=-noise.abs())
+
+
+def workers_of(hosts: Hosts, config: Config, path: str, roles=("actor",)) -> dict[str, WorkerGroup]:
+    for role in roles:
+        hosts.wait(build(hosts, role, ROLES[role], config, path))
+    return {role: WorkerGroup(hosts, role) for role in roles}
+
+
+def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
+    buckets = actor.wait(actor.start("export", 0, False))[0]
+    return {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
+
+
+# Selectors
+
+
+@pytest.mark.parametrize("name", TOKEN_SELECTORS.names())
+def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(hosts, start, name):
+    """The old policy is moved a little, since |log r|, which kl_cov penalises, has a kink at 0 that rounding decides."""
+    config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *KNOBS.get(name, []))
+    found = []
+    for ranks, budget in SPLITS:
+        actor, history = workers_of(hosts[ranks], config, start)["actor"], []
+        for step in range(2):
+            batch = replayed(step)
+            batch = batch.union(actor.rows("compute_log_probs", batch, max_tokens=budget))
+            assert ("entropies" in batch) is ("entropies" in required_columns("grpo", name))
+            moved = batch.values("old_log_probs") + 0.05 * batch.values("advantages").sign()
+            batch = with_random_draws(batch.with_values("responses", old_log_probs=moved), config, step)
+            plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
+            history.append(actor.update(batch, plan, 0.0, max_tokens=budget))
+        found.append((history, weights_of(actor)))
+    first, weights = found[0]
+    assert all(0 < step["selected_fraction"] < 1 for step in first)
+    for history, others in found[1:]:
+        for got, expected in zip(history, first, strict=True):
+            assert got["selected_fraction"] == expected["selected_fraction"]
+            for key, value in expected.items():
+                assert got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+        for key, tensor in weights.items():
+            assert (others[key] - tensor).abs().max() < 1e-4, key
+
+
+# The exact KL
+
+
+def logits_of(model, batch: DataProto, row: int) -> torch.Tensor:
+    """Of the response tokens of one row, tempered."""
+    prompt, response = batch[row].values("prompts"), batch[row].values("responses")
+    logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : len(prompt) + len(response) - 1] / 0.8
+
+
+def plain_kl(model, reference, batch: DataProto, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each response token of a row, and the sum over the vocabulary of p (log p - log q)."""
+    log_p = logits_of(model, batch, row).log_softmax(-1)
+    log_q = logits_of(reference, batch, row).log_softmax(-1).detach()
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return log_p.gather(1, batch[row].values("responses")[:, None])[:, 0], kl
+
+
+def plain_training(path: str, config: Config, batch: DataProto, steps: int):
+    """REINFORCE with 0.5 times the exact KL, row by row with all logits. KL, gradient norms, and the model."""
+    model, reference = (AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager") for _ in range(2))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.actor.lr, betas=(config.actor.beta1, config.actor.beta2),
+        weight_decay=config.actor.weight_decay,
+    )  # fmt: skip
+    mask, advantages = batch.padded("response_mask"), batch.padded("advantages")
+    kls, norms = [], []
+    for _ in range(steps):
+        total, divergence = 0.0, 0.0
+        for row in range(23):
+            log_probs, kl = plain_kl(model, reference, batch, row)
+            trained = mask[row, : len(kl)]
+            total = total - (log_probs * advantages[row, : len(kl)])[trained].sum() + 0.5 * kl[trained].sum()
+            divergence += float(kl[trained].detach().sum())
+        optimizer.zero_grad()
+        (total / mask.sum()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.actor.max_grad_norm)))
+        optimizer.step()
+        kls.append(divergence / int(mask.sum()))
+    return kls, norms, model, reference
+
+
+FULL = ["algorithm.kl_loss.kl_estimator=full", "algorithm.kl_loss.kl_loss_coef=0.5", "algorithm.loss_mode=reinforce"]
+
+
+@pytest.fixture(scope="module")
+def expected(start):
+    return plain_training(start, config_of(*FULL), replayed(0), 2)
+
+
+@pytest.mark.parametrize(("ranks", "budget"), SPLITS)
+def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(hosts, start, expected, ranks, budget):
+    kls, norms, model, _ = expected
+    workers = workers_of(hosts[ranks], config_of(*FULL), start, ("actor", "reference"))
+    batch = replayed(0)
+    batch = batch.union(workers["reference"].rows("compute_log_probs", batch, max_tokens=budget))
+    assert "ref_log_probs" not in batch  # only the exact KL is on
+    updates = [workers["actor"].update(batch, [list(range(24))], 0.0, max_tokens=budget) for _ in range(2)]
+    assert kls[0] == pytest.approx(0, abs=1e-9)
+    assert kls[1] > 1e-5
+    for update, kl, norm in zip(updates, kls, norms, strict=True):
+        assert update["ref_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-8)
+        assert update["kl_loss"] == pytest.approx(update["ref_kl"], rel=1e-6, abs=1e-12)  # token-mean
+        assert update["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    weights, plain = weights_of(workers["actor"]), dict(model.named_parameters())
+    for key, tensor in weights.items():
+        assert (tensor - plain[key].detach()).abs().max() < 1e-5, key
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_exact_kl_in_the_reward_is_that_of_all_logits(hosts, start, ranks):
+    """After an update, so that it is not 0."""
+    config = config_of("algorithm.kl_in_reward.kl_estimator=full", "algorithm.kl_in_reward.kl_coef=0.1", FULL[2])
+    workers = workers_of(hosts[ranks], config, start, ("actor", "reference"))
+    workers["actor"].update(replayed(0), [list(range(24))], 0.0, max_tokens=40)
+    batch = replayed(1)
+    batch = batch.union(workers["reference"].rows("compute_log_probs", batch, max_tokens=40))
+    assert "ref_log_probs" not in batch
+    found = workers["actor"].rows("compute_log_probs", batch, max_tokens=40)
+    assert sorted(found.keys()) == ["full_kl", "old_log_probs"]
+    model, reference = (AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager") for _ in range(2))
+    model.load_state_dict(weights_of(workers["actor"]), strict=False)
+    kl = batch.union(found).padded("full_kl")
+    assert float(kl.max()) > 1e-4
+    for row in range(23):
+        _, plain = plain_kl(model, reference, batch, row)
+        assert kl[row, : len(plain)].tolist() == pytest.approx(plain.tolist(), rel=1e-3, abs=1e-7)

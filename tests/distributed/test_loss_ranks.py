@@ -1,0 +1,177 @@
+"""Policy losses, KL, entropy and value terms over gloo ranks: any split of the rows gives the whole batch's gradient.
+
+Each rank is this file run as a program. One start of a world goes through every case and reports failures by name.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.algorithms import (
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    TOKEN_SELECTORS,
+    aggregate_loss,
+    columns_of,
+    kl_estimate,
+    value_loss,
+)
+from rltrain.algorithms.aggregation import LOSS_AGG_MODES
+
+ROOT = Path(__file__).parents[2]
+TERMS = (
+    *(f"policy:{name}" for name in POLICY_LOSSES.names()),
+    *(f"kl:{name}" for name in KL_ESTIMATORS.names()),
+    *(f"weighted_kl:{name}" for name in KL_ESTIMATORS.names()),
+    "entropy",
+    "value",
+)
+SPLITS = {  # rows of each rank; row 3 has no trained token
+    1: [[[0, 1, 2, 3, 4, 5, 6, 7]]],
+    2: [[[0, 1, 2, 3, 4], [5, 6, 7]], [[7, 2, 0, 6, 4, 1, 3, 5], []], [[3], [0, 1, 2, 4, 5, 6, 7]]],
+    3: [[[0, 1, 2, 3], [4, 5, 6], [7]], [[6, 1], [], [0, 7, 2, 3, 5, 4]], [[0, 1, 2, 4], [3], [5, 6, 7]]],
+}
+FEATURES, VOCABULARY, TOLERANCE = 3, 5, 1e-10
+CASES = [f"{term} {mode}" for term in TERMS for mode in LOSS_AGG_MODES]
+
+
+def batch_builder():
+    """`build_batch` of the unit tests' conftest, whatever the process."""
+    path = ROOT / "tests" / "unit" / "algorithms" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("algorithms_conftest", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build_batch
+
+
+def chosen(logits, responses):
+    return logits.log_softmax(-1).gather(-1, responses[..., None])[..., 0]
+
+
+def make_batch():
+    """Every column that a function may ask for, and the features and responses of a model with one weight matrix."""
+    batch = batch_builder()(seed=1)
+    generator = torch.Generator().manual_seed(2)
+    shape = batch["response_mask"].shape
+    weight = torch.randn(FEATURES, VOCABULARY, generator=generator, dtype=torch.float64)
+    batch["features"] = torch.randn(*shape, FEATURES, generator=generator, dtype=torch.float64)
+    batch["responses"] = torch.randint(VOCABULARY, shape, generator=generator)
+    logits = batch["features"] @ weight
+    batch["old_log_probs"] = chosen(logits + 0.3 * torch.sin(7 * logits), batch["responses"])
+    batch["ref_log_probs"] = chosen(logits + 0.5 * torch.cos(5 * logits), batch["responses"])
+    return batch, weight
+
+
+def token_terms(term, batch, weight):
+    """Token losses and metrics of one term, from the logits of the rows in `batch`."""
+    kind, _, name = term.partition(":")
+    logits = batch["features"] @ weight
+    batch = {**batch, "log_probs": chosen(logits, batch["responses"])}
+    if kind == "policy":
+        loss = POLICY_LOSSES.get(name)
+        return loss(*(batch[column] for column in columns_of(loss)))
+    if kind == "entropy":
+        return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1), {}
+    if kind == "value":
+        return value_loss(logits.sum(-1), batch["old_values"], batch["returns"], batch["response_mask"])
+    old = batch["old_log_probs"] if kind == "weighted_kl" else None
+    return kl_estimate(batch["log_probs"], batch["ref_log_probs"], name, old_log_probs=old), {}
+
+
+def with_selected(term, batch):
+    """The whole mini-batch with the column of the loss's token selector, from one call."""
+    name = term.removeprefix("policy:")
+    if name not in TOKEN_SELECTORS.names():
+        return batch
+    selector = TOKEN_SELECTORS.get(name)
+    return {**batch, "selected": selector(*(batch[column] for column in columns_of(selector)))}
+
+
+def gradient_and_metrics(term, mode, batch, weight, counts):
+    """Of these rows, divided by the counts of the whole: the gradient to the weights, and the metric sums."""
+    weight = weight.clone().requires_grad_()
+    losses, metrics = token_terms(term, batch, weight)
+    loss = aggregate_loss(losses, batch["response_mask"], mode, max_response_length=16, **counts)
+    return torch.autograd.grad(loss, weight)[0], metrics
+
+
+def summed(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def far_apart(actual, expected):
+    return not (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def failures_of(term, mode, batch, weight, rows, wanted):
+    """What differs between `wanted`, of one process with all rows, and the ranks' sums; each rank has `rows`."""
+    whole, expected = wanted
+    part = {name: column[rows] for name, column in batch.items()}
+    mask = part["response_mask"]
+    counts = {"num_tokens": summed(mask.sum()), "num_sequences": summed(mask.any(-1).sum())}
+    gradient, metrics = gradient_and_metrics(term, mode, part, weight, counts)
+    names = sorted(expected)
+    missing = torch.tensor(torch.nan, dtype=torch.float64)
+    sums = torch.stack([missing * 0, *(metrics.get(name, missing).double() for name in names)])
+    gradient, sums = summed(gradient), summed(sums)
+    found = []
+    if not whole.abs().max() > 1e-3:
+        found.append("the gradient is too small to compare")
+    if far_apart(gradient, whole):
+        found.append("gradient")
+    if metrics.keys() != expected.keys():
+        found.append(f"metrics {sorted(metrics)} of a rank, {names} of the whole")
+    return found + [name for name, value in zip(names, sums[1:], strict=True) if far_apart(value, expected[name])]
+
+
+def run_rank(rank, ranks, folder):
+    """Go through every case and every split, and write what failed on this rank."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    batch, weight = make_batch()
+    failed, seen = {}, []
+    for term in TERMS:
+        columns = with_selected(term, batch)
+        for mode in LOSS_AGG_MODES:
+            seen.append(f"{term} {mode}")
+            wanted = gradient_and_metrics(term, mode, columns, weight, {})
+            for split in SPLITS[ranks]:
+                rows = torch.tensor(split[rank], dtype=torch.int64)
+                if found := failures_of(term, mode, columns, weight, rows, wanted):
+                    failed[f"{term} {mode} {split}"] = found
+    dist.barrier()
+    dist.destroy_process_group()
+    Path(folder, f"{rank}.json").write_text(json.dumps({"failed": failed, "seen": seen}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", SPLITS)
+def test_A2_any_split_over_ranks_gives_the_gradient_and_the_metric_sums_of_one_process(ranks, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    commands = [[sys.executable, __file__, str(rank), str(ranks), str(tmp_path)] for rank in range(ranks)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
+    for rank in range(ranks):
+        report = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert report == {"failed": {}, "seen": CASES}
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

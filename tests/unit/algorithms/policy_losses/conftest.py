@@ -1,0 +1,67 @@
+"""One token by hand, and a whole batch against a slow oracle."""
+
+import pytest
+import torch
+
+from rltrain.algorithms import POLICY_LOSSES
+
+
+def evaluate(name, log_probs, old, advantages, mask, selected, **knobs):
+    """Losses, gradient of their sum with respect to log pi, metrics as numbers."""
+    log_probs = log_probs.clone().requires_grad_()
+    columns = [log_probs, old, advantages, mask, *([] if selected is None else [selected])]
+    losses, metrics = POLICY_LOSSES.get(name)(*columns, **knobs)
+    (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
+    return losses.detach(), gradient, {key: value.item() for key, value in metrics.items()}
+
+
+@pytest.fixture
+def by_hand():
+    def run(name, ratios, advantages, mask=None, *, selected=None, old_probability=0.1, **knobs):
+        ratios, advantages = (torch.tensor(values, dtype=torch.float64) for values in (ratios, advantages))
+        old = torch.full_like(ratios, old_probability).log()
+        mask = torch.ones_like(ratios) if mask is None else torch.tensor(mask)
+        selected = None if selected is None else torch.tensor(selected)
+        return evaluate(name, old + ratios.log(), old, advantages, mask, selected, **knobs)
+
+    return run
+
+
+@pytest.fixture
+def against(make_batch):
+    """Compare losses and gradient with `oracle(log pi, log pi_old, A, selected, row, t) -> (loss, gradient)`.
+
+    The row is (log r, A) of its trained tokens. The oracle also gives a word for the branch it took: all are returned.
+    """
+
+    def run(name, oracle, *, selected=False, spread=1.0, length=16, **knobs):
+        batch = make_batch(spread=spread, length=length)
+        mask, chosen = batch["response_mask"], batch["selected"] if selected else None
+        columns = [batch[c] for c in ("log_probs", "old_log_probs", "advantages")]
+        losses, gradient, _ = evaluate(name, *columns, mask, chosen, **knobs)
+        branches = set()
+        for i, t in mask.nonzero().tolist():
+            new, old, a = (column[i, t].item() for column in columns)
+            row = [(x - y).item() for x, y in zip(columns[0][i][mask[i]], columns[1][i][mask[i]], strict=True)]
+            advantages = columns[2][i][mask[i]].tolist()
+            token = {"new": new, "old": old, "a": a, "selected": bool(batch["selected"][i, t])}
+            loss, slope, branch = oracle(**token, row=list(zip(row, advantages, strict=True)))
+            branches.add(branch)
+            assert losses[i, t].item() == pytest.approx(loss, rel=1e-9, abs=1e-12)
+            assert gradient[i, t].item() == pytest.approx(slope, rel=1e-9, abs=0)
+        assert (losses[~mask] == 0).all()
+        assert (gradient[~mask] == 0).all()
+        return branches
+
+    return run
+
+
+@pytest.fixture
+def gradcheck(make_batch):
+    def run(name, *, selected=False, **knobs):
+        batch = make_batch(spread=1.0)
+        rest = [batch[c] for c in ("old_log_probs", "advantages", "response_mask", *(["selected"] if selected else []))]
+        function = POLICY_LOSSES.get(name)
+        return torch.autograd.gradcheck(lambda x: function(x, *rest, **knobs)[0], batch["log_probs"].requires_grad_())
+
+    return run

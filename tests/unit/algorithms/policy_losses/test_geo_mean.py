@@ -1,0 +1,74 @@
+import math
+
+import pytest
+import torch
+
+from rltrain.algorithms import POLICY_LOSSES, aggregate_loss
+
+
+def test_a_case_worked_by_hand(by_hand):
+    # row 0, A = 1: log-ratios 0.1 and 0.9, the second clipped to 0.3: mean 0.2. Row 1, A = -2: -0.1, masked.
+    # Row 2, A = -1: -0.9 clipped to -0.5, and 0.7 left: mean 0.1. Row 3, A = 1: -0.9 is not clipped from below.
+    ratios = [[math.exp(x) for x in row] for row in ([0.1, 0.9], [-0.1, 5.0], [-0.9, 0.7], [-0.9, -0.9])]
+    advantages, mask = [[1.0, 1.0], [-2.0, -2.0], [-1.0, -1.0], [1.0, 1.0]], [[1, 1], [1, 0], [1, 1], [1, 1]]
+    knobs = {"clip_ratio_low": 0.5, "clip_ratio_high": 0.3}
+    losses, gradient, metrics = by_hand("geo_mean", ratios, advantages, mask, **knobs)
+    s = [math.exp(x) for x in (0.2, -0.1, 0.1, -0.9)]
+    expected = [[-s[0], -s[0]], [2 * s[1], 0], [s[2], s[2]], [-s[3], -s[3]]]
+    slopes = [[-s[0], 0], [2 * s[1], 0], [0, s[2]], [-s[3], -s[3]]]
+    assert losses.tolist() == [pytest.approx(row, rel=1e-12) for row in expected]
+    assert gradient.tolist() == [pytest.approx(row, rel=1e-12, abs=0) for row in slopes]
+    assert metrics["clip_fraction"] == 2
+    assert metrics["ratio_mean"] == pytest.approx(2 * s[0] + s[1] + 2 * s[2] + 2 * s[3])
+
+
+def test_a_token_without_advantage_is_not_counted_as_clipped_but_is_in_the_mean(by_hand):
+    losses, _, metrics = by_hand("geo_mean", [[math.exp(0.9), 1.0, math.exp(-0.9)]], [[0.0, 1.0, 0.0]])
+    assert losses[0].tolist() == pytest.approx([0, -math.exp((0.4 + 0 - 0.9) / 3), 0], rel=1e-12)
+    assert metrics["clip_fraction"] == 0
+
+
+def test_D2_token_advantages_clip_each_token_by_its_own_sign(against):
+    def oracle(new, old, a, row, **_):
+        def clipped(x, advantage):
+            return min(x, 0.4) if advantage >= 0 else max(x, -0.4)
+
+        s = math.exp(sum(clipped(x, advantage) for x, advantage in row) / len(row))
+        lost = clipped(new - old, a) != new - old
+        return -s * a, 0.0 if lost else -s * a, (a > 0, lost)
+
+    assert len(against("geo_mean", oracle)) == 4
+
+
+def paper_objective(log_probs, old, advantage, mask, low, high):
+    """A times the |y|-th root of the product of min(r A, clip(r) A) / A, row by row; autograd does the rest."""
+    rows = []
+    for i in mask.any(-1).nonzero().flatten():
+        a, product = advantage[i], torch.ones((), dtype=torch.float64)
+        for t in mask[i].nonzero().flatten():
+            r = torch.exp(log_probs[i, t] - old[i, t])
+            product = product * torch.min(r * a, r.clip(math.exp(-low), math.exp(high)) * a) / a
+        rows.append(a * product ** (1 / mask[i].sum().item()))
+    return -torch.stack(rows).mean()
+
+
+def test_D3_the_token_form_is_the_papers_sequence_objective(make_batch):
+    batch = make_batch(spread=0.5)
+    mask, old, per_row = batch["response_mask"], batch["old_log_probs"], batch["advantages"][:, 0]
+    token_side, sequence_side = (batch["log_probs"].clone().requires_grad_() for _ in range(2))
+    function, advantages = POLICY_LOSSES.get("geo_mean"), per_row[:, None].expand_as(old)
+    losses, metrics = function(token_side, old, advantages, mask, clip_ratio_low=0.3, clip_ratio_high=0.2)
+    token_loss = aggregate_loss(losses, mask, "seq-mean-token-mean")
+    sequence_loss = paper_objective(sequence_side, old, per_row, mask, 0.3, 0.2)
+    (token_gradient,) = torch.autograd.grad(token_loss, token_side)
+    (gradient,) = torch.autograd.grad(sequence_loss, sequence_side)
+    assert token_loss.item() == pytest.approx(sequence_loss.item(), rel=1e-12)
+    assert torch.allclose(token_gradient, gradient, rtol=1e-10, atol=1e-14)
+    assert metrics["clip_fraction"].item() == ((gradient == 0) & mask).sum()
+    assert 0 < metrics["clip_fraction"].item() < mask.sum()
+
+
+@pytest.mark.parametrize("knob", ["clip_ratio_low", "clip_ratio_high"])
+def test_a_negative_bound_is_refused(knob, by_hand):
+    with pytest.raises(ValueError, match=f"{knob}=-0.1 must be >= 0"):
+        by_hand("geo_mean", [[1.0]], [[1.0]], **{knob: -0.1})

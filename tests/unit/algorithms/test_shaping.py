@@ -1,0 +1,167 @@
+import itertools
+
+import pytest
+import torch
+
+from rltrain.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    normalize_advantages,
+    normalize_rewards,
+    overlong_penalty,
+    shape_scores,
+    treat_truncated,
+)
+
+NAN = torch.nan
+LEVELS = ("batch", "group", None)
+NORMALISATIONS = [
+    {"mean_level": mean, "std_level": std, "leave_one_out": loo, "unbiased": unbiased}
+    for mean, std, loo, unbiased in itertools.product(LEVELS, LEVELS, (False, True), (False, True))
+    if not loo or (mean is not None and std is None)
+]
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "wanted"),
+    [
+        ({}, [-3, 0, 1, 8]),
+        ({"bias": 1.0}, [-2, 1, 2, 9]),
+        ({"scale": -0.5}, [1.5, 0, -0.5, -4]),
+        ({"clip": 2.0}, [-2, 0, 1, 2]),
+        ({"bias": 1.0, "scale": 2.0, "clip": 3.0}, [-3, 2, 3, 3]),
+    ],
+)
+def test_a_score_is_moved_then_scaled_then_cut(knobs, wanted):
+    assert shape_scores(tensor(-3, 0, 1, 8), **knobs).tolist() == wanted
+
+
+def test_a_score_that_is_missing_stays_missing():
+    assert shape_scores(tensor(NAN, 1), bias=1.0, clip=1.0).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, NAN])
+def test_bounds_that_leave_no_score_are_refused(clip):
+    with pytest.raises(ValueError, match=f"clip={clip} must be > 0"):
+        shape_scores(tensor(1), clip=clip)
+
+
+def test_a_scale_of_zero_is_refused():
+    with pytest.raises(ValueError, match=r"scale=0.0 must not be 0"):
+        shape_scores(tensor(1), scale=0.0)
+
+
+def test_the_price_of_length_rises_over_the_buffer():
+    lengths = torch.tensor([0, 5, 6, 7, 9, 10, 11, 99])
+    penalty = overlong_penalty(lengths, max_response_length=10, buffer=4)
+    assert penalty.tolist() == [0, 0, 0, -0.25, -0.75, -1, -1, -1]
+    assert not penalty.signbit()[:3].any()
+    assert overlong_penalty(lengths, max_response_length=10, buffer=4, factor=2.0).tolist() == [2 * p for p in penalty]
+
+
+@pytest.mark.parametrize(("buffer", "wanted"), [(1, [0, 0, -1]), (3, [-1 / 3, -2 / 3, -1])])
+def test_the_buffer_may_be_one_token_or_the_whole_length(buffer, wanted):
+    penalty = overlong_penalty(torch.arange(1, 4), max_response_length=3, buffer=buffer)
+    assert penalty.tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("buffer", [0, 4])
+def test_a_buffer_outside_the_response_is_refused(buffer):
+    with pytest.raises(ValueError, match=rf"buffer={buffer} must be in \[1, max_response_length=3\]"):
+        overlong_penalty(torch.arange(3), max_response_length=3, buffer=buffer)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, NAN])
+def test_a_length_that_costs_nothing_is_refused(factor):
+    with pytest.raises(ValueError, match=f"factor={factor} must be > 0"):
+        overlong_penalty(torch.arange(3), max_response_length=3, buffer=1, factor=factor)
+
+
+def test_shaping_computes_in_float32_and_float64_stays():
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
+        scores, flags = torch.ones(2, dtype=dtype), torch.tensor([True, False])
+        assert shape_scores(scores).dtype == wanted
+        assert treat_truncated(scores, flags, flags, suppress=True, exclude=False)[0].dtype == wanted
+        assert overlong_penalty(scores, max_response_length=3, buffer=1).dtype == wanted
+
+
+@pytest.mark.parametrize(
+    ("suppress", "exclude", "scores", "valid"),
+    [
+        (False, False, [1, 2, 3], [True, True, False]),
+        (False, True, [1, 2, 3], [True, False, False]),
+        (True, False, [1, 0, 3], [True, False, False]),
+        (True, True, [1, 0, 3], [True, False, False]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_truncated_row_is_excluded_and_its_score_suppressed_as_told(suppress, exclude, scores, valid, dtype):
+    flags = torch.tensor([True, True, False], dtype=dtype), torch.tensor([False, True, False], dtype=dtype)
+    result = treat_truncated(tensor(1, 2, 3), *flags, suppress=suppress, exclude=exclude)
+    assert result[0].tolist() == scores
+    assert result[1].tolist() == valid
+    assert result[1].dtype == torch.bool
+
+
+def test_a_suppressed_score_is_zero_whatever_it_was():
+    scores, valid, truncated = tensor(NAN, 1), torch.tensor([False, True]), torch.tensor([True, False])
+    assert treat_truncated(scores, valid, truncated, suppress=True, exclude=False)[0].tolist() == [0, 1]
+    assert scores[0].isnan()
+
+
+def suppressed(score, *, others=()):
+    """Scores [1, score, others...] of one group, and which are valid, after row 1 was truncated and suppressed."""
+    scores = tensor(1.0, score, *others)
+    truncated = torch.arange(len(scores)) == 1
+    return treat_truncated(scores, torch.ones_like(truncated), truncated, suppress=True, exclude=False)
+
+
+def as_batch(batch, scores, valid):
+    """The columns for a group of so many rows, whose token rewards and components are these scores."""
+    rows = len(scores)
+    rewards = torch.zeros(rows, 9, dtype=torch.float64)
+    rewards[:, 4] = scores
+    return {
+        **{name: column[:rows] for name, column in batch.items()},
+        "token_level_rewards": rewards,
+        "reward_components": scores[:, None].expand(-1, 2),
+        "response_mask": torch.ones(rows, 9, dtype=torch.bool),
+        "uid": torch.zeros(rows).long(),
+        "valid": valid,
+    }
+
+
+OTHERS = [(), (3.0, 0.0)]  # the contract's two rows, and two more so that something is left to compare
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())
+def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_estimator(name, others, make_batch, call):
+    function, batch = ADVANTAGE_ESTIMATORS.get(name), make_batch()
+    one, hundred = (call(function, as_batch(batch, *suppressed(s, others=others)))[0] for s in (1.0, 100.0))
+    untreated = call(function, as_batch(batch, tensor(1, 100, *others), torch.ones(2 + len(others))))[0]
+    assert torch.equal(one, hundred)
+    assert not torch.equal(one, untreated)
+    if others:
+        assert (one[2] != 0).any()
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("levels", NORMALISATIONS, ids=str)
+def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_normalisation(levels, others):
+    results = []
+    for score in (1.0, 100.0):
+        scores, valid = suppressed(score, others=others)
+        uid = torch.zeros_like(scores).long()
+        tokens = torch.ones(len(scores), 3, dtype=torch.bool)
+        by_row = normalize_rewards(scores, uid, valid, **levels)
+        unsuppressed = tensor(1.0, score, *others)[:, None].expand(-1, 3)  # gae gives an excluded row its own credit
+        by_token = normalize_advantages(unsuppressed, tokens, uid, valid, **levels)
+        results.append(torch.cat([by_row[:, None], by_token], -1)[valid])
+    assert torch.equal(*results)
+    without = tensor(1.0, *others)
+    alone = torch.zeros_like(without).long(), torch.ones_like(without)
+    assert torch.allclose(results[0][:, 0], normalize_rewards(without, *alone, **levels), rtol=1e-12, atol=1e-14)

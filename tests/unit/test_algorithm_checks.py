@@ -1,0 +1,235 @@
+"""What the chosen functions cannot act on is refused before any worker starts."""
+
+import pytest
+
+from rltrain.algorithm_checks import check_algorithm, needs_critic
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rltrain.compose import choices, compose
+from rltrain.errors import ConfigError
+
+
+def config_of(*overrides):
+    return compose([text if text.startswith("rollout.") else f"algorithm.{text}" for text in overrides])[0]
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as error:
+        check_algorithm(config_of(*overrides))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def accepted(*overrides):
+    check_algorithm(config_of(*overrides))
+
+
+@pytest.mark.parametrize("name", choices("algorithm"))
+def test_every_preset_passes(name):
+    check_algorithm(compose([f"algorithm={name}"])[0])
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES.names())
+def test_every_loss_passes_with_its_defaults(loss):
+    accepted(f"loss_mode={loss}")
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
+def test_every_estimator_passes_with_its_defaults(estimator):
+    accepted(f"advantage_estimator={estimator}")
+
+
+# Names and knobs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["loss_mode=vanila"],
+            "algorithm.loss_mode=vanila: unknown policy loss; the nearest is 'vanilla', and all are",
+        ),
+        (["advantage_estimator=gea"], "algorithm.advantage_estimator=gea: unknown advantage estimator; the nearest is"),
+        (["loss_mode=zzz"], "algorithm.loss_mode=zzz: unknown policy loss; use one of "),
+        (
+            ["kl_loss.kl_estimator=ful"],
+            "kl_loss.kl_estimator=ful: unknown KL estimator; the nearest is 'full', and all",
+        ),
+        (["kl_in_reward.kl_estimator=k9"], "algorithm.kl_in_reward.kl_estimator=k9: unknown KL estimator; use one of "),
+        (
+            ["loss.clip=0.2"],
+            "algorithm.loss.clip=0.2: 'vanilla' has no such knob; it takes clip_ratio_low, clip_ratio_",
+        ),
+        (
+            ["loss_mode=clip_cov", "loss.clip=1"],
+            "algorithm.loss.clip=1: 'clip_cov' has no such knob; it takes clip_rati",
+        ),
+        (
+            ["loss_mode=clip_cov", "loss.kl_cov_ratio=0.1"],
+            "algorithm.loss.kl_cov_ratio=0.1: 'clip_cov' has no such knob",
+        ),
+        (["loss.clip_ratio_low=wide"], "algorithm.loss.clip_ratio_low='wide': 'vanilla' wants a float here, like its"),
+        (["loss.clip_ratio_low=true"], "algorithm.loss.clip_ratio_low=True: 'vanilla' wants a float here"),
+        (["loss_mode=clip_cov", "loss.clip_cov_lb=low"], "algorithm.loss.clip_cov_lb='low': 'clip_cov' wants a float"),
+        (["loss.clip_ratio_low=-1"], "algorithm.loss.clip_ratio_low=-1 must be >= 0"),
+        (["loss_mode=clip_cov", "loss.clip_cov_ratio=2"], "algorithm.loss.clip_cov_ratio=2"),
+        (["loss_mode=clip_cov", "loss.clip_cov_lb=9"], "algorithm.loss.clip_cov_lb=9 must be <= clip_cov_ub=5.0; swap"),
+        (["loss_mode=top_entropy", "loss.entropy_fraction=0"], "algorithm.loss.entropy_fraction=0"),
+        (["advantage.norm_by_std=1"], "algorithm.advantage.norm_by_std=1: 'grpo' wants a bool here, like its default"),
+        (["advantage.lam=1.0"], "algorithm.advantage.lam=1.0: 'grpo' has no such knob; it takes norm_by_std; remove"),
+        (
+            ["advantage_estimator=rloo", "advantage.k=1"],
+            "algorithm.advantage.k=1: 'rloo' has no such knob; it takes non",
+        ),
+        (["advantage_estimator=gae", "advantage.gamma=2"], "algorithm.advantage.gamma=2 must be in [0, 1]"),
+        (
+            ["advantage_estimator=gdpo", "advantage.weights=[1.0,2.0]"],
+            "algorithm.advantage.weights has shape (2,) for 1",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_unknown_name_or_knob_and_a_bad_value_are_refused_with_what_would_do(overrides, message):
+    assert message in refusal(*overrides)
+
+
+def test_knobs_of_a_loss_and_of_its_selector_are_set_together():
+    accepted("loss_mode=clip_cov", "loss.clip_ratio_low=0.1", "loss.clip_cov_ratio=0.01")
+    accepted("loss_mode=top_entropy", "loss.entropy_fraction=1.0", "loss.clip_ratio_c=5.0")
+
+
+def test_each_reward_function_brings_its_weight_to_an_estimator_that_weighs_them():
+    two = "reward.functions=[{name: a, path: 'x:y', weight: 2.0}, {name: b, path: 'x:z', weight: 0.5}]"
+    gdpo = [two, "algorithm.advantage_estimator=gdpo"]
+    check_algorithm(compose(gdpo)[0])
+    check_algorithm(compose([*gdpo, "algorithm.advantage.weights=[1.0,3.0]"])[0])
+    with pytest.raises(ConfigError, match=r"^algorithm.advantage.weights has shape \(1,\) for 2 components"):
+        check_algorithm(compose([*gdpo, "algorithm.advantage.weights=[1.0]"])[0])
+
+
+# KL
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_a_straight_through_form_has_no_place_in_a_reward(estimator):
+    assert refusal(f"kl_in_reward.kl_estimator={estimator}+") == (
+        f"algorithm.kl_in_reward.kl_estimator={estimator}+: a '+' form differs in its gradient only, and a reward has "
+        f"none; use {estimator}"
+    )
+    accepted(f"kl_in_reward.kl_estimator={estimator}", "kl_in_reward.kl_coef=0.1")
+
+
+def test_k1_alone_teaches_nothing_as_a_loss():
+    k1 = ["kl_loss.kl_estimator=k1", "kl_loss.kl_loss_coef=0.1"]
+    assert refusal(*k1) == (
+        "algorithm.kl_loss.kl_estimator=k1: its expected gradient is zero, so as a loss it only adds noise; use k1+, "
+        "k3, or ratio_weighted=true"
+    )
+    accepted(*k1, "kl_loss.ratio_weighted=true")
+    accepted(k1[0])
+    for other in ("k1+", "k2", "k3", "abs", "full"):
+        accepted(f"kl_loss.kl_estimator={other}", k1[1])
+
+
+def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
+    gdpo = "advantage_estimator=gdpo"
+    assert refusal(gdpo, "kl_in_reward.kl_coef=0.1") == (
+        "algorithm.kl_in_reward.kl_coef=0.1: gdpo reads the reward functions one by one and not the token rewards; use "
+        "algorithm.kl_loss"
+    )
+    accepted(gdpo, "kl_loss.kl_loss_coef=0.1")
+    for setting in (
+        "reward_shaping.bias=1", "reward_shaping.scale=2", "reward_shaping.clip=1", "reward_shaping.overlong_buffer=4",
+        "reward_normalization.mean_level=batch", "reward_normalization.std_level=group",
+    ):  # fmt: skip
+        assert refusal(gdpo, setting) == (
+            "algorithm.reward_shaping or reward_normalization with gdpo: it reads the reward functions one by one, not "
+            "their shaped sum; shape them in the functions"
+        ), setting
+        accepted(setting)
+    accepted(gdpo, "reward_shaping.overlong_penalty=2")  # off: it has no buffer
+    accepted(gdpo, "advantage_normalization.std_level=batch", "suppress_truncated=true")
+
+
+# Engine and actor
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
+def test_a_lower_bound_is_refused_where_values_are_never_negative(estimator):
+    rejection = [f"rejection.kl_estimator={estimator}", "rejection.upper=0.5"]
+    assert refusal(*rejection, "rejection.lower=-0.1").startswith(
+        f"algorithm.rejection.lower=-0.1 with kl_estimator='{estimator}': its values are never negative, so a lower"
+    )
+    accepted(*rejection)
+    accepted("rejection.kl_estimator=k1", "rejection.lower=-0.1")
+
+
+def test_bounds_of_the_rejection_must_let_data_that_agree_through():
+    assert refusal("rejection.kl_estimator=k1", "rejection.upper=-0.1").startswith(
+        "algorithm.rejection.lower=None, upper=-0.1: lower <= 0 <= upper must hold"
+    )
+    accepted("rejection.upper=-0.1")  # off
+
+
+# Groups
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
+def test_one_sample_a_prompt_is_refused_exactly_where_answers_are_compared_in_groups(estimator):
+    settings = [f"advantage_estimator={estimator}", "rollout.samples_per_prompt=1"]
+    if ADVANTAGE_ESTIMATORS.metadata(estimator)["statistics"] == "group":
+        assert refusal(*settings) == (
+            f"rollout.samples_per_prompt=1: {estimator} compares the answers to one prompt, so all advantages would be "
+            "0; use at least 2"
+        )
+    else:
+        accepted(*settings)
+    accepted(settings[0], "rollout.samples_per_prompt=2")
+
+
+@pytest.mark.parametrize("setting", ["dynamic_sampling=1", "reward_normalization.mean_level=group"])
+def test_one_sample_a_prompt_has_no_group_for_what_needs_one(setting):
+    assert refusal("advantage_estimator=gae", setting, "rollout.samples_per_prompt=1").startswith(
+        f"rollout.samples_per_prompt=1: algorithm.{setting.removesuffix('=1')} compares the answers to one prompt"
+    )
+    accepted("advantage_estimator=gae", setting)
+
+
+# Scores that would not reach the advantages
+
+
+def test_a_greedy_baseline_and_normalised_scores_would_be_on_two_scales():
+    remax = "advantage_estimator=remax"
+    for level in ("mean_level=batch", "std_level=batch"):
+        assert refusal(remax, f"reward_normalization.{level}") == (
+            "algorithm.reward_normalization with remax: the greedy answer's score is not in the statistics, so scores "
+            "and baseline would be on two scales; use algorithm.advantage_normalization"
+        )
+        accepted(remax, f"advantage_normalization.{level}")
+    accepted(remax, "reward_shaping.scale=2")
+
+
+def test_suppressing_and_excluding_say_the_same_twice():
+    assert refusal("suppress_truncated=true", "exclude_truncated=true") == (
+        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set one"
+    )
+
+
+def test_excluding_needs_a_statistic_to_be_excluded_from():
+    gae = ["advantage_estimator=gae", "exclude_truncated=true"]
+    assert refusal(*gae) == (
+        "algorithm.exclude_truncated=true with gae and no normalisation: there is no statistic to be excluded from; use "
+        "suppress_truncated or mask_truncated"
+    )
+    accepted(*gae, "advantage_normalization.std_level=batch")
+    accepted(*gae, "reward_normalization.mean_level=batch")
+    accepted("exclude_truncated=true")
+    accepted("advantage_estimator=gae", "suppress_truncated=true")
+
+
+def test_only_estimators_that_read_values_need_a_critic():
+    found = [
+        name
+        for name in ADVANTAGE_ESTIMATORS.names()
+        if needs_critic(config_of(f"advantage_estimator={name}").algorithm)
+    ]
+    assert found == ["gae"]

@@ -1,0 +1,137 @@
+"""Rules among the keys under `algorithm` themselves, and what the config says it needs."""
+
+import pytest
+
+from rltrain.compose import compose
+from rltrain.errors import ConfigError
+
+
+def algorithm(*overrides):
+    return compose([f"algorithm.{text}" for text in overrides])[0].algorithm
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["entropy_coef=-0.1"], "algorithm.entropy_coef must be >= 0, got -0.1"),
+        (["dynamic_sampling=-1"], "algorithm.dynamic_sampling must be >= 0, got -1"),
+        (["entropy_target=0"], "algorithm.entropy_target must be > 0 nats or null, got 0.0"),
+        (["entropy_target=-1"], "algorithm.entropy_target must be > 0 nats or null, got -1.0"),
+        (["entropy_coef_step=0"], "algorithm.entropy_coef_step must be > 0, got 0.0"),
+        (["reward_shaping.overlong_buffer=-1"], "algorithm.reward_shaping.overlong_buffer must be >= 0, got -1"),
+        (["reward_shaping.scale=0"], "reward_shaping.scale=0.0: every score would become 0; use another factor"),
+        (["reward_shaping.clip=0"], "algorithm.reward_shaping.clip must be > 0 or null, got 0.0"),
+        (["reward_shaping.clip=-1"], "algorithm.reward_shaping.clip must be > 0 or null, got -1.0"),
+        (["reward_shaping.overlong_penalty=0"], "reward_shaping.overlong_penalty must be > 0, got 0.0"),
+        (["kl_in_reward.kl_coef=-1"], "algorithm.kl_in_reward.kl_coef must be >= 0, got -1.0"),
+        (["kl_in_reward.target=-1"], "algorithm.kl_in_reward.target must be >= 0, got -1.0"),
+        (["kl_in_reward.horizon=0"], "algorithm.kl_in_reward.horizon must be >= 1, got 0"),
+        (["kl_in_reward.controller=adaptive"], "controller=adaptive with kl_coef=0.0, target=0.1: "),
+        (
+            ["kl_in_reward.controller=adaptive", "kl_in_reward.kl_coef=0.1", "kl_in_reward.target=0"],
+            "algorithm.kl_in_reward.controller=adaptive with kl_coef=0.1, target=0.0: the adaptive controller multiplies"
+            " the coefficient, so both must be > 0; set them, or use controller=fixed",
+        ),
+        (["kl_loss.kl_loss_coef=-1"], "algorithm.kl_loss.kl_loss_coef must be >= 0, got -1.0"),
+        (
+            ["kl_loss.ratio_weighted=true", "kl_loss.kl_estimator=full"],
+            "algorithm.kl_loss.ratio_weighted=true with kl_estimator=full: the exact KL is not an estimate from samples"
+            "; use false",
+        ),
+        (["correction.lower=-0.1"], "algorithm.correction.lower=-0.1, upper=2.0: 0 <= lower <= 1 <= upper must hold"),
+        (["correction.lower=1.1"], "algorithm.correction.lower=1.1, upper=2.0: 0 <= lower <= 1 <= upper must hold"),
+        (["correction.upper=0.9"], "algorithm.correction.lower=None, upper=0.9: 0 <= lower <= 1 <= upper must hold"),
+        (
+            ["correction.level=token", "correction.mode=mask", "correction.upper=null"],
+            "algorithm.correction.mode=mask without lower and upper: nothing would ever lie outside; set a bound",
+        ),
+        (["correction.level=token", "correction.mode=reject", "correction.upper=null"], "mode=reject without lower"),
+        (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),
+        (
+            ["rejection.kl_estimator=k1"],
+            "algorithm.rejection.kl_estimator=k1 without lower and upper: nothing would be rejected; set upper, in nats",
+        ),
+        (["rejection.kl_estimator=k1+"], "algorithm.rejection.kl_estimator=k1+: unknown choice; use one of k1, k2"),
+        (["loss_agg_mode=mean"], "algorithm.loss_agg_mode=mean: unknown choice; use one of token-mean, token-sum"),
+        (["old_log_probs=engine"], "algorithm.old_log_probs=engine: unknown choice; use one of actor, rollout"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_setting_that_contradicts_itself_or_another_is_refused_in_one_line(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        algorithm(*overrides)
+    assert "\n" not in str(error.value)
+    assert message in str(error.value)
+    assert str(error.value).startswith("algorithm.")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["mean_level=group", "std_level=group"], ["mean_level=batch", "std_level=batch"], ["std_level=batch"]],
+)
+@pytest.mark.parametrize("section", ["reward_normalization", "advantage_normalization"])
+def test_C6_leave_one_out_is_for_a_mean_alone(section, settings):
+    with pytest.raises(
+        ConfigError, match=rf"^algorithm.{section}.leave_one_out=true is for a mean alone: set mean_lev"
+    ):
+        algorithm(*(f"{section}.{text}" for text in [*settings, "leave_one_out=true"]))
+    for level in ("group", "batch"):
+        assert algorithm(f"{section}.leave_one_out=true", f"{section}.mean_level={level}")
+
+
+@pytest.mark.parametrize(
+    "settings", [["correction.level=token"], ["rejection.kl_estimator=k1", "rejection.upper=0.1"]], ids=lambda s: s[0]
+)
+def test_with_the_engines_log_probs_there_is_nothing_to_correct(settings):
+    with pytest.raises(ConfigError, match=r"^algorithm.old_log_probs=rollout with correction or rejection: .*=actor$"):
+        algorithm("old_log_probs=rollout", *settings)
+    assert algorithm(*settings).corrects_rollout
+    assert not algorithm("old_log_probs=rollout").corrects_rollout
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["correction.lower=0", "correction.upper=1"],
+        ["correction.lower=1", "correction.upper=null"],
+        ["correction.level=token", "correction.upper=null"],  # truncation without a bound is plain importance sampling
+        ["correction.level=token", "correction.mode=mask", "correction.upper=null", "correction.lower=0.5"],
+        ["correction.mode=mask", "correction.upper=null"],  # off
+        ["reward_shaping.scale=-1"],
+        ["reward_shaping.bias=-3"],
+        ["entropy_target=0.001"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_on_the_border_or_off_is_accepted(settings):
+    algorithm(*settings)
+
+
+@pytest.mark.parametrize("section", ["reward_normalization", "advantage_normalization"])
+def test_a_normalisation_is_on_with_either_part(section):
+    assert not getattr(algorithm(), section).on
+    assert getattr(algorithm(f"{section}.mean_level=batch"), section).on
+    assert getattr(algorithm(f"{section}.std_level=group"), section).on
+    assert not getattr(algorithm(f"{section}.unbiased=false"), section).on
+
+
+REWARD, LOSS, FULL = "kl_in_reward.kl_coef=0.1", "kl_loss.kl_loss_coef=0.1", "kl_estimator=full"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reference", "full", "log_probs"),
+    [
+        ([], False, False, False),
+        ([f"kl_in_reward.{FULL}", f"kl_loss.{FULL}"], False, False, False),  # without a coefficient
+        ([REWARD], True, False, True),
+        ([LOSS], True, False, True),
+        ([REWARD, f"kl_in_reward.{FULL}"], True, True, False),
+        ([LOSS, f"kl_loss.{FULL}"], True, True, False),
+        ([REWARD, LOSS, f"kl_loss.{FULL}"], True, True, True),
+        ([REWARD, LOSS, f"kl_in_reward.{FULL}"], True, True, True),
+        ([REWARD, LOSS, f"kl_in_reward.{FULL}", f"kl_loss.{FULL}"], True, True, False),
+    ],
+)
+def test_the_reference_ships_what_the_kl_terms_read(overrides, reference, full, log_probs):
+    made = algorithm(*overrides)
+    assert (made.needs_reference, made.needs_full_kl, made.needs_ref_log_probs) == (reference, full, log_probs)

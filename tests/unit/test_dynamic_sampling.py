@@ -1,0 +1,311 @@
+"""Groups without spread are replaced or left out, and greedy baselines, with fakes for engines and reward workers."""
+
+import random
+
+import pytest
+
+from rltrain.collector import Collector
+from rltrain.compose import compose
+from rltrain.data import Prompt
+from rltrain.errors import RewardError
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
+
+PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
+SAMPLES = 4
+
+
+class Engines:
+    """Answers one request at a time, in random order; `reason` says how the answer to a key ended."""
+
+    def __init__(self, seed=0, reason=lambda key: "stop", tokens=1):
+        self.waiting, self.requests, self.groups, self.version = [], [], [], 0
+        self.random, self.reason, self.tokens = random.Random(seed), reason, tokens
+
+    def submit(self, groups):
+        self.groups += [group[0].key[0] for group in groups]
+        new = [request for group in groups for request in group]
+        self.waiting, self.requests = self.waiting + new, self.requests + new
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def poll(self, timeout_s):
+        request = self.waiting.pop(self.random.randrange(len(self.waiting)))
+        uid, number = request.key
+        ids, ones = [10 * uid + number] * self.tokens, [-1.0] * self.tokens
+        return [Completion(request.key, ids, ones, self.reason(request.key), [self.version] * self.tokens, "")]
+
+
+class Judges:
+    """Scores at once; `score` gives the number of a key, None where it does not apply, or "fails"."""
+
+    def __init__(self, score):
+        self.score, self.waiting = score, []
+
+    def submit(self, requests):
+        self.waiting += requests
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def poll(self, timeout_s):
+        keys, self.waiting = [request.key for request in self.waiting], []
+        scores = [(key, self.score(*key)) for key in keys]
+        return [
+            RewardResult(key, (None,), failed=True, error="broke") if value == "fails" else RewardResult(key, (value,))
+            for key, value in scores
+        ]
+
+
+def collector(score, *overrides, engines=None, staleness=0) -> Collector:
+    config, _ = compose(
+        ["trainer.prompts_per_step=3", "trainer.prompts_per_minibatch=3", f"rollout.samples_per_prompt={SAMPLES}",
+         "trainer.seed=5", "data.shuffle=false", "reward.max_failed_fraction=0.5", *overrides]
+    )  # fmt: skip
+    made = Collector(config, rollout=engines or Engines(), rewards=Judges(score), prompts=PROMPTS)
+    made.groups.max_staleness = staleness
+    return made
+
+
+def sampling(batches):
+    return f"algorithm.dynamic_sampling={batches}"
+
+
+def varied(uid, number):
+    return float(number % 2)
+
+
+def flat(*uids):
+    """Scores that are all the same in these groups, and vary in the others."""
+    return lambda uid, number: 1.0 if uid in uids else varied(uid, number)
+
+
+def uids(batch):
+    return batch.batch["uid"].unique().tolist()
+
+
+def facts(batch):
+    return batch.meta_info["groups_dropped"], batch.meta_info["groups_missing"]
+
+
+# Replaced
+
+
+def test_groups_without_spread_are_replaced_by_the_next_prompts():
+    made = collector(flat(0, 2), sampling(2))
+    batch = made.collect(version=0)
+    assert uids(batch) == [1, 3, 4]
+    assert facts(batch) == (2, 0)
+    assert batch.non_tensor_batch["prompt_text"].tolist()[::SAMPLES] == ["prompt 1", "prompt 3", "prompt 4"]
+    assert bool(batch.values("response_mask").all())
+    assert (made.groups.used, made.groups.dropped) == (3, 2)
+
+
+def test_a_replacement_without_spread_is_replaced_too():
+    batch = collector(flat(0, 3, 4), sampling(3)).collect(version=0)
+    assert uids(batch) == [1, 2, 5]
+    assert facts(batch) == (3, 0)
+
+
+def test_where_every_group_has_spread_nothing_changes_but_the_facts():
+    plain, dynamic = (collector(varied, sampling(n)).collect(version=0) for n in (0, 4))
+    assert uids(plain) == uids(dynamic) == [0, 1, 2]
+    assert plain.values("responses").tolist() == dynamic.values("responses").tolist()
+    assert "groups_dropped" not in plain.meta_info
+    assert facts(dynamic) == (0, 0)
+
+
+def test_switched_off_a_group_without_spread_stays_and_is_trained_on():
+    batch = collector(flat(0, 1, 2), sampling(0)).collect(version=0)
+    assert uids(batch) == [0, 1, 2]
+    assert bool(batch.values("response_mask").all())
+
+
+def test_the_next_step_goes_on_where_the_replacements_ended_with_the_weights_of_its_version():
+    engines = Engines()
+    made = collector(flat(0, 2, 6), sampling(2), engines=engines)
+    seen = []
+    for version in range(3):
+        engines.version = version
+        batch = made.collect(version)
+        assert set(batch.values("policy_version").tolist()) == {version}
+        seen.append((uids(batch), facts(batch)))
+    assert seen == [([1, 3, 4], (2, 0)), ([5, 7, 8], (1, 0)), ([9, 10, 11], (0, 0))]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_groups_in_flight_for_later_steps_are_dropped_early_and_no_token_is_older_than_allowed(staleness):
+    engines = Engines()
+    made = collector(lambda uid, number: 1.0 if uid % 3 == 0 else varied(uid, number), sampling(2),
+                     engines=engines, staleness=staleness)  # fmt: skip
+    ages, order = set(), []
+    for version in range(8):
+        engines.version = version
+        batch = made.collect(version)
+        order += uids(batch)
+        ages |= {version - sampled for sampled in batch.values("policy_version").tolist()}
+    assert order == sorted(order)
+    assert not [uid for uid in order if uid % 3 == 0]
+    assert max(ages) == staleness
+
+
+# The bound
+
+
+@pytest.mark.parametrize(
+    ("batches", "kept", "dropped", "generated"), [(1, [0, 1], 1, 3), (2, [0, 1], 4, 6), (3, [0, 1, 8], 6, 9)]
+)
+def test_a_step_generates_at_most_so_many_batches_and_then_goes_on_with_fewer_groups(batches, kept, dropped, generated):
+    engines = Engines()
+    batch = collector(flat(*range(2, 8)), sampling(batches), engines=engines).collect(version=0)
+    assert uids(batch) == kept
+    assert facts(batch) == (dropped, 3 - len(kept))
+    assert sorted(engines.groups) == list(range(generated))
+    assert bool(batch.values("response_mask").all())
+
+
+def test_a_step_with_fewer_groups_leaves_the_next_one_whole():
+    made = collector(flat(0, 1), sampling(1))
+    assert uids(made.collect(version=0)) == [2]
+    made.rollout.version = 1
+    batch = made.collect(version=1)
+    assert (uids(batch), facts(batch)) == ([3, 4, 5], (0, 0))
+
+
+def test_where_no_group_has_spread_one_is_left_and_trains_nothing():
+    batch = collector(flat(*range(99)), sampling(2)).collect(version=0)
+    assert len(batch) == SAMPLES
+    assert facts(batch) == (5, 2)
+    assert not bool(batch.values("response_mask").any())
+    assert batch.batch["valid"].all()  # a masked row, not a failed one
+
+
+# What has no spread
+
+
+def test_a_group_whose_answers_were_cut_has_no_spread_where_they_are_in_no_statistic():
+    def reason(key):
+        return "length" if key[0] == 0 and key[1] % 2 else "stop"
+
+    kept = [
+        uids(collector(varied, sampling(2), *more, engines=Engines(reason=reason)).collect(version=0))
+        for more in ([], ["algorithm.suppress_truncated=true"], ["algorithm.exclude_truncated=true"])
+    ]
+    assert kept == [[0, 1, 2], [1, 2, 3], [1, 2, 3]]
+
+
+def test_it_is_shaped_scores_that_have_spread_or_not():
+    def two_to_five(uid, number):
+        return 2.0 + number
+
+    assert uids(collector(two_to_five, sampling(2)).collect(version=0)) == [0, 1, 2]
+    cut = collector(two_to_five, sampling(2), "algorithm.reward_shaping.clip=1.5").collect(version=0)
+    assert not bool(cut.values("response_mask").any())
+
+
+def test_one_score_among_answers_that_none_applies_to_is_no_spread():
+    batch = collector(lambda uid, n: float(n) if uid or n == 3 else None, sampling(2)).collect(version=0)
+    assert uids(batch) == [1, 2, 3]
+
+
+# Failures
+
+
+def test_a_group_with_a_failed_reward_is_kept_counted_and_masked_where_the_rest_has_no_spread():
+    def score(uid, number):
+        return "fails" if (uid, number) == (1, 0) else 1.0 if uid in (0, 1) else varied(uid, number)
+
+    batch = collector(score, sampling(2)).collect(version=0)
+    assert uids(batch) == [1, 2, 3]
+    assert facts(batch) == (1, 0)
+    assert batch.batch["failed"].tolist() == [True] + [False] * 11
+    assert batch.padded("response_mask")[:, 0].tolist() == [False] * 4 + [True] * 8
+
+
+def test_a_group_with_a_failed_reward_and_spread_among_the_others_trains_on_these():
+    batch = collector(lambda uid, n: "fails" if (uid, n) == (0, 0) else varied(uid, n), sampling(2)).collect(version=0)
+    assert uids(batch) == [0, 1, 2]
+    assert batch.padded("response_mask")[:4, 0].tolist() == [False, True, True, True]
+
+
+def test_failures_are_not_dropped_before_they_are_counted():
+    with pytest.raises(RewardError, match=r"100% of the rewards failed"):
+        collector(lambda uid, number: "fails", sampling(3)).collect(version=0)
+
+
+# Order
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_which_groups_are_used_does_not_depend_on_who_finishes_first(batches):
+    found = {
+        (tuple(uids(b)), facts(b))
+        for b in (
+            collector(flat(0, 2, 3, 4, 6), sampling(batches), engines=Engines(seed=seed)).collect(version=0)
+            for seed in range(6)
+        )
+    }
+    assert len(found) == 1
+
+
+# The greedy baseline of ReMax
+
+REMAX = ["algorithm.advantage_estimator=remax"]
+
+
+def test_the_greedy_answer_is_asked_for_once_a_group_and_is_no_row():
+    engines = Engines()
+    batch = collector(lambda uid, n: 10.0 * uid + n, *REMAX, engines=engines).collect(version=0)
+    at_zero = [request.key for request in engines.requests if request.temperature == 0]
+    assert sorted(at_zero) == [(uid, SAMPLES) for uid in range(3)]
+    assert len(engines.requests) == 3 * (SAMPLES + 1)
+    assert batch.batch["uid"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert batch.values("responses").tolist() == [10 * uid + n for uid in range(3) for n in range(SAMPLES)]
+    assert batch.batch["baseline_rewards"].tolist() == [
+        10.0 * uid + SAMPLES for uid in range(3) for _ in range(SAMPLES)
+    ]
+
+
+def test_no_other_estimator_has_a_greedy_answer():
+    engines = Engines()
+    batch = collector(varied, engines=engines).collect(version=0)
+    assert "baseline_rewards" not in batch
+    assert 0.0 not in {request.temperature for request in engines.requests}
+
+
+def test_the_baseline_is_shaped_as_the_scores_are():
+    batch = collector(
+        lambda uid, n: 3.0 if n == SAMPLES else 1.0, *REMAX, "algorithm.reward_shaping.scale=2",
+        "algorithm.reward_shaping.bias=-1", "algorithm.reward_shaping.clip=3",
+    ).collect(version=0)  # fmt: skip
+    assert batch.batch["baseline_rewards"].tolist() == [3.0] * 12  # (3 - 1) * 2, clipped
+    assert batch.batch["scores"].tolist() == [1.0] * 12  # what the functions said
+
+
+def test_a_greedy_answer_without_a_score_leaves_its_group_without_a_baseline_and_untrained():
+    batch = collector(lambda uid, n: None if (uid, n) == (1, SAMPLES) else varied(uid, n), *REMAX).collect(version=0)
+    assert batch.batch["valid"].tolist() == [True] * 4 + [False] * 4 + [True] * 4
+    assert batch.padded("response_mask")[:, 0].tolist() == batch.batch["valid"].tolist()
+    assert batch.padded("token_level_scores")[4:8].abs().sum() == 0
+    assert not bool(batch.batch["failed"].any())
+
+
+def test_C4_a_greedy_answer_whose_reward_failed_fails_its_group_and_is_counted():
+    def score(uid, number):
+        return "fails" if number == SAMPLES and uid == 1 else varied(uid, number)
+
+    batch = collector(score, *REMAX).collect(version=0)
+    assert batch.batch["failed"].tolist() == [False] * 4 + [True] * 4 + [False] * 4
+    assert batch.batch["valid"].tolist() == [True] * 4 + [False] * 4 + [True] * 4
+    with pytest.raises(RewardError, match=r"33% of the rewards failed.*: sample \(1, 4\): broke"):
+        collector(score, *REMAX, "reward.max_failed_fraction=0.3").collect(version=0)
+
+
+def test_greedy_answers_and_replacements_go_together():
+    batch = collector(flat(1), *REMAX, sampling(2)).collect(version=0)
+    assert uids(batch) == [0, 2, 3]
+    assert facts(batch) == (1, 0)
+    assert len(batch.batch["baseline_rewards"]) == 12

@@ -1,0 +1,143 @@
+import pytest
+import torch
+
+from rltrain.compose import compose
+from rltrain.protocol import DataProto, jagged
+from rltrain.scoring import on_last_token, shaped_scores, truncated_rows, zero_spread
+
+LIMIT = 16  # rollout.max_response_length of the default config
+
+
+def batch(scores, *, reasons=None, valid=None, lengths=None, mask=None) -> DataProto:
+    """Rows with these scores; responses of two tokens unless `lengths` says otherwise."""
+    rows = len(scores)
+    lengths = lengths or [2] * rows
+    made = DataProto.from_dict(
+        {"responses": jagged([[1] * length for length in lengths], torch.int64), "scores": torch.tensor(scores),
+         "uid": torch.zeros(rows, dtype=torch.int64), "valid": torch.tensor(valid or [True] * rows)},
+        {"finish_reason": reasons or ["stop"] * rows},
+    )  # fmt: skip
+    trained = made.batch["valid"].repeat_interleave(torch.tensor(lengths)) if mask is None else torch.tensor(mask)
+    return made.with_values("responses", response_mask=trained)
+
+
+def shaped(made, *overrides):
+    config = compose([f"rollout.max_response_length={LIMIT}", *(f"algorithm.{text}" for text in overrides)])[0]
+    scores, valid = shaped_scores(made, config)
+    return scores.tolist(), valid.tolist()
+
+
+# Each score by itself
+
+
+def test_without_shaping_scores_are_as_the_functions_said():
+    made = batch([3.0, -1.0, 0.5], reasons=["length", "stop", "abort"], lengths=[16, 1, 3])
+    assert shaped(made) == ([3.0, -1.0, 0.5], [True] * 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["bias=1.0"], [4.0, 0.0, 1.5]),
+        (["scale=-2.0"], [-6.0, 2.0, -1.0]),
+        (["clip=0.75"], [0.75, -0.75, 0.5]),
+        (["bias=1.0", "scale=2.0"], [8.0, 0.0, 3.0]),  # the bias comes first
+        (["bias=1.0", "scale=2.0", "clip=2.5"], [2.5, 0.0, 2.5]),  # and the bounds last
+    ],
+)
+def test_a_score_is_moved_then_scaled_then_bounded(overrides, expected):
+    assert shaped(batch([3.0, -1.0, 0.5]), *(f"reward_shaping.{text}" for text in overrides))[0] == expected
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (12, 0.0), (13, 0.125), (14, 0.25), (15, 0.375), (16, 0.5)])
+def test_length_costs_more_over_the_last_tokens_before_the_limit(length, penalty):
+    made = batch([1.0], lengths=[length])
+    scores, _ = shaped(made, "reward_shaping.overlong_buffer=4", "reward_shaping.overlong_penalty=0.5")
+    assert scores == [1.0 - penalty]
+
+
+def test_the_price_of_length_comes_after_the_bounds():
+    settings = ["clip=1.0", "overlong_buffer=4", "overlong_penalty=2.0"]
+    assert shaped(batch([-5.0], lengths=[16]), *(f"reward_shaping.{text}" for text in settings))[0] == [-3.0]
+
+
+def test_C4_a_row_that_is_not_valid_has_score_zero_whatever_is_done_to_scores():
+    made = batch([5.0, float("nan")], valid=[True, False], lengths=[16, 16])
+    settings = ["reward_shaping.bias=1.0", "reward_shaping.overlong_buffer=4"]
+    assert shaped(made, *settings) == ([5.0, 0.0], [True, False])
+
+
+# Cut answers
+
+CUT = [4.0, 2.0, 3.0, 1.0]
+REASONS = ["length", "stop", "length", "abort"]
+
+
+def test_a_cut_answer_is_one_that_the_engine_cut_and_no_other():
+    """Row 1 is as long as the limit, and finished; row 2 is short, and was cut (by the model's own limit, say)."""
+    made = batch(CUT, reasons=REASONS, lengths=[16, 16, 3, 16])
+    assert truncated_rows(made).tolist() == [True, False, True, False]
+
+
+def test_C5_a_suppressed_answer_earns_nothing_and_is_in_no_statistic():
+    made = batch(CUT, reasons=REASONS, lengths=[16, 16, 3, 16])
+    assert shaped(made, "suppress_truncated=true") == ([0.0, 2.0, 0.0, 1.0], [False, True, False, True])
+
+
+def test_an_excluded_answer_keeps_its_score_and_is_in_no_statistic():
+    made = batch(CUT, reasons=REASONS, lengths=[16, 16, 3, 16])
+    assert shaped(made, "exclude_truncated=true") == (CUT, [False, True, False, True])
+
+
+def test_masking_alone_leaves_scores_and_statistics_as_they_are():
+    assert shaped(batch(CUT, reasons=REASONS), "mask_truncated=true") == (CUT, [True] * 4)
+
+
+def test_a_suppressed_answer_keeps_the_price_of_its_length_and_none_of_the_shaping():
+    made = batch([4.0, 4.0], reasons=["length", "stop"], lengths=[16, 14])
+    settings = ["suppress_truncated=true", "reward_shaping.bias=7.0", "reward_shaping.overlong_buffer=4"]
+    assert shaped(made, *settings) == ([-1.0, 10.5], [False, True])
+
+
+# Groups without spread
+
+
+@pytest.mark.parametrize(
+    ("scores", "uid", "valid", "flat"),
+    [
+        ([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [True] * 4, [False, False, True, True]),
+        ([0.3, 0.3, 0.3, 0.1], [4, 4, 4, 2], [True] * 4, [True] * 4),  # equal in float32, and a group of one
+        ([1.0, 0.0, 1.0, 0.0], [0, 1, 0, 1], [True] * 4, [True] * 4),  # by uid, not by position
+        ([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [True, False, True, True], [True, True, False, False]),
+        ([-1.0, 0.0, -1.0, 0.0], [0, 0, 1, 1], [True, False, False, True], [True] * 4),  # not against a 0
+        ([1.0, 0.0], [0, 0], [False, False], [True, True]),
+        ([5.0, 5.0, 5.0, 6.0], [9, 9, 9, 9], [True, True, True, True], [False] * 4),
+    ],
+)
+def test_C3_a_group_has_no_spread_where_all_valid_rows_have_one_score(scores, uid, valid, flat):
+    assert zero_spread(torch.tensor(uid), torch.tensor(scores), torch.tensor(valid)).tolist() == flat
+
+
+# On the last trained token
+
+
+def test_B8_a_score_sits_on_the_last_trained_token_and_they_sum_to_the_scores():
+    made = batch([2.0, -1.0, 7.0], lengths=[3, 1, 2])
+    placed = on_last_token(made, made.batch["scores"])
+    assert placed.tolist() == [0, 0, 2.0, -1.0, 0, 7.0]
+
+
+def test_B7_what_a_tool_wrote_at_the_end_carries_no_score():
+    made = batch([2.0, 3.0], lengths=[4, 3], mask=[True, True, False, False, True, False, True])
+    assert on_last_token(made, made.batch["scores"]).tolist() == [0, 2.0, 0, 0, 0, 0, 3.0]
+
+
+def test_B3_empty_and_masked_rows_carry_no_score_and_disturb_no_neighbour():
+    made = batch([9.0, 1.0, 8.0, 2.0, 7.0], lengths=[0, 2, 2, 1, 0], mask=[True, True, False, False, True])
+    assert on_last_token(made, made.batch["scores"]).tolist() == [0, 1.0, 0, 0, 2.0]
+
+
+def test_a_batch_of_empty_responses_has_no_place_for_a_score():
+    made = batch([1.0, 2.0], lengths=[0, 0])
+    placed = on_last_token(made, made.batch["scores"].double())
+    assert (len(placed), placed.dtype) == (0, torch.float64)

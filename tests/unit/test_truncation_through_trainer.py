@@ -1,0 +1,245 @@
+"""Answers that were cut, and rewards that failed, through the real trainer: invariants C4 and C5 at its far end.
+
+Engines, reward workers and (but for one test) the models are fakes; collector, credit and trainer are real.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from rltrain.algorithm_config import NormalizationConfig
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.collector import Collector
+from rltrain.compose import compose
+from rltrain.data import Prompt
+from rltrain.trainer import Trainer
+from workers.group import LocalHosts, WorkerGroup
+from workers.host import Host
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
+from workers.weight_sync import tensors_of
+
+PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
+LENGTHS = [2, 4, 3]  # of the answers to one prompt; answer 1 is cut, though others might be longer
+
+
+class Engines:
+    """Answer n to every prompt has LENGTHS[n] tokens; those in `cut` ended at the limit."""
+
+    def __init__(self, cut):
+        self.cut, self.waiting, self.load = cut, [], lambda weights, version: None
+
+    def submit(self, groups):
+        self.waiting += [request for group in groups for request in group]
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def poll(self, timeout_s):
+        requests, self.waiting = self.waiting, []
+        return [self.answer(request.key) for request in requests]
+
+    def answer(self, key):
+        length = LENGTHS[key[1] % len(LENGTHS)]
+        reason = "length" if key in self.cut else "stop"
+        return Completion(key, [48 + key[1]] * length, [-1.0] * length, reason, [0] * length, "")
+
+
+class Judges:
+    """Gives the score of a key; None fails."""
+
+    def __init__(self, scores):
+        self.scores, self.waiting, self.pending = scores, [], 0
+
+    def submit(self, requests):
+        self.waiting += [request.key for request in requests]
+
+    def poll(self, timeout_s):
+        keys, self.waiting = self.waiting, []
+        return [
+            RewardResult(key, (None,), failed=True, error="broke") if self.scores[key] is None
+            else RewardResult(key, (self.scores[key],))
+            for key in keys
+        ]  # fmt: skip
+
+
+class FakeGroup:
+    """A role that knows its columns and learns nothing."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def rows(self, method, batch, *, max_tokens):
+        tokens = len(batch.values("responses"))
+        return batch.with_values(
+            "responses", **{name: torch.full((tokens,), value) for name, value in self.columns.items()}
+        ).select(list(self.columns))
+
+    def update(self, batch, plan, *arguments, max_tokens):
+        return {}
+
+    def start(self, method, *args):
+        return ["weights"]
+
+    def wait(self, pending):
+        return pending
+
+
+BASE, _ = compose(
+    ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=3", "data.shuffle=false",
+     "rollout.max_log_prob_gap=99", "reward.max_failed_fraction=1", "algorithm.suppress_truncated=true"]
+)  # fmt: skip
+
+
+def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
+    """The batch that one step trained on, and its metrics. `scores`: by (group, answer)."""
+    trainer = Trainer(
+        config,
+        collector=Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS),
+        actor=actor or FakeGroup(old_log_probs=-1.0), reference=None, critic=FakeGroup(values=0.25),
+        tracker=None, exporter=None, val_prompts=[],
+    )  # fmt: skip
+    metrics, batch = trainer.train_step()
+    return batch, metrics
+
+
+def two_groups(cut_score):
+    """Scores of which only that of the cut answer, row 1, differs."""
+    return {
+        (0, 0): 1.0,
+        (0, 1): cut_score,
+        (0, 2): 0.0,
+        (1, 0): 1.0,
+        (1, 1): 0.0,
+        (1, 2): 0.0,
+        (0, 3): 0.5,
+        (1, 3): 0.0,
+    }
+
+
+def changed(**changes):
+    return dataclasses.replace(BASE, algorithm=dataclasses.replace(BASE.algorithm, **changes))
+
+
+def modes():
+    """Every normalisation that the config accepts; of the divisor of the std only the usual one."""
+    for mean, std, out in itertools.product((None, "batch", "group"), (None, "batch", "group"), (False, True)):
+        if not out or (mean is not None and std is None):
+            yield NormalizationConfig(mean_level=mean, std_level=std, leave_one_out=out, unbiased=True)
+
+
+def pairs():
+    """Of scores and of advantages: all pairs, and the other divisor in both."""
+    yield from itertools.product(modes(), modes())
+    yield from ((mode, mode) for mode in (dataclasses.replace(m, unbiased=False) for m in modes()) if mode.std_level)
+
+
+NONE = NormalizationConfig(mean_level=None, std_level=None, leave_one_out=False, unbiased=True)
+ESTIMATORS = ["grpo", "rloo", "reinforce_plus_plus", "gae"]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_C5_under_every_normalisation_a_suppressed_answers_score_reaches_no_other_row(estimator):
+    for rewards, advantages in pairs():
+        config = changed(
+            advantage_estimator=estimator, reward_normalization=rewards, advantage_normalization=advantages
+        )
+        one, hundred = (trained(two_groups(score), config=config)[0] for score in (1.0, 100.0))
+        assert torch.equal(one.values("advantages"), hundred.values("advantages")), (rewards, advantages)
+        assert torch.equal(one.values("returns"), hundred.values("returns")), (rewards, advantages)
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
+@pytest.mark.parametrize("how", ["suppress", "exclude"])
+def test_C5_no_estimator_lets_a_cut_answer_move_the_others(estimator, how):
+    config = changed(
+        advantage_estimator=estimator, suppress_truncated=how == "suppress", exclude_truncated=how == "exclude"
+    )
+    found = [trained(two_groups(score), config=config)[0].padded("advantages") for score in (1.0, 100.0)]
+    others = torch.arange(6) != 1
+    assert torch.equal(found[0][others], found[1][others])
+    assert found[0].abs().sum() > 0
+    kept = trained(two_groups(100.0), config=changed(advantage_estimator=estimator, suppress_truncated=False))[0]
+    if ADVANTAGE_ESTIMATORS.metadata(estimator)["statistics"] != "none":  # else no row sees another in any case
+        assert not torch.equal(kept.padded("advantages")[others], found[0][others])
+
+
+def test_there_are_eleven_normalisations_and_all_their_pairs():
+    assert len(list(modes())) == 11
+    assert len(list(pairs())) == 121 + 6
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
+    """The invariant's own case, scores [1, 1] and [1, 100], with batch-mean normalisation."""
+    batch_mean = dataclasses.replace(NONE, mean_level="batch")
+    config = changed(advantage_estimator=estimator, reward_normalization=batch_mean)
+    config = dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, samples_per_prompt=2),
+        trainer=dataclasses.replace(config.trainer, prompts_per_step=1, prompts_per_minibatch=1),
+    )  # fmt: skip
+    found = [trained({(0, 0): 1.0, (0, 1): score}, config=config)[0].padded("advantages")[0] for score in (1.0, 100.0)]
+    assert torch.equal(*found)
+
+
+def test_the_score_of_a_finished_answer_of_any_length_counts():
+    """Answer 1 is the longest, and finished: it is not cut."""
+    found = [trained(two_groups(score), cut=())[0].padded("advantages")[0, 0] for score in (1.0, 100.0)]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(("masked", "tokens"), [(False, 4), (True, 0)])
+@pytest.mark.parametrize("how", ["suppress", "exclude"])
+def test_C4_a_cut_answer_keeps_its_tokens_in_the_mask_unless_it_is_masked(how, masked, tokens):
+    config = changed(suppress_truncated=how == "suppress", exclude_truncated=how == "exclude", mask_truncated=masked)
+    batch, metrics = trained(two_groups(1.0), config=config)
+    assert batch.padded("response_mask").sum(-1).tolist() == [2, tokens, 3, 2, 4, 3]
+    assert batch.batch["valid"].tolist() == [True, False, True, True, True, True]
+    assert batch.padded("advantages")[1].tolist() == [0.0] * 4
+    assert metrics["reward/excluded_fraction"] == pytest.approx(1 / 6)
+    assert metrics["rollout/truncated_fraction"] == pytest.approx(1 / 6)
+
+
+def test_C4_under_gae_a_suppressed_answer_keeps_its_value_term():
+    config = changed(advantage_estimator="gae", advantage={"lam": 1.0})
+    batch, _ = trained(two_groups(100.0), config=config)
+    assert batch.padded("advantages")[1].tolist() == [-0.25] * 4
+    assert batch.padded("returns")[1].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisation(estimator):
+    """What the other rows get is what they would get without it: whatever it would have scored."""
+    scores = two_groups(1.0) | {(1, 1): None}
+    for rewards, advantages in (
+        (one, other) for mode in modes() for one, other in ((mode, NONE), (NONE, mode), (mode, mode))
+    ):
+        config = changed(
+            advantage_estimator=estimator, reward_normalization=rewards, advantage_normalization=advantages
+        )
+        batch, metrics = trained(scores, config=config)
+        assert batch.padded("response_mask").any(-1).tolist() == [True] * 4 + [False, True]
+        assert batch.padded("advantages")[4].tolist() == [0.0] * 4
+        assert metrics["reward/failed_fraction"] == pytest.approx(1 / 6)
+    plain = changed(advantage_estimator=estimator, reward_normalization=dataclasses.replace(NONE, mean_level="batch"))
+    rewards = trained(scores, config=plain)[0].padded("token_level_rewards").sum(-1)
+    assert rewards.tolist() == pytest.approx([0.5, 0.0, -0.5, 0.5, 0.0, -0.5])  # the mean of four, 0.5
+
+
+def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppressed_score(start, process_group):
+    found = []
+    for score in (1.0, 100.0):
+        hosts = LocalHosts(Host({}, verbose=True))
+        hosts.host.build("actor", "workers.actor:ActorWorker", BASE, start)
+        actor = WorkerGroup(hosts, "actor")
+        trained(two_groups(score), actor=actor)
+        buckets = actor.wait(actor.start("export", 1, False))[0]
+        found.append({name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)})
+    hosts.host.build("actor", "workers.actor:ActorWorker", BASE, start)
+    first = actor.wait(actor.start("export", 1, False))[0]
+    untrained = {name: tensor.clone() for bucket in first for name, tensor in tensors_of(bucket)}
+    assert all(torch.equal(found[0][name], found[1][name]) for name in untrained)
+    assert any(not torch.equal(found[0][name], untrained[name]) for name in untrained)

@@ -1,0 +1,242 @@
+"""The actor's update in one process: correction weights, entropy bonus, token selectors and the exact KL."""
+
+import pytest
+import torch
+
+from rltrain.algorithms import TOKEN_SELECTORS, columns_of
+from rltrain.compose import compose
+from rltrain.credit import choose_trained
+from rltrain.protocol import DataProto
+from workers.actor import with_selected
+from workers.group import LocalHosts, WorkerGroup
+from workers.host import Host
+from workers.placement import ROLES
+from workers.weight_sync import tensors_of
+
+pytestmark = pytest.mark.usefixtures("process_group")
+ALL = [list(range(12))]
+CONSTANT = ["actor.lr_schedule=constant", "trainer.prompts_per_step=3", "trainer.prompts_per_minibatch=3"]
+
+
+class Run:
+    """An actor, and a reference where the config asks for one, fresh from the start."""
+
+    def __init__(self, path, *overrides):
+        self.config = compose([*CONSTANT, *overrides])[0]
+        hosts = LocalHosts(Host({}, verbose=True))
+        for role in self.config.roles(needs_critic=False):
+            hosts.host.build(role, ROLES[role], self.config, path)
+        self.actor, self.reference = WorkerGroup(hosts, "actor"), WorkerGroup(hosts, "reference")
+        self.worker = hosts.host.roles["actor"]
+
+    def prepared(self, batch: DataProto) -> DataProto:
+        if self.config.algorithm.needs_reference:
+            batch = batch.union(self.reference.rows("compute_log_probs", batch, max_tokens=8192))
+        return batch.union(self.actor.rows("compute_log_probs", batch, max_tokens=8192))
+
+    def update(self, batch: DataProto, entropy_coef=0.0, **options):
+        return self.actor.update(batch, options.get("plan", ALL), entropy_coef, max_tokens=8192)
+
+    def weights(self):
+        buckets = self.actor.wait(self.actor.start("export", 0, False))[0]
+        return {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
+
+
+def apart(first, second) -> float:
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def moved(batch: DataProto, by: float) -> DataProto:
+    """As if the engine's log-probs were off by `by`, up for every second token."""
+    sign = 1 - 2 * (torch.arange(len(batch.values("responses"))) % 2)
+    return batch.with_values("responses", rollout_log_probs=batch.values("old_log_probs") + by * sign)
+
+
+# The decoupled form
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "reinforce", "gspo"])
+def test_D8_a_correction_multiplies_the_loss_of_each_token_by_its_weight(start, sampled_batch, loss):
+    """For a loss that is linear in the advantage, that is a weighted advantage."""
+    run = Run(start, f"algorithm.loss_mode={loss}", "algorithm.correction.level=token")
+    batch, metrics = choose_trained(moved(run.prepared(sampled_batch), 0.3), run.config.algorithm)
+    assert metrics["rollout/correction_weight_mean"] != 1
+    weighted = run.update(batch)
+    plain = Run(start, f"algorithm.loss_mode={loss}")
+    advantages = batch.values("advantages") * batch.values("correction_weights")
+    expected = plain.update(plain.prepared(sampled_batch).with_values("responses", advantages=advantages))
+    assert weighted["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert weighted["policy_loss"] == pytest.approx(expected["policy_loss"], rel=1e-5)
+    assert apart(run.weights(), plain.weights()) < 1e-5
+
+
+def test_D8_without_correction_what_the_engine_said_changes_nothing(start, sampled_batch):
+    found = []
+    for by in (0.0, 0.3):
+        run = Run(start)
+        batch, metrics = choose_trained(moved(run.prepared(sampled_batch), by), run.config.algorithm)
+        assert metrics == {}
+        found.append((run.update(batch), run.weights()))
+    assert apart(found[0][1], found[1][1]) == 0
+    assert found[0][0]["engine_gap"] == pytest.approx(0, abs=1e-6)
+    assert found[1][0]["engine_gap"] == pytest.approx(0.3, abs=1e-5)
+    assert found[1][0]["engine_effective_sample_size"] < 1
+
+
+def test_D8_with_correction_it_changes_the_update_and_weights_of_one_do_not(start, sampled_batch):
+    found = []
+    for by in (0.0, 0.3):
+        run = Run(start, "algorithm.correction.level=token")
+        batch, _ = choose_trained(moved(run.prepared(sampled_batch), by), run.config.algorithm)
+        run.update(batch)
+        found.append(run.weights())
+    plain = Run(start)
+    plain.update(moved(plain.prepared(sampled_batch), 0.0))
+    assert apart(found[0], plain.weights()) < 1e-6
+    assert apart(found[1], plain.weights()) > 1e-5
+
+
+# Entropy
+
+
+def test_D5_the_bonus_is_multiplied_by_the_coefficient_that_the_actor_is_given(start, sampled_batch):
+    """Without advantages the gradient is that of the bonus alone, so its norm is linear in the coefficient."""
+    nothing = torch.zeros_like(sampled_batch.values("advantages"))
+    batch = sampled_batch.with_values("responses", advantages=nothing)
+    norms = {}
+    for coef in (0.0, 0.01, 0.03):
+        run = Run(start, "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.7")  # the config's is a start only
+        metrics = run.update(run.prepared(batch), coef)
+        norms[coef] = metrics["grad_norm"]
+        assert metrics["entropy"] > 0
+    assert norms[0.0] == 0
+    assert norms[0.01] > 0
+    assert norms[0.03] == pytest.approx(3 * norms[0.01], rel=1e-4)
+
+
+def test_a_positive_coefficient_raises_the_entropy(start, sampled_batch):
+    nothing = torch.zeros_like(sampled_batch.values("advantages"))
+    run = Run(start, "algorithm.entropy_coef=0.1")
+    batch = sampled_batch.with_values("responses", advantages=nothing)
+    entropies = [run.update(run.prepared(batch), 0.1)["entropy"] for _ in range(3)]
+    assert entropies == sorted(entropies)
+    assert entropies[0] < entropies[-1]
+
+
+def test_entropy_is_measured_only_where_something_reads_it(start, sampled_batch):
+    run = Run(start)
+    assert "entropy" not in run.update(run.prepared(sampled_batch), 0.0)
+
+
+# The old policy
+
+
+def test_D1_without_the_column_the_old_policy_is_the_current_one(start, sampled_batch):
+    run = Run(start)
+    metrics = run.update(sampled_batch)
+    assert (metrics["ratio_mean"], metrics["ppo_kl"], metrics["same_policy_gap"]) == (1.0, 0.0, 0.0)
+    other = Run(start)
+    again = other.update(other.prepared(sampled_batch))
+    assert metrics["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-5)
+    assert apart(run.weights(), other.weights()) < 1e-6
+
+
+def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, sampled_batch):
+    for name in TOKEN_SELECTORS.names():
+        run = Run(start, f"algorithm.loss_mode={name}")
+        found = run.actor.rows("compute_log_probs", sampled_batch, max_tokens=8192)
+        reads = "entropies" in columns_of(TOKEN_SELECTORS.get(name))
+        assert sorted(found.keys()) == ["entropies", "old_log_probs"][0 if reads else 1 :]
+    plain = Run(start).actor.rows("compute_log_probs", sampled_batch, max_tokens=8192)
+    assert plain.keys() == ["old_log_probs"]
+
+
+# Selectors
+
+
+def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():
+    """The two tokens of highest entropy of rows 0 and 2 are chosen, though row 1 has higher ones."""
+    from rltrain.protocol import jagged
+
+    config = compose(["algorithm.loss_mode=top_entropy", "algorithm.loss.entropy_fraction=0.4"])[0].algorithm
+    batch = DataProto.from_dict({"responses": jagged([[1, 1], [1], [1, 1, 1]], torch.int64)}).with_values(
+        "responses", response_mask=torch.tensor([True] * 5 + [False]),
+        entropies=torch.tensor([0.5, 0.1, 9.0, 0.2, 0.4, 8.0]),
+    )  # fmt: skip
+    chosen = with_selected(batch, [2, 0], config).values("selected")
+    assert chosen.tolist() == [True, False, False, False, True, False]
+    assert with_selected(batch, [1], config).values("selected").tolist() == [False, False, True, False, False, False]
+    assert not bool(with_selected(batch, [], config).values("selected").any())
+    assert with_selected(batch, [0], compose([])[0].algorithm) is batch
+
+
+def test_a_selector_chooses_anew_in_each_mini_batch(start, sampled_batch):
+    run = Run(
+        start,
+        "algorithm.loss_mode=top_entropy",
+        "algorithm.loss.entropy_fraction=0.5",
+        "algorithm.old_log_probs=rollout",
+    )
+    batch = run.prepared(sampled_batch)
+    halves = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    metrics = run.update(batch, plan=halves)
+    tokens = [int(batch.lengths("responses")[rows].sum()) for rows in halves]
+    expected = sum(1 + int(0.5 * (count - 1)) for count in tokens) / sum(tokens)
+    assert metrics["selected_fraction"] == pytest.approx(expected)
+
+
+# KL to the reference
+
+KL_LOSS = "algorithm.kl_loss.kl_loss_coef=0.5"
+FULL = [KL_LOSS, "algorithm.kl_loss.kl_estimator=full"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_D7_at_the_start_the_exact_kl_is_zero_with_zero_gradient(start, sampled_batch, dtype):
+    nothing = torch.zeros_like(sampled_batch.values("advantages"))
+    run = Run(start, *FULL, f"model.dtype={dtype}")
+    metrics = run.update(run.prepared(sampled_batch.with_values("responses", advantages=nothing)))
+    assert metrics["ref_kl"] == pytest.approx(0, abs=1e-10)
+    assert metrics["grad_norm"] == pytest.approx(0, abs=1e-5)
+    reward = Run(
+        start, "algorithm.kl_in_reward.kl_coef=1", "algorithm.kl_in_reward.kl_estimator=full", f"model.dtype={dtype}"
+    )
+    assert float(reward.prepared(sampled_batch).values("full_kl").abs().max()) < 1e-9
+
+
+def test_D5_the_exact_kl_pulls_back_to_the_reference(start, sampled_batch):
+    """A policy that has moved away comes nearer again when nothing but the KL is in the loss."""
+    run = Run(start, *FULL, "actor.lr=3e-4")
+    for _ in range(3):
+        run.update(run.prepared(sampled_batch))
+    nothing = torch.zeros_like(sampled_batch.values("advantages"))
+    batch = sampled_batch.with_values("responses", advantages=nothing)
+    kls = [run.update(run.prepared(batch))["ref_kl"] for _ in range(4)]
+    assert kls[0] > 1e-4
+    assert kls[-1] < kls[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns"),
+    [
+        ([KL_LOSS], ["ref_log_probs"]),
+        (FULL, ["ref_hidden"]),
+        ([*FULL, "algorithm.kl_in_reward.kl_coef=0.1"], ["ref_hidden", "ref_log_probs"]),
+        (["algorithm.kl_in_reward.kl_coef=0.1", "algorithm.kl_in_reward.kl_estimator=full"], ["ref_hidden"]),
+    ],
+)
+def test_the_reference_ships_only_what_the_kl_terms_read(start, sampled_batch, overrides, columns):
+    run = Run(start, *overrides)
+    found = run.reference.rows("compute_log_probs", sampled_batch, max_tokens=8192)
+    assert sorted(found.keys()) == columns
+    if "ref_hidden" in columns:
+        width = run.worker.model.config.hidden_size
+        assert found.values("ref_hidden").shape == (len(sampled_batch.values("responses")), width)
+
+
+def test_the_head_of_the_reference_is_kept_only_for_the_exact_kl_and_stays_as_it_was(start, sampled_batch):
+    assert Run(start, KL_LOSS).worker.ref_head is None
+    run = Run(start, *FULL)
+    before = run.worker.ref_head.clone()
+    run.update(run.prepared(sampled_batch))
+    assert torch.equal(run.worker.ref_head, before)
