@@ -48,8 +48,8 @@ class ActorWorker:
         self.optimizer = Optimizer(list(self.model.parameters()), config.actor, config.optimizer_steps)
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
-        # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded as
-        # the reference computes with it, or the KL of a policy to itself would not be 0.
+        # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded
+        # as the reference computes with it, or the KL of a policy to itself would not be 0.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
             head = full(self.model.get_output_embeddings().weight.detach())

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # ranks, token budget
 # So that a good part of the tokens is selected, and not all; other selectors run with their defaults.
 KNOBS = {
-    "clip_cov": ["algorithm.loss.clip_cov_ratio=0.2", "algorithm.loss.clip_cov_lb=0.0", "algorithm.loss.clip_cov_ub=99.0"],
-    "kl_cov": ["algorithm.loss.kl_cov_ratio=0.2"],
-}  # fmt: skip
+    "clip_cov": ["clip_cov_ratio=0.2", "clip_cov_lb=0.0", "clip_cov_ub=99.0"],
+    "kl_cov": ["kl_cov_ratio=0.2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,9 @@ def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", TOKEN_SELECTORS.names())
 def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(hosts, start, name):
-    """The old policy is moved a little, since |log r|, which kl_cov penalises, has a kink at 0 that rounding decides."""
-    config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *KNOBS.get(name, []))
+    """The old policy is moved a little: |log r|, which kl_cov penalises, has a kink at 0 that rounding decides."""
+    knobs = [f"algorithm.loss.{text}" for text in KNOBS.get(name, [])]
+    config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *knobs)
     found = []
     for ranks, budget in SPLITS:
         actor, history = workers_of(hosts[ranks], config, start)["actor"], []

@@ -217,8 +217,8 @@ def test_suppressing_and_excluding_say_the_same_twice():
 def test_excluding_needs_a_statistic_to_be_excluded_from():
     gae = ["advantage_estimator=gae", "exclude_truncated=true"]
     assert refusal(*gae) == (
-        "algorithm.exclude_truncated=true with gae and no normalisation: there is no statistic to be excluded from; use "
-        "suppress_truncated or mask_truncated"
+        "algorithm.exclude_truncated=true with gae and no normalisation: there is no statistic to be excluded from; "
+        "use suppress_truncated or mask_truncated"
     )
     accepted(*gae, "advantage_normalization.std_level=batch")
     accepted(*gae, "reward_normalization.mean_level=batch")

@@ -29,8 +29,8 @@ def algorithm(*overrides):
         (["kl_in_reward.controller=adaptive"], "controller=adaptive with kl_coef=0.0, target=0.1: "),
         (
             ["kl_in_reward.controller=adaptive", "kl_in_reward.kl_coef=0.1", "kl_in_reward.target=0"],
-            "algorithm.kl_in_reward.controller=adaptive with kl_coef=0.1, target=0.0: the adaptive controller multiplies"
-            " the coefficient, so both must be > 0; set them, or use controller=fixed",
+            "algorithm.kl_in_reward.controller=adaptive with kl_coef=0.1, target=0.0: the adaptive controller "
+            "multiplies the coefficient, so both must be > 0; set them, or use controller=fixed",
         ),
         (["kl_loss.kl_loss_coef=-1"], "algorithm.kl_loss.kl_loss_coef must be >= 0, got -1.0"),
         (
@@ -49,7 +49,7 @@ def algorithm(*overrides):
         (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),
         (
             ["rejection.kl_estimator=k1"],
-            "algorithm.rejection.kl_estimator=k1 without lower and upper: nothing would be rejected; set upper, in nats",
+            "algorithm.rejection.kl_estimator=k1 without lower and upper: nothing would be rejected; set upper",
         ),
         (["rejection.kl_estimator=k1+"], "algorithm.rejection.kl_estimator=k1+: unknown choice; use one of k1, k2"),
         (["loss_agg_mode=mean"], "algorithm.loss_agg_mode=mean: unknown choice; use one of token-mean, token-sum"),

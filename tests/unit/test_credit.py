@@ -203,11 +203,13 @@ NORMALIZE_ADVANTAGES = "algorithm.advantage_normalization."
 
 def test_C4_normalising_leaves_a_row_that_an_outcome_estimator_left_out_at_zero_and_out_of_the_statistics():
     """Row 1 is not valid and its tokens are trained on: as after `exclude_truncated`."""
-    made = batch([3.0, 100.0, 1.0, 2.0], lengths=[1, 3, 1, 1])
+    made = batch([3.0, 100.0, 1.0, 2.0], lengths=[2, 3, 1, 1])
     made = made.pop(["valid"])[1].union(DataProto.from_dict({"valid": torch.tensor([True, False, True, True])}))
     config = algorithm(NORMALIZE_ADVANTAGES + "mean_level=batch", NORMALIZE_ADVANTAGES + "std_level=batch")
     result, _ = estimate_advantages(made, config)
-    assert result.values("advantages").tolist() == pytest.approx([1, 0, 0, 0, -1, 0], abs=1e-5)
+    spread = (2.75 / 3) ** 0.5  # of 1, 1, -1 and 0, whose mean is .25
+    expected = [0.75 / spread, 0.75 / spread, 0, 0, 0, -1.25 / spread, -0.25 / spread]
+    assert result.values("advantages").tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_C4_under_gae_a_row_in_no_statistic_is_moved_and_scaled_by_the_others():

@@ -278,10 +278,10 @@ def test_no_other_estimator_has_a_greedy_answer():
 
 def test_the_baseline_is_shaped_as_the_scores_are():
     batch = collector(
-        lambda uid, n: 3.0 if n == SAMPLES else 1.0, *REMAX, "algorithm.reward_shaping.scale=2",
-        "algorithm.reward_shaping.bias=-1", "algorithm.reward_shaping.clip=3",
+        lambda uid, n: 4.0 if n == SAMPLES else 1.0, *REMAX, "algorithm.reward_shaping.scale=2",
+        "algorithm.reward_shaping.bias=-1", "algorithm.reward_shaping.clip=5",
     ).collect(version=0)  # fmt: skip
-    assert batch.batch["baseline_rewards"].tolist() == [3.0] * 12  # (3 - 1) * 2, clipped
+    assert batch.batch["baseline_rewards"].tolist() == [5.0] * 12  # (4 - 1) * 2, clipped
     assert batch.batch["scores"].tolist() == [1.0] * 12  # what the functions said
 
 

@@ -51,7 +51,8 @@ def test_the_algorithm_shows_knobs_kl_and_entropy():
     overrides = ["algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.1"]
     assert row("algorithm", *overrides, "algorithm.entropy_coef=0.02", "algorithm.old_log_probs=rollout") == (
         "gae advantages (gamma 1.0, lam 0.95); vanilla loss, token-mean; KL in reward 0.01 (k1), KL in loss 0.1 "
-        "(k3); advantages normalised (batch mean, batch std); entropy bonus 0.02; old log-probs of the engine; AdamW, lr 0.0004 linear"
+        "(k3); advantages normalised (batch mean, batch std); entropy bonus 0.02; old log-probs of the engine; "
+        "AdamW, lr 0.0004 linear"
     )
     assert "(clip_ratio_high 0.28)" in row("algorithm", "algorithm=dapo")
 

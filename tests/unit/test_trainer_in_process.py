@@ -91,7 +91,7 @@ def test_D1_one_step_on_policy_learns_the_same_with_and_without_the_actors_pass(
         assert sum(asked) == (3 if forced else 1)
         found.append((metrics, batches, after))
         assert any(not torch.equal(before[key], tensor) for key, tensor in after.items())
-    for (metrics, batch), (forced_metrics, forced_batch) in zip(zip(*found[0][:2]), zip(*found[1][:2]), strict=True):
+    for metrics, batch, forced_metrics, forced_batch in zip(*found[0][:2], *found[1][:2], strict=True):
         assert torch.equal(batch.values("responses"), forced_batch.values("responses"))
         assert metrics["actor/ratio_mean"] == pytest.approx(forced_metrics["actor/ratio_mean"], abs=1e-6)
         assert metrics["actor/grad_norm"] == pytest.approx(forced_metrics["actor/grad_norm"], rel=1e-5)
@@ -153,14 +153,15 @@ def test_a_greedy_baseline_is_scored_for_each_prompt(start, reward):
 
 
 def test_features_go_together(start, reward):
-    made = trainer(
-        start, reward, "algorithm.loss_mode=top_entropy", "algorithm.suppress_truncated=true", "algorithm.mask_truncated=true",
-        "algorithm.dynamic_sampling=3", "algorithm.reward_normalization.std_level=batch", "algorithm.entropy_target=0.1",
-        "algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.kl_loss.kl_estimator=full", "algorithm.kl_in_reward.kl_coef=0.1",
-        "algorithm.kl_in_reward.kl_estimator=full", "algorithm.correction.level=geometric", "algorithm.rejection.upper=1.0",
-        "algorithm.rejection.kl_estimator=k3", "algorithm.advantage_normalization.std_level=group",
-        "algorithm.reward_shaping.overlong_buffer=2", "trainer.prompts_per_minibatch=2", "trainer.epochs_per_step=2",
-    )  # fmt: skip
+    settings = [
+        "loss_mode=top_entropy", "suppress_truncated=true", "mask_truncated=true", "dynamic_sampling=3",
+        "entropy_target=0.1", "reward_normalization.std_level=batch", "advantage_normalization.std_level=group",
+        "reward_shaping.overlong_buffer=2", "kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=full",
+        "kl_in_reward.kl_coef=0.1", "kl_in_reward.kl_estimator=full", "correction.level=geometric",
+        "rejection.kl_estimator=k3", "rejection.upper=1.0",
+    ]  # fmt: skip
+    updates = ["trainer.prompts_per_minibatch=2", "trainer.epochs_per_step=2"]
+    made = trainer(start, reward, *(f"algorithm.{text}" for text in settings), *updates)
     metrics, batches, _ = run(made, 2)
     assert all(value == value and abs(value) < float("inf") for step in metrics for value in step.values())
     assert {"correction_weights", "full_kl", "ref_hidden", "entropies"} <= set(batches[0].keys())

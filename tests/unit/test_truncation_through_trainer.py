@@ -89,8 +89,9 @@ class FakeGroup:
 
 
 BASE, _ = compose(
-    ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=3", "data.shuffle=false",
-     "rollout.max_log_prob_gap=99", "reward.max_failed_fraction=1", "algorithm.suppress_truncated=true"]
+    ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=3",
+     "data.shuffle=false", "rollout.max_log_prob_gap=99", "reward.max_failed_fraction=1",
+     "algorithm.suppress_truncated=true"]
 )  # fmt: skip
 
 

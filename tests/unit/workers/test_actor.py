@@ -170,19 +170,16 @@ def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():
     assert with_selected(batch, [0], compose([])[0].algorithm) is batch
 
 
-def test_a_selector_chooses_anew_in_each_mini_batch(start, sampled_batch):
-    run = Run(
-        start,
-        "algorithm.loss_mode=top_entropy",
-        "algorithm.loss.entropy_fraction=0.5",
-        "algorithm.old_log_probs=rollout",
-    )
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [2, 9]])
+def test_a_mini_batch_has_its_share_selected_whatever_the_rest_of_the_batch_holds(start, sampled_batch, rows):
+    run = Run(start, "algorithm.loss_mode=top_entropy", "algorithm.loss.entropy_fraction=0.5")
     batch = run.prepared(sampled_batch)
-    halves = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-    metrics = run.update(batch, plan=halves)
-    tokens = [int(batch.lengths("responses")[rows].sum()) for rows in halves]
-    expected = sum(1 + int(0.5 * (count - 1)) for count in tokens) / sum(tokens)
-    assert metrics["selected_fraction"] == pytest.approx(expected)
+    rest = torch.ones(12, dtype=torch.bool)
+    rest[rows] = False
+    higher = batch.values("entropies") + 9.0 * rest.repeat_interleave(batch.lengths("responses"))
+    metrics = run.update(batch.with_values("responses", entropies=higher), plan=[rows])
+    tokens = int(batch.lengths("responses")[rows].sum())
+    assert metrics["selected_fraction"] == pytest.approx((1 + int(0.5 * (tokens - 1))) / tokens)
 
 
 # KL to the reference
