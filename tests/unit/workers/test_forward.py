@@ -151,6 +151,16 @@ def test_A6_an_empty_micro_batch_still_runs_and_trains_nothing(process_group):
     assert bool(columns["mask"].any())
 
 
+def test_hidden_states_of_the_reference_are_never_padded(process_group):
+    tokens = sum(map(len, RESPONSES))
+    batch = batch_of(PROMPTS, RESPONSES).with_values(
+        "responses", ref_hidden=torch.ones(tokens, 8), ref_log_probs=torch.ones(tokens)
+    )
+    part, _, columns = microbatch(batch, [3, 0])
+    assert sorted(columns) == ["mask", "ref_log_probs"]
+    assert part.values("ref_hidden").shape == (len(RESPONSES[3]) + len(RESPONSES[0]), 8)
+
+
 def test_unpack_puts_values_at_real_slots_and_is_differentiable():
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     mask = torch.tensor([[True, False], [True, True]])
