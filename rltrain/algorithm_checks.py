@@ -142,6 +142,7 @@ def _check_groups(config: Config) -> None:
         algorithm.advantage_estimator: metadata["statistics"] == "group",
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 0,
         "algorithm.reward_normalization.mean_level=group": algorithm.reward_normalization.mean_level == "group",
+        "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
     }
     for name, compares in users.items():
         require(

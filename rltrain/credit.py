@@ -58,7 +58,8 @@ def needs_actor_pass(config: Config) -> bool:
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
     for selector in loss_functions(algorithm.loss_mode)[1:]:
         columns.update(columns_of(selector))
-    if algorithm.kl_in_reward.full or "entropies" in columns:
+    everything = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
+    if algorithm.kl_in_reward.full or "entropies" in everything:
         return True
     reads = algorithm.kl_in_reward.kl_coef > 0 or algorithm.corrects_rollout or "old_log_probs" in columns
     return algorithm.old_log_probs == "actor" and (reads or config.optimizer_steps_per_step > 1)

@@ -186,7 +186,9 @@ def test_one_sample_a_prompt_is_refused_exactly_where_answers_are_compared_in_gr
     accepted(settings[0], "rollout.samples_per_prompt=2")
 
 
-@pytest.mark.parametrize("setting", ["dynamic_sampling=1", "reward_normalization.mean_level=group"])
+@pytest.mark.parametrize(
+    "setting", ["dynamic_sampling=1", "reward_normalization.mean_level=group", "reward_normalization.std_level=group"]
+)
 def test_one_sample_a_prompt_has_no_group_for_what_needs_one(setting):
     assert refusal("advantage_estimator=gae", setting, "rollout.samples_per_prompt=1").startswith(
         f"rollout.samples_per_prompt=1: algorithm.{setting.removesuffix('=1')} compares the answers to one prompt"

@@ -9,6 +9,8 @@ from rltrain.algorithms.policy_losses.selection import check_share, smallest, to
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
+ROUNDING = 1e-5  # log-probs of one policy differ by less than this between two forward passes in float32
+
 
 @POLICY_LOSSES.register("kl_cov", selected="penalised")
 def kl_cov(
@@ -25,7 +27,8 @@ def kl_cov(
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
     r = pi(y_t) / pi_old(y_t), A advantage. The paper writes the penalty as KL(pi_old || pi); its authors' program takes
-    |log r| of the sampled token, and so does this. Its gradient is the sign of log r, times grad log pi: 0 at r = 1.
+    |log r| of the sampled token, and so does this. Its gradient is the sign of log r, times grad log pi, and 0 where
+    |log r| <= 1e-5: at r = 1 rounding alone would decide the sign.
 
     All (B, T), `selected` bool; masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (always 0),
     `selected_fraction` (penalised), `ratio_mean`, `ppo_kl`.
@@ -36,7 +39,10 @@ def kl_cov(
     penalised = as_mask(selected)
     log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
     ratio = log_ratio.exp()
-    losses = kl_cov_coef * masked(log_ratio.abs(), penalised) - ratio * masked(advantages.detach(), mask)
+    distance = log_ratio.abs()
+    losses = kl_cov_coef * masked(distance, penalised & (distance > ROUNDING)) - ratio * masked(
+        advantages.detach(), mask
+    )
     metrics = policy_metrics(log_ratio, ratio, torch.zeros_like(mask), mask)
     return losses, metrics | {"selected_fraction": metric_sum(penalised, mask)}
 

@@ -97,6 +97,13 @@ def test_a_penalty_that_rewards_distance_is_refused(value, by_hand):
         by_hand("kl_cov", [[1.0]], [[1.0]], selected=[[True]], kl_cov_coef=value)
 
 
+@pytest.mark.parametrize(("log_ratio", "pull"), [(0.9e-5, 0), (-0.9e-5, 0), (1.1e-5, 1), (-1.1e-5, -1)])
+def test_rounding_does_not_decide_the_sign_of_kl_covs_pull(log_ratio, pull, by_hand):
+    losses, gradient, _ = by_hand("kl_cov", [[math.exp(log_ratio)]], [[0.0]], selected=[[True]], kl_cov_coef=2.0)
+    assert losses.item() == pytest.approx(2 * abs(log_ratio) * abs(pull), rel=1e-6)
+    assert gradient.item() == 2 * pull
+
+
 def test_kl_cov_without_penalty_is_the_plain_surrogate(by_hand):
     assert by_hand("kl_cov", [[3.0]], [[2.0]], selected=[[True]], kl_cov_coef=0.0)[0].item() == pytest.approx(-6.0)
 
