@@ -14,6 +14,12 @@ from rltrain.errors import ConfigError
 from rltrain.schema import Config
 from rltrain.typed import require
 
+# What presets and other programs call a function.
+ALIASES = {
+    "ppo": "vanilla", "ppo_clip": "vanilla", "grpo": "vanilla", "dapo": "vanilla", "dr_grpo": "grpo",
+    "gmpo": "geo_mean", "otb": "optimal_token_baseline", "reinforce++": "reinforce_plus_plus",
+}  # fmt: skip
+
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether the advantage estimator reads values."""
@@ -36,6 +42,7 @@ def check_algorithm(config: Config) -> None:
     _check_knobs("advantage", algorithm.advantage_estimator, [estimator], weights | algorithm.advantage, config)
     losses = loss_functions(algorithm.loss_mode)
     _check_knobs("loss", algorithm.loss_mode, list(losses), algorithm.loss, config)
+    _check_columns(algorithm)
     _check_kl(algorithm)
     _check_rejection(algorithm)
     _check_groups(config)
@@ -58,6 +65,7 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
     names = (*registry.names(), *others)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
+        near = [ALIASES[name]] if ALIASES.get(name) in names else near
         hint = f"the nearest is '{near[0]}', and all are" if near else "use one of"
         raise ConfigError(f"algorithm.{key}={name}: unknown {registry.kind}; {hint} {', '.join(names)}")
 
@@ -75,6 +83,9 @@ def _check_knobs(
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
+    except (ArithmeticError, RuntimeError, TypeError) as error:  # a number that no tensor holds, say
+        shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
+        raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
 
 
 def _tiny_column(name: str, components: int) -> Any:
@@ -92,6 +103,24 @@ def _tiny_column(name: str, components: int) -> Any:
     if name in COLUMNS and COLUMNS[name][0] == "row":  # `log_probs` is no column: it is computed in the update
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
+
+
+def _check_columns(algorithm: AlgorithmConfig) -> None:
+    """Refuse functions that read a column which this run will not have."""
+    from rltrain.algorithms import required_columns
+    from rltrain.protocol import COLUMNS
+
+    for name in sorted(required_columns(algorithm.advantage_estimator, algorithm.loss_mode) - {"log_probs"}):
+        require(
+            name in COLUMNS and name not in ("ref_hidden", "full_kl", "correction_weights"),
+            f"algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator={algorithm.advantage_estimator}: one "
+            f"reads the column '{name}', which is not there for it; the columns are in rltrain/protocol.py",
+        )
+        require(
+            name != "ref_log_probs" or algorithm.needs_ref_log_probs,
+            f"algorithm.loss_mode={algorithm.loss_mode} reads ref_log_probs: without a KL term there is no reference; "
+            "set algorithm.kl_loss.kl_loss_coef",
+        )
 
 
 def _check_kl(algorithm: AlgorithmConfig) -> None:
@@ -134,22 +163,29 @@ def _check_rejection(algorithm: AlgorithmConfig) -> None:
 
 def _check_groups(config: Config) -> None:
     """What compares the answers to one prompt needs more than one."""
-    from rltrain.algorithms import ADVANTAGE_ESTIMATORS
-
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
-    metadata = ADVANTAGE_ESTIMATORS.metadata(algorithm.advantage_estimator)
+    in_groups = "uid" in _columns(algorithm)
     users = {
-        algorithm.advantage_estimator: metadata["statistics"] == "group",
+        algorithm.advantage_estimator: in_groups,
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 0,
         "algorithm.reward_normalization.mean_level=group": algorithm.reward_normalization.mean_level == "group",
         "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
     }
+    if "values" not in _columns(algorithm):  # with a critic the tokens of one answer differ
+        levels = algorithm.advantage_normalization
+        users["algorithm.advantage_normalization.mean_level=group"] = levels.mean_level == "group"
+        users["algorithm.advantage_normalization.std_level=group"] = levels.std_level == "group"
     for name, compares in users.items():
         require(
             not compares or samples > 1,
             f"rollout.samples_per_prompt={samples}: {name} compares the answers to one prompt, so all advantages would "
             "be 0; use at least 2",
         )
+    require(
+        in_groups or not algorithm.dynamic_sampling,
+        f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with {algorithm.advantage_estimator}: it learns from "
+        "groups without spread too, which dynamic sampling drops; use 0",
+    )
 
 
 def _check_rewards_act(algorithm: AlgorithmConfig) -> None:

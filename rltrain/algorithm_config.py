@@ -116,8 +116,12 @@ class CorrectionConfig:
             "corrected; use lower=0.5 upper=2.0, say, or null for no bound",
         )
         require(
-            self.level is None or self.mode == "truncate" or self.lower is not None or high is not None,
-            f"mode={self.mode} without lower and upper: nothing would ever lie outside; set a bound",
+            self.level is None or self.mode == "truncate" or low > 0 or high is not None,
+            f"mode={self.mode} with lower={self.lower}, upper={high}: nothing would ever lie outside; set a bound",
+        )
+        require(
+            self.level is not None or (self.lower is None and high is None),
+            f"lower={self.lower}, upper={high} with level=null: there is no correction; set level=token, say",
         )
 
 
@@ -135,6 +139,11 @@ class RejectionConfig:
         require(
             self.kl_estimator is None or self.lower is not None or self.upper is not None,
             f"kl_estimator={self.kl_estimator} without lower and upper: nothing would be rejected; set upper, in nats",
+        )
+        require(
+            self.kl_estimator is not None or (self.lower is None and self.upper is None and not self.only_negative),
+            f"lower={self.lower}, upper={self.upper}, only_negative={self.only_negative} with kl_estimator=null: "
+            "nothing is rejected; set kl_estimator=k3, say",
         )
 
 

@@ -11,7 +11,7 @@ from rltrain.errors import RewardError
 from rltrain.prompt_groups import Group, PromptGroups, requests_of
 from rltrain.protocol import DataProto, jagged
 from rltrain.schema import Config, RewardFunctionConfig
-from rltrain.scoring import on_last_token, shaped_scores, zero_spread
+from rltrain.scoring import flat_rows, on_last_token, shaped_scores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
@@ -20,12 +20,12 @@ EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never repla
 
 @dataclass
 class _Step:
-    """Dynamic sampling of one step: groups it will have, replacements left, groups dropped, and uids found good."""
+    """Dynamic sampling of one step: groups it will have, replacements left, all groups seen, and uids dropped."""
 
     places: int
     refills: int
-    dropped: int = 0
-    kept: set[int] = field(default_factory=set)
+    seen: dict[int, Group] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
 
 
 class Collector:
@@ -57,7 +57,7 @@ class Collector:
 
         With dynamic sampling, groups without spread are replaced while the step may generate more, and left out after
         that; so there may be fewer groups. A batch of one group without spread trains nothing. `meta_info` then has
-        the facts `groups_dropped` and `groups_missing`.
+        metrics of all groups that were generated.
 
         Raises RewardError when more samples failed than `reward.max_failed_fraction` allows.
         """
@@ -72,10 +72,13 @@ class Collector:
         batch = to_batch(groups, self.config.reward.functions)
         if self.groups.greedy_baseline:
             batch = self._with_baselines(batch, groups)
-        self._check_failures(batch, groups)
+        generated = list((step.seen | {group.uid: group for group in groups}).values())
+        self._check_failures(generated)
         if batches:
             batch = self._without_flat(batch)
-            batch.meta_info.update(groups_dropped=step.dropped, groups_missing=wanted - step.places)
+            batch.meta_info["reward/mean_generated"] = _mean_score(generated, self.config)
+            batch.meta_info["rollout/groups_dropped"] = float(len(step.dropped))
+            batch.meta_info["rollout/groups_missing"] = float(wanted - step.places)
         return batch
 
     def _draw(self, version: int) -> None:
@@ -84,18 +87,16 @@ class Collector:
         self._ship(self.groups, version, temperature=self.config.rollout.temperature, seed=self.config.trainer.seed)
 
     def _drop_flat(self, step: "_Step") -> None:
-        """Drop the finished groups without spread; those with a failed reward stay, to be counted and masked."""
+        """Drop the finished groups without spread, unless the step would have none at all."""
         for group in self.groups.ready():
-            if group.uid in step.kept:
+            if group.uid in step.seen:
                 continue
-            batch = to_batch([group], self.config.reward.functions)
-            flat = zero_spread(batch.batch["uid"], *shaped_scores(batch, self.config)).all()
+            step.seen[group.uid] = group
             the_last = step.places == 1 and not step.refills
-            if not flat or the_last or batch.batch["failed"].any():
-                step.kept.add(group.uid)
+            if the_last or not flat_rows(to_batch([group], self.config.reward.functions), self.config).all():
                 continue
             self.groups.drop(group.uid, replace=step.refills > 0)
-            step.dropped += 1
+            step.dropped.add(group.uid)
             if step.refills:
                 step.refills -= 1
             else:
@@ -114,9 +115,8 @@ class Collector:
         return place_scores(batch.pop(["valid", "failed"])[1].union(DataProto.from_dict(columns)))
 
     def _without_flat(self, batch: DataProto) -> DataProto:
-        """Masks the groups without spread that are left: the step's last one, and those with failed rewards."""
-        flat = zero_spread(batch.batch["uid"], *shaped_scores(batch, self.config))
-        trained = ~flat.repeat_interleave(batch.lengths("responses"))
+        """Masks a group without spread: the step's last one, where there was no other."""
+        trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
     def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
@@ -128,7 +128,7 @@ class Collector:
         self._ship(once, 0, temperature=temperature, seed=self.config.trainer.seed + EVAL_SEED)
         groups = self._finish(once, len(prompts))
         batch = to_batch(groups, self.config.reward.functions)
-        self._check_failures(batch, groups)
+        self._check_failures(groups)
         return batch
 
     def _ship(self, groups: PromptGroups, version: int, *, temperature: float, seed: int) -> None:
@@ -150,19 +150,27 @@ class Collector:
         for result in self.rewards.poll(0.0 if self.rollout.pending else 0.5):
             groups.scored(result)
 
-    def _check_failures(self, batch: DataProto, groups: Sequence[Group]) -> None:
-        if not bool(batch.batch["valid"].any()) and not bool(batch.batch["failed"].any()):
+    def _check_failures(self, groups: Sequence[Group]) -> None:
+        results = [group.results[number] for group in groups for number in range(group.size)]
+        failures = [result for result in results if result.failed]
+        if not failures and all(score is None for result in results for score in result.scores):
             raise RewardError(
-                f"no reward function applied to any of {len(batch)} samples: all returned None; return a "
+                f"no reward function applied to any of {len(results)} samples: all returned None; return a "
                 "number for the samples that a function judges"
             )
-        failed, limit = float(batch.batch["failed"].float().mean()), self.config.reward.max_failed_fraction
+        failed, limit = len(failures) / len(results), self.config.reward.max_failed_fraction
         if failed > limit:
-            failures = [g.results[n] for g in groups for n in range(g.size) if g.results[n].failed]
             first = "; ".join(f"sample {r.key}: {r.error}" for r in failures[:3])
             raise RewardError(
                 f"{failed:.0%} of the rewards failed, above reward.max_failed_fraction={limit:g}: {first}"
             )
+
+
+def _mean_score(groups: Sequence[Group], config: Config) -> float:
+    """Mean score of all these groups' samples that have one."""
+    batch = to_batch(groups, config.reward.functions)
+    scores = batch.batch["scores"][batch.batch["valid"]]
+    return float(scores.mean()) if len(scores) else 0.0
 
 
 def to_batch(

@@ -26,6 +26,7 @@ from rltrain.algorithms import (
     rollout_rejection,
     uniform_draws,
 )
+from rltrain.errors import NumericsError
 from rltrain.protocol import COLUMNS, DataProto
 from rltrain.schema import Config
 from rltrain.scoring import on_last_token, shaped_scores, truncated_rows, zero_spread
@@ -98,6 +99,12 @@ def assign_rewards(
     batch = batch.pop(["valid"])[1].union(DataProto.from_dict({"valid": valid}))
     batch = batch.with_values("responses", token_level_rewards=on_last_token(batch, scores))
     batch, kl_metrics = penalize_kl(batch, config.algorithm.kl_in_reward, controller)
+    rewards = batch.values("token_level_rewards")[batch.values("response_mask")]
+    if not bool(rewards.isfinite().all()):
+        raise NumericsError(
+            f"{int((~rewards.isfinite()).sum())} of {len(rewards)} token rewards are not finite: scores or KL "
+            "penalties too large, or broken log-probs; look at algorithm.reward_shaping and kl_in_reward.kl_coef"
+        )
     return batch, metrics | kl_metrics
 
 

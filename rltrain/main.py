@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rltrain.algorithm_checks import needs_critic
+from rltrain.algorithm_checks import check_algorithm, needs_critic
 from rltrain.checks import builtin_task, check, check_cluster
 from rltrain.compose import compose, parse_args, to_yaml, usage
 from rltrain.errors import ConfigError, RLTrainError
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config, _ = compose(args.overrides)
         if args.action == "config":
+            check_algorithm(config)
             console.print(resolved_yaml(config), markup=False, highlight=False, soft_wrap=True, end="")
             return 0
         verbose = config.verbose

@@ -8,7 +8,7 @@ from rltrain.algorithms import rollout_diagnostics
 from rltrain.protocol import DataProto
 from workers.dispatch import divergence
 
-GROUP_FACTS = ("groups_dropped", "groups_missing")
+COLLECTED = ("reward/mean_generated", "rollout/groups_dropped", "rollout/groups_missing")  # by dynamic sampling
 
 
 class Timer:
@@ -52,7 +52,7 @@ def sample_metrics(batch: DataProto, functions: Sequence[str]) -> dict[str, floa
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_fraction": reasons.count("length") / len(reasons),
     }
-    metrics |= {f"rollout/{name}": float(batch.meta_info[name]) for name in GROUP_FACTS if name in batch.meta_info}
+    metrics |= {name: value for name, value in batch.meta_info.items() if name in COLLECTED}
     for number, name in enumerate(functions):
         component = batch.batch["reward_components"][:, number][valid]
         component = component[~component.isnan()]

@@ -123,6 +123,7 @@ class RewardConfig:
         require(self.timeout_s > 0, f"timeout_s must be > 0, got {self.timeout_s}")
         share, names = self.max_failed_fraction, [function.name for function in self.functions]
         require(0 <= share <= 1, f"max_failed_fraction must be in [0, 1], got {share}")
+        require(any(f.weight for f in self.functions), "functions: all weights are 0, so nothing is learnt; set one")
         for name in names:
             require(names.count(name) == 1, f"functions: two are named '{name}'; give each its own name")
 
@@ -226,6 +227,12 @@ class Config:
             not self.trainer.deterministic or self.rollout.engine == "hf" or self.placement.rollout_replicas == 1,
             f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
             "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
+        )
+        buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
+        require(
+            buffer <= limit,
+            f"algorithm.reward_shaping.overlong_buffer={buffer} is above rollout.max_response_length={limit}: the "
+            f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO's: a fifth), or 0",
         )
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(

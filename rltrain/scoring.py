@@ -6,7 +6,7 @@ What the reward functions said stays in the column `scores`; here it becomes wha
 import torch
 from torch import Tensor
 
-from rltrain.algorithms import overlong_penalty, shape_scores, treat_truncated
+from rltrain.algorithms import overlong_penalty, required_columns, shape_scores, treat_truncated
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
 
@@ -19,7 +19,8 @@ def truncated_rows(batch: DataProto) -> Tensor:
 def shaped_scores(batch: DataProto, config: Config) -> tuple[Tensor, Tensor]:
     """(scores, valid) of each row (B,): shaped, and False where the row is in no statistic.
 
-    A cut answer whose task reward is suppressed keeps its length penalty, and nothing else.
+    A cut answer whose task reward is suppressed keeps its length penalty, which reaches the estimators that look at
+    rows outside of the statistics too (gae).
     """
     algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
     scores = shape_scores(batch.batch["scores"].float(), bias=shaping.bias, scale=shaping.scale, clip=shaping.clip)
@@ -41,6 +42,19 @@ def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")
     high = torch.full((len(groups),), -torch.inf).scatter_reduce(0, which, scores.where(valid, -torch.inf), "amax")
     return (high <= low)[which]
+
+
+def flat_rows(batch: DataProto, config: Config) -> Tensor:
+    """(B,) bool: the row's group teaches nothing, since its scores have no spread.
+
+    For an estimator that reads the reward functions one by one, none of them may have any.
+    """
+    uid, (scores, valid) = batch.batch["uid"], shaped_scores(batch, config)
+    algorithm, components = config.algorithm, batch.batch["reward_components"]
+    if "reward_components" not in required_columns(algorithm.advantage_estimator, algorithm.loss_mode):
+        return zero_spread(uid, scores, valid)
+    each = [zero_spread(uid, column, valid & ~column.isnan()) for column in components.unbind(1)]
+    return torch.stack(each).all(0)
 
 
 def on_last_token(batch: DataProto, scores: Tensor) -> Tensor:

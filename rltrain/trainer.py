@@ -113,7 +113,8 @@ class Trainer:
             metrics |= _named("actor", updated)
             if config.algorithm.entropy_target is not None:
                 metrics["actor/entropy_coef"] = entropy_coef
-                self.entropy_controller.update(updated["entropy"])
+                if batch.values("response_mask").any():
+                    self.entropy_controller.update(updated["entropy"])
         self.step += 1
         with timer("sync_weights"):
             self.sync_weights()
@@ -135,7 +136,8 @@ class Trainer:
         if self.needs_actor_pass or not self.engine_checked:
             batch = batch.union(self.rows(self.actor, "compute_log_probs", batch))
             metrics = log_prob_gap(batch)
-            self.check_engine(metrics["rollout/log_prob_gap"])
+            if batch.values("response_mask").any():  # a step without trained tokens says nothing of the engine
+                self.check_engine(metrics["rollout/log_prob_gap"])
         if self.config.algorithm.old_log_probs == "rollout":
             batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
         return batch, metrics

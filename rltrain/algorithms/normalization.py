@@ -36,7 +36,8 @@ def group_sum(values: Tensor, members: Tensor) -> Tensor:
 def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: bool = True) -> Statistics:
     """Statistics of `scores` (B, ...) over the valid rows that share a value of `members` (B,), each column its own.
 
-    `valid` has the shape of the scores. Of a population without a valid row, mean and std are 0, `highest` is -inf.
+    `valid` has the shape of the scores. Of a population without a valid row, mean and std are 0, `highest` is -inf. One
+    with a NaN or inf in it counts as varied, so that what is made of it is not finite either.
     """
     zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
     where = members.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
@@ -46,7 +47,8 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
     highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
     lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
-    return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & (highest > lowest))
+    unknown = ~mean.isfinite()  # a NaN is not larger than itself: its population must not pass for a constant one
+    return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & ((highest > lowest) | unknown))
 
 
 class _Levels(NamedTuple):
@@ -137,7 +139,10 @@ def combine_rewards(
     applies = ~components.isnan()
     scores = masked(components, applies)
     if gates is not None:
-        scores = _gated(scores, applies, torch.as_tensor(gates, dtype=torch.bool, device=components.device))
+        gate = torch.as_tensor(gates, dtype=torch.bool, device=components.device)
+        if gate.shape != weight.shape:
+            raise ValueError(f"gates has shape {tuple(gate.shape)} for {len(weight)} components; give one each")
+        scores = _gated(scores, applies, gate)
     if aggregation == "group_normalized_sum":
         scores = _normalized_columns(scores, applies, uid, valid)
     return torch.where(applies.any(-1), (scores * weight).sum(-1), torch.nan)

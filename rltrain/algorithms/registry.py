@@ -103,7 +103,7 @@ def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[
             takes = f"it takes {', '.join(knobs)}" if knobs else "it takes none"
             raise ValueError(f"{name}={value!r}: '{fn_name}' has no such knob; {takes}; remove or rename it")
         if not _same_type(value, knobs[name]):
-            kind = type(knobs[name]).__name__
+            kind = "list of numbers" if isinstance(knobs[name], tuple) else type(knobs[name]).__name__
             raise ValueError(f"{name}={value!r}: '{fn_name}' wants a {kind} here, like its default {knobs[name]!r}")
 
 
@@ -111,8 +111,8 @@ def _same_type(value: Any, default: Any) -> bool:
     """Whether a knob's value has its default's type; an int will do for a float, a bool is not a number."""
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(default, tuple):  # YAML has lists only
-        return isinstance(value, (list, tuple))
+    if isinstance(default, tuple):  # of numbers; YAML has lists only
+        return isinstance(value, (list, tuple)) and all(_same_type(item, 0.0) for item in value)
     return type(value) is type(default) or default is None
 
 

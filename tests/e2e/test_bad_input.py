@@ -218,6 +218,18 @@ def test_bad_input_is_one_line_before_anything_starts(case, files, ray_folder, t
     assert list(tmp_path.iterdir()) == [ray_folder]  # nothing was written
 
 
+@pytest.mark.parametrize(
+    "case", ["unknown loss mode", "unknown estimator", "knob of another loss", "knob that the loss refuses"]
+)
+@pytest.mark.usefixtures("_settings_restored")
+def test_showing_a_config_refuses_what_a_run_would_refuse(case, files, capsys):
+    overrides, fragments = CASES[case]
+    status = main([*overrides, "--cfg"])
+    out, err = capsys.readouterr()
+    assert (status, out) == (BAD, "")
+    assert_one_line(err, fragments, files)
+
+
 @pytest.mark.parametrize("case", REAL_COMMANDS)
 def test_the_real_command_says_the_same(case, files, ray_folder, tmp_path):
     overrides, fragments = CASES[case]

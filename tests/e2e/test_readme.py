@@ -184,3 +184,14 @@ def test_the_recipe_that_compares_algorithms_ends_with_a_table(tmp_path):
     assert all(len(re.findall(r"[\d.e-]+ -> [\d.e-]+", row)) == 4 for row in rows)
     written = {name for record in metrics_of(tmp_path / "ppo") for name in record} - {"step"}
     assert [name for name in sorted(written) if not re.fullmatch("|".join(_glossary()), name)] == []
+
+
+def test_the_librarys_example_runs_and_trains(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = (block for block in blocks if "from rltrain.algorithms import" in block)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    gradient = names["log_probs"].grad
+    assert (gradient[0] < 0).all()  # a descent step makes the right answer likelier
+    assert (gradient[1] > 0).all()
+    assert "ppo_kl" in capsys.readouterr().out

@@ -1,9 +1,11 @@
 """What the chosen functions cannot act on is refused before any worker starts."""
 
+from contextlib import contextmanager
+
 import pytest
 
-from rltrain.algorithm_checks import check_algorithm, needs_critic
-from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rltrain.algorithm_checks import ALIASES, check_algorithm, needs_critic
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, columns_of
 from rltrain.compose import choices, compose
 from rltrain.errors import ConfigError
 
@@ -92,6 +94,90 @@ def test_an_unknown_name_or_knob_and_a_bad_value_are_refused_with_what_would_do(
     assert message in refusal(*overrides)
 
 
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_an_alias_names_the_function_that_was_meant(alias, name):
+    if name in POLICY_LOSSES.names():
+        key, kind = "loss_mode", "policy loss"
+    else:
+        key, kind = "advantage_estimator", "advantage estimator"
+    said = f"algorithm.{key}={alias}: unknown {kind}; the nearest is '{name}', and all are "
+    assert refusal(f"{key}={alias}").startswith(said)
+
+
+def test_aliases_are_what_presets_and_papers_call_their_functions():
+    assert ALIASES == {
+        "ppo": "vanilla", "ppo_clip": "vanilla", "grpo": "vanilla", "dapo": "vanilla", "dr_grpo": "grpo",
+        "gmpo": "geo_mean", "otb": "optimal_token_baseline", "reinforce++": "reinforce_plus_plus",
+    }  # fmt: skip
+    assert refusal("advantage_estimator=gmpo").startswith("algorithm.advantage_estimator=gmpo: unknown")
+    assert "'geo_mean'" not in refusal("advantage_estimator=gmpo")  # that is a loss
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("[0.0]", "algorithm.advantage.weights=[0.0]: with all of them 0 nothing is learnt; give one above 0"),
+        ("[null]", "algorithm.advantage.weights=[None]: 'gdpo' wants a list of numbers here, like its default ()"),
+        ("[a]", "algorithm.advantage.weights=['a']: 'gdpo' wants a list of numbers here, like its default ()"),
+        ("[true]", "algorithm.advantage.weights=[True]: 'gdpo' wants a list of numbers here, like its default ()"),
+        ("1.0", "algorithm.advantage.weights=1.0: 'gdpo' wants a list of numbers here, like its default ()"),
+    ],
+)
+def test_weights_that_weigh_nothing_or_are_no_numbers_are_refused(weights, message):
+    assert refusal("advantage_estimator=gdpo", f"advantage.weights={weights}") == message
+    accepted("advantage_estimator=gdpo", "advantage.weights=[1]")
+
+
+def test_a_knob_that_no_tensor_holds_is_refused_in_one_line_with_its_section():
+    def overflows(log_probs, old_log_probs, advantages, response_mask, *, power=1.0):
+        return log_probs * float(10 ** int(power)), {}
+
+    with registered(POLICY_LOSSES, "overflows", overflows):
+        said = refusal("loss_mode=overflows", "loss.power=400")
+        assert said.startswith("algorithm.loss: 'overflows' cannot compute with power=400 (")
+        accepted("loss_mode=overflows")
+
+
+# Columns
+
+
+@contextmanager
+def registered(registry, name, function):
+    """Under this name for as long as the block lasts."""
+    registry.register(name)(function)
+    try:
+        yield
+    finally:
+        del registry._entries[name]
+
+
+def test_a_loss_that_reads_the_references_log_probs_needs_a_term_that_brings_them():
+    def towards_reference(log_probs, old_log_probs, advantages, response_mask, ref_log_probs):
+        return log_probs - ref_log_probs, {}
+
+    with registered(POLICY_LOSSES, "towards_reference", towards_reference):
+        loss = "loss_mode=towards_reference"
+        assert refusal(loss) == (
+            "algorithm.loss_mode=towards_reference reads ref_log_probs: without a KL term there is no reference; set "
+            "algorithm.kl_loss.kl_loss_coef"
+        )
+        assert "reads ref_log_probs" in refusal(loss, "kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=full")
+        accepted(loss, "kl_loss.kl_loss_coef=0.1")
+        accepted(loss, "kl_in_reward.kl_coef=0.1")
+    assert "towards_reference" not in POLICY_LOSSES.names()
+
+
+@pytest.mark.parametrize("column", ["ref_hidden", "full_kl", "correction_weights", "rewards"])
+def test_a_loss_that_reads_what_no_batch_holds_for_it_is_refused(column):
+    made = {}
+    exec(f"def reads(log_probs, {column}): return log_probs, {{}}", made)
+    with registered(POLICY_LOSSES, "reads", made["reads"]):
+        assert refusal("loss_mode=reads") == (
+            f"algorithm.loss_mode=reads, advantage_estimator=grpo: one reads the column '{column}', which is not there "
+            "for it; the columns are in rltrain/protocol.py"
+        )
+
+
 def test_knobs_of_a_loss_and_of_its_selector_are_set_together():
     accepted("loss_mode=clip_cov", "loss.clip_ratio_low=0.1", "loss.clip_cov_ratio=0.01")
     accepted("loss_mode=top_entropy", "loss.entropy_fraction=1.0", "loss.clip_ratio_c=5.0")
@@ -167,16 +253,27 @@ def test_bounds_of_the_rejection_must_let_data_that_agree_through():
     assert refusal("rejection.kl_estimator=k1", "rejection.upper=-0.1").startswith(
         "algorithm.rejection.lower=None, upper=-0.1: lower <= 0 <= upper must hold"
     )
-    accepted("rejection.upper=-0.1")  # off
 
 
 # Groups
 
 
+# They read `uid`: by their answers' peers.
+IN_GROUPS = [
+    "gdpo", "gpg", "grpo", "grpo_passk", "opo", "optimal_token_baseline", "reinforce_plus_plus_baseline", "rloo",
+]  # fmt: skip
+
+
+def test_estimators_that_compare_in_groups_are_those_that_read_the_group():
+    names = ADVANTAGE_ESTIMATORS.names()
+    assert [name for name in names if "uid" in columns_of(ADVANTAGE_ESTIMATORS.get(name))] == IN_GROUPS
+    assert {n for n in names if ADVANTAGE_ESTIMATORS.metadata(n)["statistics"] == "group"} <= set(IN_GROUPS)
+
+
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
 def test_one_sample_a_prompt_is_refused_exactly_where_answers_are_compared_in_groups(estimator):
     settings = [f"advantage_estimator={estimator}", "rollout.samples_per_prompt=1"]
-    if ADVANTAGE_ESTIMATORS.metadata(estimator)["statistics"] == "group":
+    if estimator in IN_GROUPS:
         assert refusal(*settings) == (
             f"rollout.samples_per_prompt=1: {estimator} compares the answers to one prompt, so all advantages would be "
             "0; use at least 2"
@@ -186,14 +283,40 @@ def test_one_sample_a_prompt_is_refused_exactly_where_answers_are_compared_in_gr
     accepted(settings[0], "rollout.samples_per_prompt=2")
 
 
-@pytest.mark.parametrize(
-    "setting", ["dynamic_sampling=1", "reward_normalization.mean_level=group", "reward_normalization.std_level=group"]
-)
-def test_one_sample_a_prompt_has_no_group_for_what_needs_one(setting):
-    assert refusal("advantage_estimator=gae", setting, "rollout.samples_per_prompt=1").startswith(
-        f"rollout.samples_per_prompt=1: algorithm.{setting.removesuffix('=1')} compares the answers to one prompt"
+@pytest.mark.parametrize("estimator", ["gae", "reinforce"])
+@pytest.mark.parametrize("setting", ["reward_normalization.mean_level=group", "reward_normalization.std_level=group"])
+def test_one_sample_a_prompt_has_no_group_for_what_needs_one(setting, estimator):
+    assert refusal(f"advantage_estimator={estimator}", setting, "rollout.samples_per_prompt=1").startswith(
+        f"rollout.samples_per_prompt=1: algorithm.{setting} compares the answers to one prompt"
     )
-    accepted("advantage_estimator=gae", setting)
+    accepted(f"advantage_estimator={estimator}", setting)
+
+
+@pytest.mark.parametrize("setting", ["mean_level=group", "std_level=group"])
+def test_one_sample_a_prompt_has_no_group_of_advantages_unless_a_critic_tells_its_tokens_apart(setting):
+    one, setting = "rollout.samples_per_prompt=1", f"advantage_normalization.{setting}"
+    for estimator in ("reinforce", "remax", "reinforce_plus_plus"):
+        assert refusal(f"advantage_estimator={estimator}", setting, one).startswith(
+            f"rollout.samples_per_prompt=1: algorithm.{setting} compares the answers to one prompt, so all advantages"
+        )
+        accepted(f"advantage_estimator={estimator}", setting)
+        accepted(f"advantage_estimator={estimator}", setting.replace("group", "batch"), one)
+    accepted("advantage_estimator=gae", setting, one)
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
+def test_dynamic_sampling_drops_groups_so_it_is_for_estimators_that_compare_in_groups(estimator):
+    settings = [f"advantage_estimator={estimator}", "dynamic_sampling=2"]
+    if estimator in IN_GROUPS:
+        accepted(*settings)
+        return
+    assert refusal(*settings) == (
+        f"algorithm.dynamic_sampling=2 with {estimator}: it learns from groups without spread too, which dynamic "
+        "sampling drops; use 0"
+    )
+    assert refusal(*settings, "rollout.samples_per_prompt=1").startswith(
+        "rollout.samples_per_prompt=1: algorithm.dynamic_sampling compares the answers to one prompt"
+    )
 
 
 # Scores that would not reach the advantages

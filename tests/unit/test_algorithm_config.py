@@ -38,14 +38,42 @@ def algorithm(*overrides):
             "algorithm.kl_loss.ratio_weighted=true with kl_estimator=full: the exact KL is not an estimate from samples"
             "; use false",
         ),
-        (["correction.lower=-0.1"], "algorithm.correction.lower=-0.1, upper=2.0: 0 <= lower <= 1 <= upper must hold"),
-        (["correction.lower=1.1"], "algorithm.correction.lower=1.1, upper=2.0: 0 <= lower <= 1 <= upper must hold"),
+        (["correction.lower=-0.1"], "algorithm.correction.lower=-0.1, upper=None: 0 <= lower <= 1 <= upper must hold"),
+        (["correction.lower=1.1"], "algorithm.correction.lower=1.1, upper=None: 0 <= lower <= 1 <= upper must hold"),
         (["correction.upper=0.9"], "algorithm.correction.lower=None, upper=0.9: 0 <= lower <= 1 <= upper must hold"),
         (
-            ["correction.level=token", "correction.mode=mask", "correction.upper=null"],
-            "algorithm.correction.mode=mask without lower and upper: nothing would ever lie outside; set a bound",
+            ["correction.level=token", "correction.mode=mask"],
+            "algorithm.correction.mode=mask with lower=None, upper=None: nothing would ever lie outside; set a bound",
         ),
-        (["correction.level=token", "correction.mode=reject", "correction.upper=null"], "mode=reject without lower"),
+        (["correction.level=token", "correction.mode=reject"], "mode=reject with lower=None, upper=None: nothing"),
+        (
+            ["correction.level=token", "correction.mode=mask", "correction.lower=0"],
+            "algorithm.correction.mode=mask with lower=0.0, upper=None: nothing would ever lie outside; set a bound",
+        ),
+        (["correction.level=token", "correction.mode=reject", "correction.lower=0"], "mode=reject with lower=0.0, upp"),
+        (
+            ["correction.upper=2.0"],
+            "algorithm.correction.lower=None, upper=2.0 with level=null: there is no correction; set level=token, say",
+        ),
+        (
+            ["correction.lower=0.5"],
+            "algorithm.correction.lower=0.5, upper=None with level=null: there is no correction",
+        ),
+        (["correction.lower=0"], "algorithm.correction.lower=0.0, upper=None with level=null: there is no correction"),
+        (["correction.mode=mask", "correction.upper=2"], "upper=2.0 with level=null: there is no correction"),
+        (
+            ["rejection.upper=0.1"],
+            "algorithm.rejection.lower=None, upper=0.1, only_negative=False with kl_estimator=null: nothing is "
+            "rejected; set kl_estimator=k3, say",
+        ),
+        (
+            ["rejection.lower=-0.1"],
+            "algorithm.rejection.lower=-0.1, upper=None, only_negative=False with kl_estimator=nu",
+        ),
+        (
+            ["rejection.only_negative=true"],
+            "lower=None, upper=None, only_negative=True with kl_estimator=null: nothing",
+        ),
         (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),
         (
             ["rejection.kl_estimator=k1"],
@@ -92,11 +120,17 @@ def test_with_the_engines_log_probs_there_is_nothing_to_correct(settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        ["correction.lower=0", "correction.upper=1"],
-        ["correction.lower=1", "correction.upper=null"],
-        ["correction.level=token", "correction.upper=null"],  # truncation without a bound is plain importance sampling
-        ["correction.level=token", "correction.mode=mask", "correction.upper=null", "correction.lower=0.5"],
-        ["correction.mode=mask", "correction.upper=null"],  # off
+        ["correction.level=token", "correction.lower=0", "correction.upper=1"],
+        ["correction.level=token", "correction.lower=1"],
+        ["correction.level=token"],  # truncation without a bound is plain importance sampling
+        ["correction.level=token", "correction.lower=0"],
+        ["correction.level=token", "correction.mode=mask", "correction.lower=0.5"],
+        ["correction.level=token", "correction.mode=mask", "correction.lower=0", "correction.upper=2"],
+        ["correction.level=token", "correction.mode=reject", "correction.upper=1"],
+        ["correction.mode=mask"],  # off
+        ["rejection.level=token"],  # off
+        ["rejection.kl_estimator=k3", "rejection.upper=0", "rejection.only_negative=true"],
+        ["rejection.kl_estimator=k1", "rejection.lower=0"],
         ["reward_shaping.scale=-1"],
         ["reward_shaping.bias=-3"],
         ["entropy_target=0.001"],
@@ -105,6 +139,11 @@ def test_with_the_engines_log_probs_there_is_nothing_to_correct(settings):
 )
 def test_what_is_on_the_border_or_off_is_accepted(settings):
     algorithm(*settings)
+
+
+def test_a_correction_has_the_bounds_that_it_is_given_and_no_others():
+    for settings in ([], ["correction.level=token"]):
+        assert (algorithm(*settings).correction.lower, algorithm(*settings).correction.upper) == (None, None)
 
 
 @pytest.mark.parametrize("section", ["reward_normalization", "advantage_normalization"])

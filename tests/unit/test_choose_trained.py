@@ -96,10 +96,12 @@ def test_rejection_is_measured_over_what_truncation_left():
 
 # Correction
 
+CORRECT = ["correction.level=token", "correction.upper=2.0"]
+
 
 def test_D8_weights_are_the_actors_probability_over_the_engines_up_to_the_cap():
     made = batch(log_weights=(0.0, math.log(1.5), math.log(4.0), math.log(0.25), 0.0, 0.0))
-    found, result, metrics = chosen(made, "correction.level=token")
+    found, result, metrics = chosen(made, *CORRECT)
     assert found == [True] * 6
     assert result.values("correction_weights").tolist() == pytest.approx([1.0, 1.5, 2.0, 0.25, 1.0, 1.0])
     assert metrics["rollout/correction_weight_mean"] == pytest.approx(6.75 / 6)
@@ -107,8 +109,16 @@ def test_D8_weights_are_the_actors_probability_over_the_engines_up_to_the_cap():
     assert metrics["rollout/correction_dropped_fraction"] == 0.0
 
 
+def test_D8_without_bounds_weights_are_the_ratio_itself():
+    made = batch(log_weights=(0.0, math.log(1.5), math.log(4.0), math.log(0.25), 0.0, 0.0))
+    found, result, metrics = chosen(made, "correction.level=token")
+    assert found == [True] * 6
+    assert result.values("correction_weights").tolist() == pytest.approx([1.0, 1.5, 4.0, 0.25, 1.0, 1.0])
+    assert metrics["rollout/correction_outside_fraction"] == 0.0
+
+
 def test_D8_where_engine_and_actor_agree_every_weight_is_one():
-    _, result, metrics = chosen(batch(), "correction.level=sequence")
+    _, result, metrics = chosen(batch(), "correction.level=sequence", "correction.upper=2.0")
     assert result.values("correction_weights").tolist() == [1.0] * 6
     assert metrics["rollout/correction_weight_mean"] == 1.0
 
@@ -116,7 +126,7 @@ def test_D8_where_engine_and_actor_agree_every_weight_is_one():
 def test_sequence_and_geometric_weigh_a_row_as_a_whole():
     made = batch(log_weights=(0.1, 0.2, 0.3, -0.2, -0.4, 0.5))
     for level, expected in (("sequence", (0.6, -0.6, 0.5)), ("geometric", (0.2, -0.3, 0.5))):
-        weights = chosen(made, f"correction.level={level}")[1].values("correction_weights")
+        weights = chosen(made, f"correction.level={level}", "correction.upper=2.0")[1].values("correction_weights")
         by_token = [math.exp(value) for value, n in zip(expected, LENGTHS, strict=True) for _ in range(n)]
         assert weights.tolist() == pytest.approx(by_token)
 
@@ -130,7 +140,7 @@ def test_sequence_and_geometric_weigh_a_row_as_a_whole():
 )
 def test_A4_what_the_correction_drops_leaves_the_mask(mode, mask, weights):
     made = batch(log_weights=(0.0, 0.0, math.log(4.0), 0.0, 0.0, math.log(0.25)))
-    found, result, metrics = chosen(made, "correction.level=token", f"correction.mode={mode}")
+    found, result, metrics = chosen(made, *CORRECT, f"correction.mode={mode}")
     assert found == mask
     assert result.values("correction_weights").tolist() == pytest.approx(weights)
     assert metrics["rollout/correction_dropped_fraction"] == pytest.approx(mask.count(False) / 6)
@@ -138,13 +148,13 @@ def test_A4_what_the_correction_drops_leaves_the_mask(mode, mask, weights):
 
 def test_the_lower_bound_of_the_correction_acts():
     made = batch(log_weights=(0.0,) * 5 + (math.log(0.25),))
-    settings = ["correction.level=token", "correction.lower=0.5"]
+    settings = [*CORRECT, "correction.lower=0.5"]
     assert chosen(made, *settings)[1].values("correction_weights").tolist() == pytest.approx([1.0] * 5 + [0.5])
 
 
 def test_the_correction_comes_after_the_rejection_and_its_means_are_over_what_is_left():
     made = batch(log_weights=(0.9, 0.9, 0.9, 0.0, 0.0, math.log(1.2)))
-    found, result, metrics = chosen(made, *REJECT, "correction.level=token")
+    found, result, metrics = chosen(made, *REJECT, *CORRECT)
     assert found == [False] * 3 + [True] * 3
     assert result.values("correction_weights").tolist() == pytest.approx([0.0] * 3 + [1.0, 1.0, 1.2])
     assert metrics["rollout/correction_weight_mean"] == pytest.approx(3.2 / 3)
@@ -153,7 +163,7 @@ def test_the_correction_comes_after_the_rejection_and_its_means_are_over_what_is
 
 def test_a_batch_without_trained_tokens_has_finite_metrics():
     made = batch(mask=(False,) * 6)
-    found, _, metrics = chosen(made, *REJECT, "correction.level=token")
+    found, _, metrics = chosen(made, *REJECT, *CORRECT)
     assert found == [False] * 6
     assert all(math.isfinite(value) for value in metrics.values())
 

@@ -110,7 +110,7 @@ PRESETS = {
         "rejection.only_negative": True,
     },
     "skywork_or1": {"dynamic_sampling": 1, "entropy_target": 0.2},
-    "tis": {"correction.level": "token"},
+    "tis": {"correction.level": "token", "correction.upper": 2.0},
     "top_entropy": {"loss_mode": "top_entropy", **DAPO},
 }  # fmt: skip
 

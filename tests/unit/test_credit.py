@@ -13,6 +13,7 @@ from rltrain.credit import (
     penalize_kl,
     with_all_knobs,
 )
+from rltrain.errors import NumericsError
 from rltrain.protocol import DataProto, jagged
 
 
@@ -117,6 +118,26 @@ def test_rewards_are_the_shaped_scores_on_the_last_tokens_minus_the_kl():
         {"reward/zero_spread_fraction": 0.0, "reward/excluded_fraction": 0.0, "reward/kl": 0.5, "reward/kl_coef": 2.0}
     )
     assert result.batch["scores"].tolist() == [1.0, 3.0]
+
+
+def test_a_token_reward_that_is_not_finite_stops_the_run():
+    kl, trained = "algorithm.kl_in_reward.kl_coef=0.1", batch([1.0, 0.0, 5.0], valid=[True, True, False])
+    made = with_log_probs(trained, -1.0, -1.5)
+    assigned(made, kl)
+    ref = made.values("ref_log_probs").clone()
+    ref[4:] = float("nan")  # masked
+    assigned(made.with_values("responses", ref_log_probs=ref), kl)
+    ref[0] = float("nan")
+    with pytest.raises(NumericsError, match=r"^1 of 4 token rewards are not finite: .*reward_shaping and kl_in_reward"):
+        assigned(made.with_values("responses", ref_log_probs=ref), kl)
+
+
+def test_scores_that_are_scaled_out_of_range_stop_the_run():
+    huge = "algorithm.reward_shaping.scale=1e300"
+    for scores in ([1.0, -1.0], [1.0, 0.0]):
+        with pytest.raises(NumericsError, match=r"^2 of 4 token rewards are not finite"):
+            assigned(batch(scores), huge)
+    assigned(batch([1.0, 0.0], valid=[False, True]), "algorithm.reward_shaping.scale=1e30")
 
 
 NORMALIZE = "algorithm.reward_normalization."

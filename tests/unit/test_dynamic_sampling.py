@@ -13,6 +13,7 @@ from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
 SAMPLES = 4
+REMAX = ["algorithm.advantage_estimator=remax"]
 
 
 class Engines:
@@ -88,7 +89,7 @@ def uids(batch):
 
 
 def facts(batch):
-    return batch.meta_info["groups_dropped"], batch.meta_info["groups_missing"]
+    return batch.meta_info["rollout/groups_dropped"], batch.meta_info["rollout/groups_missing"]
 
 
 # Replaced
@@ -114,8 +115,9 @@ def test_where_every_group_has_spread_nothing_changes_but_the_facts():
     plain, dynamic = (collector(varied, sampling(n)).collect(version=0) for n in (0, 4))
     assert uids(plain) == uids(dynamic) == [0, 1, 2]
     assert plain.values("responses").tolist() == dynamic.values("responses").tolist()
-    assert "groups_dropped" not in plain.meta_info
+    assert not [name for name in plain.meta_info if name.startswith(("rollout/", "reward/"))]
     assert facts(dynamic) == (0, 0)
+    assert {type(fact) for fact in facts(dynamic)} == {float}
 
 
 def test_switched_off_a_group_without_spread_stays_and_is_trained_on():
@@ -183,6 +185,32 @@ def test_where_no_group_has_spread_one_is_left_and_trains_nothing():
     assert batch.batch["valid"].all()  # a masked row, not a failed one
 
 
+# The mean over all that was generated
+
+
+def test_the_mean_score_is_also_told_over_all_answers_that_were_generated_those_of_dropped_groups_included():
+    batch = collector(lambda uid, n: 3.0 if uid in (0, 2) else varied(uid, n), sampling(2)).collect(version=0)
+    assert uids(batch) == [1, 3, 4]
+    assert batch.batch["scores"].mean() == 0.5
+    assert batch.meta_info["reward/mean_generated"] == (2 * 3.0 + 3 * 0.5) / 5
+
+
+def test_the_mean_over_all_is_of_the_functions_scores_where_there_is_one():
+    def score(uid, number):
+        return "fails" if uid == 0 else None if (uid, number) == (1, 0) else 3.0 if uid == 1 else varied(uid, number)
+
+    batch = collector(score, sampling(2), "algorithm.reward_shaping.scale=7").collect(version=0)
+    assert uids(batch) == [2, 3, 4]
+    assert batch.meta_info["reward/mean_generated"] == pytest.approx((3 * 3.0 + 12 * 0.5) / 15)
+    every = collector(lambda uid, n: "fails", sampling(1), "reward.max_failed_fraction=1").collect(version=0)
+    assert every.meta_info["reward/mean_generated"] == 0.0
+
+
+def test_greedy_answers_are_not_in_the_mean_over_all():
+    batch = collector(lambda uid, n: 99.0 if n == SAMPLES else varied(uid, n), *REMAX, sampling(1)).collect(version=0)
+    assert batch.meta_info["reward/mean_generated"] == 0.5
+
+
 # What has no spread
 
 
@@ -214,15 +242,30 @@ def test_one_score_among_answers_that_none_applies_to_is_no_spread():
 # Failures
 
 
-def test_a_group_with_a_failed_reward_is_kept_counted_and_masked_where_the_rest_has_no_spread():
+def test_a_group_with_a_failed_reward_is_dropped_like_others_where_the_rest_has_no_spread_and_counted():
     def score(uid, number):
         return "fails" if (uid, number) == (1, 0) else 1.0 if uid in (0, 1) else varied(uid, number)
 
     batch = collector(score, sampling(2)).collect(version=0)
-    assert uids(batch) == [1, 2, 3]
-    assert facts(batch) == (1, 0)
-    assert batch.batch["failed"].tolist() == [True] + [False] * 11
-    assert batch.padded("response_mask")[:, 0].tolist() == [False] * 4 + [True] * 8
+    assert uids(batch) == [2, 3, 4]
+    assert facts(batch) == (2, 0)
+    assert not bool(batch.batch["failed"].any())
+    assert bool(batch.values("response_mask").all())
+    collector(score, sampling(2), "reward.max_failed_fraction=0.05").collect(version=0)  # 1 of the 5 groups' 20
+    with pytest.raises(RewardError, match=r"^5% of the rewards failed, above .*=0\.04: sample \(1, 0\): broke$"):
+        collector(score, sampling(2), "reward.max_failed_fraction=0.04").collect(version=0)
+
+
+def test_the_steps_last_group_stays_masked_and_counted_though_a_reward_failed():
+    def score(uid, number):
+        return "fails" if (uid, number) == (4, 0) else 1.0
+
+    batch = collector(score, sampling(2)).collect(version=0)
+    assert (uids(batch), facts(batch)) == ([4], (5, 2))
+    assert batch.batch["failed"].tolist() == [True, False, False, False]
+    assert not bool(batch.values("response_mask").any())
+    with pytest.raises(RewardError, match=r"^4% of the rewards failed"):  # 1 of the 6 groups' 24
+        collector(score, sampling(2), "reward.max_failed_fraction=0.04").collect(version=0)
 
 
 def test_a_group_with_a_failed_reward_and_spread_among_the_others_trains_on_these():
@@ -252,8 +295,6 @@ def test_which_groups_are_used_does_not_depend_on_who_finishes_first(batches):
 
 
 # The greedy baseline of ReMax
-
-REMAX = ["algorithm.advantage_estimator=remax"]
 
 
 def test_the_greedy_answer_is_asked_for_once_a_group_and_is_no_row():
@@ -297,11 +338,11 @@ def test_C4_a_greedy_answer_whose_reward_failed_fails_its_group_and_is_counted()
     def score(uid, number):
         return "fails" if number == SAMPLES and uid == 1 else varied(uid, number)
 
-    batch = collector(score, *REMAX).collect(version=0)
+    batch = collector(score, *REMAX, "reward.max_failed_fraction=0.07").collect(version=0)  # 1 result of 15
     assert batch.batch["failed"].tolist() == [False] * 4 + [True] * 4 + [False] * 4
     assert batch.batch["valid"].tolist() == [True] * 4 + [False] * 4 + [True] * 4
-    with pytest.raises(RewardError, match=r"33% of the rewards failed.*: sample \(1, 4\): broke"):
-        collector(score, *REMAX, "reward.max_failed_fraction=0.3").collect(version=0)
+    with pytest.raises(RewardError, match=r"^7% of the rewards failed.*: sample \(1, 4\): broke$"):
+        collector(score, *REMAX, "reward.max_failed_fraction=0.06").collect(version=0)
 
 
 def test_greedy_answers_and_replacements_go_together():

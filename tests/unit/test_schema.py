@@ -139,6 +139,26 @@ def test_a_reward_weight_must_be_finite(values):
         parse(Config, changed(values, "reward.functions", [function]))
 
 
+@pytest.mark.parametrize("weights", [[0.0], [0.0, -0.0]])
+def test_rewards_that_all_weigh_nothing_are_refused(values, weights):
+    functions = [values["reward"]["functions"][0] | {"name": f"f{n}", "weight": w} for n, w in enumerate(weights)]
+    with pytest.raises(ConfigError, match=r"^reward.functions: all weights are 0, so nothing is learnt; set one$"):
+        parse(Config, changed(values, "reward.functions", functions))
+    functions[0]["weight"] = -1.0
+    parse(Config, changed(values, "reward.functions", functions))
+
+
+def test_a_length_penalty_longer_than_the_answers_is_refused(values):
+    limit, key = values["rollout"]["max_response_length"], "algorithm.reward_shaping.overlong_buffer"
+    parse(Config, changed(values, key, limit))
+    with pytest.raises(ConfigError) as error:
+        parse(Config, changed(values, key, limit + 1))
+    assert str(error.value) == (
+        f"{key}={limit + 1} is above rollout.max_response_length={limit}: the penalty grows over the last tokens "
+        f"before that limit; use at most {limit} (DAPO's is a fifth of it), or 0"
+    )
+
+
 def test_a_horizon_that_a_step_outruns_is_refused_with_the_adaptive_controller_only(values):
     kl = values["algorithm"]["kl_in_reward"] | {"kl_coef": 0.1, "horizon": 102}
     sequences = parse(Config, values).sequences_per_step

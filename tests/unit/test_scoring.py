@@ -3,7 +3,7 @@ import torch
 
 from rltrain.compose import compose
 from rltrain.protocol import DataProto, jagged
-from rltrain.scoring import on_last_token, shaped_scores, truncated_rows, zero_spread
+from rltrain.scoring import flat_rows, on_last_token, shaped_scores, truncated_rows, zero_spread
 
 LIMIT = 16  # rollout.max_response_length of the default config
 
@@ -141,3 +141,26 @@ def test_a_batch_of_empty_responses_has_no_place_for_a_score():
     made = batch([1.0, 2.0], lengths=[0, 0])
     placed = on_last_token(made, made.batch["scores"].double())
     assert (len(placed), placed.dtype) == (0, torch.float64)
+
+
+# Groups that teach nothing
+
+
+@pytest.mark.parametrize(
+    ("components", "flat"),
+    [
+        ([[0.0, 1.0], [1.0, 0.0]], False),  # their sum is constant
+        ([[1.0, 1.0], [1.0, 0.0]], False),
+        ([[1.0, 0.5], [1.0, 0.5]], True),
+        ([[1.0, float("nan")], [1.0, 2.0]], True),  # one value alone has no spread
+        ([[0.0, float("nan")], [1.0, float("nan")]], False),
+    ],
+)
+def test_an_estimator_that_reads_the_functions_one_by_one_looks_at_the_spread_of_each(components, flat):
+    values = torch.tensor(components)
+    made = batch(values.nansum(1).tolist())
+    made.batch["reward_components"] = values
+    gdpo = compose(["algorithm.advantage_estimator=gdpo"])[0]
+    assert flat_rows(made, gdpo).tolist() == [flat] * 2
+    total = values.nansum(1)
+    assert flat_rows(made, compose([])[0]).tolist() == [bool(total[0] == total[1])] * 2

@@ -34,6 +34,8 @@ def gdpo(
     token_level_rewards, response_mask (B, T); uid, valid (B,); reward_components (B, K). Advantages (B, T) are 0 where
     masked; returns are equal.
     """
+    if len(weights) and not any(weights):
+        raise ValueError(f"weights={list(weights)}: with all of them 0 nothing is learnt; give one above 0")
     given = weights if len(weights) else (1.0,) * reward_components.shape[-1]
     counted = counted_rows(response_mask, valid) & ~reward_components.isnan().all(-1)
     sums = combine_rewards(reward_components, uid, counted, weights=given, aggregation="group_normalized_sum")

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from rltrain.algorithms.advantages.outcome import response_scores, spread
 from rltrain.algorithms.normalization import group_index, normalize_rewards, statistics_of
-from rltrain.algorithms.ratio import masked
+from rltrain.algorithms.ratio import check_positive, masked
 from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
 
@@ -21,8 +21,7 @@ def gpg(
 
     token_level_rewards, response_mask (B, T); uid, valid (B,). Advantages (B, T) are 0 where masked; returns are equal.
     """
-    if not norm_factor > 0:
-        raise ValueError(f"norm_factor={norm_factor} must be > 0, advantages are divided by it; use 1.0 for no change")
+    check_positive(norm_factor=norm_factor)
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     varied = statistics_of(masked(scores, counted), group_index(uid), counted).varied & counted
     alpha = counted.sum().double() / varied.sum().clamp(min=1)  # an int by an int would be float32

@@ -31,4 +31,5 @@ def grpo_passk(
     advantages = masked(raw - second, alone)
     if norm_by_std:
         advantages = torch.where(alone, advantages / (of.std + 1e-6), advantages)
+    advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)  # a NaN has no order: it stays visible
     return spread(advantages.to(scores.dtype), response_mask)

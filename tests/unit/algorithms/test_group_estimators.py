@@ -93,9 +93,9 @@ def test_the_gradient_of_gpg_does_not_shrink_with_groups_that_teach_nothing():
     assert torch.equal(beside[:2] / 4, alone / 2)  # a mean over the rows
 
 
-@pytest.mark.parametrize("norm_factor", [0.0, -1.0, NAN])
-def test_gpg_refuses_to_divide_by_what_is_not_positive(norm_factor):
-    with pytest.raises(ValueError, match=f"norm_factor={norm_factor} must be > 0"):
+@pytest.mark.parametrize("norm_factor", [0.0, -1.0, NAN, torch.inf])
+def test_gpg_refuses_to_divide_by_what_is_not_positive_or_not_finite(norm_factor):
+    with pytest.raises(ValueError, match=f"^norm_factor={norm_factor} must be finite and > 0; "):
         gpg(*rows([1, 3], [0, 0]), norm_factor=norm_factor)
 
 

@@ -148,7 +148,8 @@ def test_the_columns_of_an_algorithm_are_those_of_estimator_loss_and_selector():
         ({"steps": 2.5}, r"steps=2.5: 'example' wants a int"),
         ({"sharp": "false"}, r"sharp='false': 'example' wants a bool here, like its default True"),
         ({"steps": True}, r"steps=True: 'example' wants a int here, like its default 2"),
-        ({"weights": 1.0}, r"weights=1.0: 'example' wants a tuple here, like its default \(\)"),
+        ({"weights": [None]}, r"weights=\[None\]: 'example' wants a list of numbers here"),
+        ({"weights": 1.0}, r"weights=1.0: 'example' wants a list of numbers here, like its default \(\)"),
     ],
 )
 def test_H1_a_knob_that_cannot_act_is_refused(given, complaint):

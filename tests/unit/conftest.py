@@ -1,0 +1,6 @@
+"""Fakes that several tests share are imported by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
