@@ -155,7 +155,7 @@ def test_a_length_penalty_longer_than_the_answers_is_refused(values):
         parse(Config, changed(values, key, limit + 1))
     assert str(error.value) == (
         f"{key}={limit + 1} is above rollout.max_response_length={limit}: the penalty grows over the last tokens "
-        f"before that limit; use at most {limit} (DAPO's is a fifth of it), or 0"
+        f"before that limit; use at most {limit} (DAPO's: a fifth), or 0"
     )
 
 

@@ -188,3 +188,8 @@ def test_gdpo_gives_zero_to_a_row_without_any_component_and_counts_it_nowhere():
     without = per_row(gdpo, *gdpo_columns([[0, 1], [1, 3], [2, 0]], [0, 0, 0]))
     assert with_row[2] == 0
     assert torch.equal(with_row[[0, 1, 3]], without)
+
+
+def test_gdpo_refuses_weights_that_are_all_zero(make_batch, call):
+    with pytest.raises(ValueError, match=r"weights=\[0.0, 0.0\]: with all of them 0 nothing is learnt"):
+        call(ADVANTAGE_ESTIMATORS.get("gdpo"), make_batch(), weights=(0.0, 0.0))

@@ -296,3 +296,8 @@ def test_a_group_level_without_uid_is_refused(levels):
 def test_normalize_advantages_refuses_what_it_cannot_do(levels, complaint):
     with pytest.raises(ValueError, match=complaint):
         normalize_advantages(torch.zeros(1, 2), torch.ones(1, 2), **levels)
+
+
+def test_every_component_says_whether_it_is_a_gate():
+    with pytest.raises(ValueError, match=r"gates has shape \(1,\) for 2 components; give one each"):
+        combine_rewards(torch.ones(3, 2), weights=[1.0, 1.0], gates=[True])
