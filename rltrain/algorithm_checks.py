@@ -38,7 +38,7 @@ def check_algorithm(config: Config) -> None:
     _check_name(ADVANTAGE_ESTIMATORS, "advantage_estimator", algorithm.advantage_estimator)
     _check_name(POLICY_LOSSES, "loss_mode", algorithm.loss_mode)
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
-    weights = {"weights": [f.weight for f in config.reward.functions]} if _has_knob(estimator, "weights") else {}
+    weights = {"weights": [c.weight for c in config.reward.components]} if _has_knob(estimator, "weights") else {}
     _check_knobs("advantage", algorithm.advantage_estimator, [estimator], weights | algorithm.advantage, config)
     losses = loss_functions(algorithm.loss_mode)
     _check_knobs("loss", algorithm.loss_mode, list(losses), algorithm.loss, config)
@@ -79,7 +79,7 @@ def _check_knobs(
     try:
         check_knobs(name, functions, knobs)
         for function in functions:
-            columns = [_tiny_column(column, len(config.reward.functions)) for column in columns_of(function)]
+            columns = [_tiny_column(column, len(config.reward.components)) for column in columns_of(function)]
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None

@@ -13,8 +13,15 @@ from typing import Any
 from rltrain.algorithm_checks import check_algorithm, needs_critic
 from rltrain.data import BUILTIN
 from rltrain.errors import ConfigError
-from rltrain.model_files import BUILTIN_MODEL, check_directory, check_limits, text_config
-from rltrain.rewards.loading import load_function
+from rltrain.model_files import (
+    BUILTIN_MODEL,
+    check_directory,
+    check_limits,
+    check_reward_model,
+    load_tokenizer,
+    text_config,
+)
+from rltrain.rewards.loading import check_aggregation, load_function
 from rltrain.schema import Config, DataConfig, RolloutConfig, TrainerConfig
 from rltrain.tasks import TASKS, Task
 from rltrain.typed import require
@@ -140,6 +147,11 @@ def _model_config(path: str) -> Mapping[str, Any]:
 def _check_rewards(config: Config) -> None:
     for function in config.reward.functions:
         load_function(function.path)
+    for model in config.reward.models:
+        check_reward_model(model.path, model.key)
+        load_tokenizer(Path(model.path).expanduser(), model.key)
+    if config.reward.aggregation not in ("sum", "normalize_then_sum"):
+        check_aggregation(config.reward.aggregation)
     own = {task.reward: name for name, task in TASKS.items()}
     source = config.data.train
     for function in config.reward.functions:

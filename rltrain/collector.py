@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rltrain.algorithms import combine_rewards, required_columns
+from rltrain.algorithms import required_columns
 from rltrain.data import Prompt, PromptOrder, PromptSet
 from rltrain.errors import RewardError
 from rltrain.prompt_groups import Group, PromptGroups, requests_of
 from rltrain.protocol import DataProto, jagged
-from rltrain.schema import Config, RewardFunctionConfig
-from rltrain.scoring import flat_rows, on_last_token, shaped_scores
+from rltrain.reward_models import RewardModel, with_model_scores
+from rltrain.schema import Config, RewardFunctionConfig, RewardModelConfig
+from rltrain.scoring import flat_rows, on_last_token, shaped_scores, weighted_sum
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
@@ -39,10 +40,15 @@ class Collector:
         rollout: the engines.
         rewards: the reward workers.
         prompts: those to train on.
+        models: the reward models, which score a group when all else of it is there.
     """
 
-    def __init__(self, config: Config, *, rollout: RolloutPool, rewards: RewardPool, prompts: PromptSet) -> None:
+    def __init__(
+        self, config: Config, *, rollout: RolloutPool, rewards: RewardPool, prompts: PromptSet,
+        models: Sequence[RewardModel] = (),
+    ) -> None:  # fmt: skip
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
+        self.models = models
         self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
         algorithm = config.algorithm
         self.groups = PromptGroups(
@@ -69,7 +75,8 @@ class Collector:
             if batches:
                 self._drop_flat(step)
                 self._draw(version)
-        batch = to_batch(groups, self.config.reward.functions)
+        with_model_scores(groups, self.models)
+        batch = to_batch(groups, self.config.reward.components)
         if self.groups.greedy_baseline:
             batch = self._with_baselines(batch, groups)
         generated = list((step.seen | {group.uid: group for group in groups}).values())
@@ -88,12 +95,12 @@ class Collector:
 
     def _drop_flat(self, step: "_Step") -> None:
         """Drop the finished groups without spread, unless the step would have none at all."""
-        for group in self.groups.ready():
-            if group.uid in step.seen:
-                continue
+        fresh = [group for group in self.groups.ready() if group.uid not in step.seen]
+        with_model_scores(fresh, self.models)
+        for group in fresh:
             step.seen[group.uid] = group
             the_last = step.places == 1 and not step.refills
-            if the_last or not flat_rows(to_batch([group], self.config.reward.functions), self.config).all():
+            if the_last or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
                 continue
             self.groups.drop(group.uid, replace=step.refills > 0)
             step.dropped.add(group.uid)
@@ -104,7 +111,7 @@ class Collector:
 
     def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
         """Adds `baseline_rewards`: the greedy answer's score, shaped like the others. No score: rows are not valid."""
-        greedy = to_batch(groups, self.config.reward.functions, baseline=True)
+        greedy = to_batch(groups, self.config.reward.components, baseline=True)
         scored, samples = greedy.batch["valid"], self.config.rollout.samples_per_prompt
         valid = batch.batch["valid"] & scored.repeat_interleave(samples)
         columns = {
@@ -127,7 +134,8 @@ class Collector:
         temperature = 0.0 if greedy else self.config.rollout.temperature
         self._ship(once, 0, temperature=temperature, seed=self.config.trainer.seed + EVAL_SEED)
         groups = self._finish(once, len(prompts))
-        batch = to_batch(groups, self.config.reward.functions)
+        with_model_scores(groups, self.models)
+        batch = to_batch(groups, self.config.reward.components)
         self._check_failures(groups)
         return batch
 
@@ -144,8 +152,10 @@ class Collector:
     def _pump(self, groups: PromptGroups) -> None:
         """Pass finished answers on to be scored, and scores on to their groups."""
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
-        generating = self.rollout.pending > 0
-        requests = [groups.generated(answer) for answer in self.rollout.poll(0.05)] if generating else []
+        # Reward workers that have finished are given more only from here: while they work, look often.
+        wait_s = 0.01 if self.rewards.pending else 0.05
+        answers = self.rollout.poll(wait_s) if self.rollout.pending else []
+        requests = [groups.generated(answer) for answer in answers]
         self.rewards.submit([request for request in requests if request is not None])
         for result in self.rewards.poll(0.0 if self.rollout.pending else 0.5):
             groups.scored(result)
@@ -168,13 +178,13 @@ class Collector:
 
 def _mean_score(groups: Sequence[Group], config: Config) -> float:
     """Mean score of all these groups' samples that have one."""
-    batch = to_batch(groups, config.reward.functions)
+    batch = to_batch(groups, config.reward.components)
     scores = batch.batch["scores"][batch.batch["valid"]]
     return float(scores.mean()) if len(scores) else 0.0
 
 
 def to_batch(
-    groups: Sequence[Group], functions: Sequence[RewardFunctionConfig], *, baseline: bool = False
+    groups: Sequence[Group], components: Sequence[RewardFunctionConfig | RewardModelConfig], *, baseline: bool = False
 ) -> DataProto:
     """Finished groups as a batch, rows by (uid, sample); or, with `baseline`, their greedy answers, one row a group.
 
@@ -186,11 +196,11 @@ def to_batch(
         for number in (range(group.samples, group.size) if baseline else range(group.samples))
     ]
     nan = float("nan")
-    components = torch.tensor(
+    matrix = torch.tensor(
         [[nan if s is None or r.failed else s for s in r.scores] for _, _, r in rows], dtype=torch.float32
     )
     uid = torch.tensor([group.uid for group, _, _ in rows])
-    totals = combine_rewards(components, uid, weights=torch.tensor([f.weight for f in functions]))
+    totals = weighted_sum(matrix, components)
     valid = ~totals.isnan()
     batch = DataProto.from_dict(
         {
@@ -202,7 +212,8 @@ def to_batch(
             "valid": valid,
             "failed": torch.tensor([r.failed for _, _, r in rows]),
             "scores": totals.nan_to_num(0.0),
-            "reward_components": components,
+            "reward_components": matrix,
+            "failed_function": torch.tensor([r.failed_function for _, _, r in rows]),
         },
         {
             "finish_reason": [c.finish_reason for _, c, _ in rows],

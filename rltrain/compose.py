@@ -114,6 +114,7 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
     reward = values.get("reward")
     if isinstance(reward, dict):
         reward["functions"] = _reward_functions(reward.get("functions"))
+        reward["models"] = _reward_models(reward.get("models"))
     config = parse(Config, values)
     return config, to_yaml(config)
 
@@ -214,7 +215,7 @@ def _check_key(key: str, text: str) -> None:
 
 
 def _reward_functions(functions: Any) -> list[Any]:
-    """Spell out reward functions: a text is a path; the name defaults to the function's, the weight to 1."""
+    """Spell out reward functions: a text is a path; the name is the function's by default, the weight 1."""
     require(
         isinstance(functions, list),
         f"reward.functions={functions}: must be a list, as in reward.functions=[my_reward.py:score]",
@@ -229,4 +230,20 @@ def _reward_function(function: Any) -> Any:
             f"reward.functions: {function!r} names no function; write package.module:function or file.py:function, or "
             "{path:file.py:function,weight:0.5}"
         )
-    return {"name": re.split(r"[:.]", given["path"])[-1], "weight": 1.0} | given
+    return {"name": re.split(r"[:.]", given["path"])[-1], "weight": 1.0, "gate": False, "kwargs": {}} | given
+
+
+def _reward_models(models: Any) -> list[Any]:
+    """Spell out reward models: a text is a directory; the name is the directory's by default, the weight 1."""
+    require(
+        isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
+    )
+    return [_reward_model(model) for model in models]
+
+
+def _reward_model(model: Any) -> Any:
+    given = {"path": model} if isinstance(model, str) else model
+    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+        raise ConfigError(f"reward.models: {model!r} names no directory; write DIR or {{path:DIR,weight:0.5}}")
+    name = Path(given["path"]).name or "reward_model"
+    return {"name": name, "weight": 1.0, "gate": False, "prompt_template": None} | given

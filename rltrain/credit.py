@@ -45,7 +45,7 @@ def with_all_knobs(config: Config) -> Config:
     if algorithm.advantage_estimator in ADVANTAGE_ESTIMATORS.names():
         defaults = knobs_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator))
         if "weights" in defaults:
-            defaults["weights"] = [function.weight for function in config.reward.functions]
+            defaults["weights"] = [component.weight for component in config.reward.components]
         advantage = defaults | advantage
     return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, loss=loss, advantage=advantage))
 

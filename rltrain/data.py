@@ -36,12 +36,14 @@ class Prompt:
         text: the prompt without special tokens, as reward functions get it.
         ids: the exact token ids that the engine is sent.
         columns: every other column of its row; None where the row has no value.
+        messages: the chat that was put through the chat template; None where the prompt is text.
     """
 
     index: int
     text: str
     ids: list[int]
     columns: dict[str, Any]
+    messages: list[dict[str, str]] | None = None
 
 
 class PromptSet(Sequence[Prompt]):
@@ -78,7 +80,8 @@ class PromptSet(Sequence[Prompt]):
         text = row["prompt"]
         if not isinstance(text, str) or any(token in text for token in self._special):
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Prompt(index, text, ids, {name: row.get(name) for name in self.columns})
+        chat = row["prompt"] if isinstance(row["prompt"], list) else None
+        return Prompt(index, text, ids, {name: row.get(name) for name in self.columns}, chat)
 
     def append(self, row: int, ids: Sequence[int]) -> None:
         """Keep row number `row` of the source, with its token ids."""
@@ -310,7 +313,7 @@ def _tokenised(rows: _Rows, tokenizer: Any) -> Iterator[tuple[int, list[int]]]:
         ids |= dict(_encoded(texts[True], tokenizer, special=False))  # the template has written its own
         for row in sorted(ids):
             require(bool(ids[row]), f"{rows.place(row)}: the prompt has no tokens; {_ROW_HELP}")
-            yield row, _one_bos(ids[row], tokenizer.bos_token_id)
+            yield row, one_bos(ids[row], tokenizer.bos_token_id)
 
 
 def _rendered(prompt: Any, tokenizer: Any, place: str) -> str:
@@ -366,7 +369,7 @@ def _tokens_added_after(tokenizer: Any) -> int:
     return 0 if before is None else len(full) - before - len(plain)
 
 
-def _one_bos(ids: list[int], bos: int | None) -> list[int]:
+def one_bos(ids: list[int], bos: int | None) -> list[int]:
     """Leave one of several begin tokens: text that starts with one, and a tokenizer that adds it (E9)."""
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]

@@ -111,6 +111,7 @@ def train(
     from rltrain.checkpoint import Exporter
     from rltrain.collector import Collector
     from rltrain.console import ConsoleDisplay
+    from rltrain.reward_models import reward_models
     from rltrain.tracking import Tracker
     from rltrain.trainer import Trainer
     from workers.placement import start
@@ -123,7 +124,10 @@ def train(
             workers = start(config, path, stop_ids, needs_critic=needs_critic(config.algorithm))
         trainer = Trainer(
             config,
-            collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts),
+            collector=Collector(
+                config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts,
+                models=reward_models(config, workers.reward_models),
+            ),
             actor=workers.actor, reference=workers.reference, critic=workers.critic,
             tracker=tracker, exporter=Exporter(output_dir, tokenizer), val_prompts=val_prompts,
         )  # fmt: skip
@@ -186,7 +190,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     for function in config.reward.functions:
         for source in (prompts, val) if val else (prompts,):
             try:
-                check_columns(load_function(function.path), function.name, source.columns)
+                check_columns(load_function(function.path), function.name, source.columns, function.kwargs)
             except ConfigError as error:
                 raise ConfigError(f"{error}; a function of your own: reward.functions=[FILE.py:FUNCTION]") from None
     return prompts, val
@@ -211,6 +215,7 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
         path=config.model.path, parameters=parameters, train_prompts=train_prompts, val_prompts=val_prompts,
         needs_critic=needs_critic(config.algorithm), devices=f"{gpus} GPUs" if gpus else f"{os.cpu_count()} CPU cores",
         on_gpu=gpus > 0,
+        reward_models={model.name: parameter_count(Path(model.path).expanduser()) for model in config.reward.models},
     )  # fmt: skip
     show_plan(console, config, facts)
 

@@ -33,7 +33,7 @@ class Timer:
         return {**self.seconds, "timing/step": step, "perf/tokens_per_s": tokens / step}
 
 
-def sample_metrics(batch: DataProto, functions: Sequence[str]) -> dict[str, float]:
+def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Rewards, lengths and endings of a batch; means over valid rows, fractions of all rows.
 
     `reward/accuracy` is the share of valid rows with a positive score.
@@ -53,10 +53,14 @@ def sample_metrics(batch: DataProto, functions: Sequence[str]) -> dict[str, floa
         "rollout/truncated_fraction": reasons.count("length") / len(reasons),
     }
     metrics |= {name: value for name, value in batch.meta_info.items() if name in COLLECTED}
-    for number, name in enumerate(functions):
+    for number, name in enumerate(components):
         component = batch.batch["reward_components"][:, number][valid]
         component = component[~component.isnan()]
-        metrics[f"reward/{name}/mean"] = float(component.mean()) if len(component) else 0.0
+        metrics |= {
+            f"reward/{name}/mean": float(component.mean()) if len(component) else 0.0,
+            f"reward/{name}/std": float(component.std(unbiased=False)) if len(component) else 0.0,
+            f"reward/{name}/failed_fraction": float((batch.batch["failed_function"] == number).float().mean()),
+        }
     return metrics
 
 

@@ -16,13 +16,13 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
-def check_directory(path: str) -> None:
-    """Refuse a model path that is no directory of a causal language model in Hugging Face form.
+def check_directory(path: str, key: str = "model.path") -> None:
+    """Refuse a path, the value of `key`, that is no directory of a language model in Hugging Face form.
 
     Raises:
         ConfigError: naming what is missing from it.
     """
-    where, folder = f"model.path={path}", Path(path).expanduser()
+    where, folder = f"{key}={path}", Path(path).expanduser()
     require(folder.exists(), f"{where}: no such directory; give the folder of a model, or model.path=builtin")
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
     require((folder / "config.json").is_file(), f"{where}: holds no config.json; give a model's own folder")
@@ -30,6 +30,30 @@ def check_directory(path: str) -> None:
     for kind, patterns in (("weights", _WEIGHTS), ("tokenizer", _TOKENIZER)):
         found = any(any(folder.glob(pattern)) for pattern in patterns)
         require(found, f"{where}: holds no {kind} (looked for {', '.join(patterns)}); save the model's there")
+
+
+def check_reward_model(path: str, key: str) -> None:
+    """Refuse a directory that holds no sequence classifier with one output, which is what a reward model is.
+
+    Raises:
+        ConfigError: naming what it is instead.
+    """
+    check_directory(path, key)
+    config = text_config(Path(path).expanduser())
+    kind = str((config.get("architectures") or ["unknown"])[0])
+    labels = config.get("num_labels", len(config.get("id2label", ("LABEL_0", "LABEL_1"))))  # two by default
+    require(
+        kind.endswith("ForSequenceClassification"),
+        f"{key}={path}: is of the architecture {kind}; a reward model is a ...ForSequenceClassification",
+    )
+    require(labels == 1, f"{key}={path}: has {labels} outputs; a reward model has one (num_labels=1)")
+
+
+def longest_row(path: str | Path) -> int | None:
+    """Return how many tokens a row may have so that the model reads all of it as it was trained; None: any number."""
+    model = text_config(path)
+    limits = [model.get(name) for name in _POSITIONS] + [_window(model)]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def check_limits(config: Config, model: Mapping[str, Any]) -> None:
@@ -63,7 +87,7 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
 
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
     """Refuse attention that the trainer does not compute: its log-probs would be those of another model."""
-    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    window = _window(model)
     require(
         not isinstance(window, int) or longest <= window,
         f"model.path={path}: its sliding_window={window} is shorter than rollout.max_prompt_length + "
@@ -77,8 +101,12 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
     )
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a model directory, without network access.
+def _window(model: Mapping[str, Any]) -> Any:
+    return model.get("sliding_window") if model.get("use_sliding_window", True) else None
+
+
+def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
+    """Load the tokenizer of a model directory, the value of `key`, without network access.
 
     Raises:
         ConfigError: there is none that loads.
@@ -90,7 +118,7 @@ def load_tokenizer(path: str | Path) -> Any:
     except Exception as error:  # broken files raise whatever their parser raises
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
-            f"model.path={path}: its tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
+            f"{key}={path}: its tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
             "tokenizer.save_pretrained"
         ) from error
 

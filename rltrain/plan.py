@@ -1,7 +1,8 @@
 """What a run is going to do, shown before it starts: batches, algorithm, processes, memory, output."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.algorithm_config import AlgorithmConfig, NormalizationConfig
-from rltrain.schema import Config
+from rltrain.schema import REWARD_MODEL, Config
 
 _WIDEST, _FRAME = 100, 15  # columns of the panel, at most, and of its borders and labels
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -29,6 +30,7 @@ class Facts:
         needs_critic: whether the advantage estimator reads values.
         devices: what a rank or an engine runs on, in words: "2 CPU cores".
         on_gpu: whether these are GPUs.
+        reward_models: number of parameters of each by its name; None where the files do not tell.
     """
 
     path: str
@@ -38,6 +40,7 @@ class Facts:
     needs_critic: bool = False
     devices: str = ""
     on_gpu: bool = False
+    reward_models: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
@@ -192,7 +195,7 @@ def _answers(config: Config) -> str:
     engine = {"vllm": "vLLM", "hf": "transformers"}.get(rollout.engine, rollout.engine)
     return (
         f"{engine}, temperature {rollout.temperature:g}; prompts <= {rollout.max_prompt_length:,} tokens, answers <= "
-        f"{rollout.max_response_length:,}; scored by {', '.join(f.name for f in config.reward.functions)}"
+        f"{rollout.max_response_length:,}; scored by {', '.join(c.name for c in config.reward.components)}"
     )
 
 
@@ -217,6 +220,8 @@ def _memory(config: Config, facts: Facts) -> str:
     shard = facts.parameters / config.placement.actor_ranks
     trained = shard * (_MASTER + _GRADIENT + _ADAM)
     by_role = {"actor": trained, "reference": shard * _MASTER, "critic": trained}
+    for name, parameters in facts.reward_models.items():
+        by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / config.placement.actor_ranks * _MASTER
     roles = config.roles(needs_critic=facts.needs_critic)
     ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
     total = (

@@ -64,10 +64,15 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "row",
         "bool; False = the row is in no statistic: it has no score, or its answer was cut and is excluded",
     ),
-    "failed": ("row", "bool; True = a reward function failed on the row, so it is not valid"),
-    "scores": ("row", "total reward of the row"),
+    "failed": ("row", "bool; True = a reward function or model failed on the row, so it is not valid"),
+    "failed_function": ("row", "number of the component that failed on the row, -1 if none did"),
+    "scores": ("row", "weighted sum of the row's rewards, gates applied"),
+    "model_scores": ("row", "a reward model's score of the row, before its weight"),
     "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
-    "reward_components": ("row", "(B, K), one score a reward function; NaN = it failed or did not apply"),
+    "reward_components": (
+        "row",
+        "(B, K), a score of each reward function, then model; NaN = it failed or did not apply",
+    ),
 }
 
 

@@ -6,10 +6,12 @@ dataclasses once; past that point there is no untyped config. The keys under `al
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rltrain.algorithm_config import AlgorithmConfig
 from rltrain.typed import at_least, require
+
+REWARD_MODEL = "reward_model"  # role of a training rank, followed by the name of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,24 +110,66 @@ class RewardFunctionConfig:
     name: str
     path: str
     weight: float
+    gate: bool  # where its score is <= 0, every other function counts 0
+    kwargs: dict[str, Any]  # options of the function, by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """One reward model: `path` is a directory of a sequence classifier of one output in Hugging Face form."""
+
+    name: str
+    path: str
+    weight: float
+    gate: bool  # as of a function
+    prompt_template: str | None  # with {prompt} and {response}; null: its chat template, else one after the other
+
+    def __post_init__(self) -> None:
+        template = self.prompt_template
+        require(
+            template is None or "{response}" in template,
+            f"prompt_template={template!r}: has no {{response}}; write one, as in '{{prompt}}{{response}}'",
+        )
+
+    @property
+    def key(self) -> str:
+        """What messages call its path."""
+        return f"reward.models: path of '{self.name}'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """The reward functions and what happens when they fail."""
+    """The reward functions and models, and what happens when they fail."""
 
     functions: list[RewardFunctionConfig]
+    models: list[RewardModelConfig]
+    aggregation: str  # sum, normalize_then_sum, or the path of a function of the user's
     timeout_s: float  # wall-clock seconds for one call
+    memory_mb: int  # that a reward process may allocate beyond what it starts with
+    concurrency: int  # calls of async functions under way in one process
+    sandbox: Literal["auto", "required"]  # for model-written code: required refuses to run it without namespaces
     max_failed_fraction: float  # of a step's samples; above it the run stops
 
     def __post_init__(self) -> None:
-        require(bool(self.functions), "functions is empty: name one, as in reward.functions=[my_reward.py:score]")
+        require(
+            bool(self.components),
+            "functions is empty, and so is models: name one, as in reward.functions=[my_reward.py:score]",
+        )
         require(self.timeout_s > 0, f"timeout_s must be > 0, got {self.timeout_s}")
-        share, names = self.max_failed_fraction, [function.name for function in self.functions]
+        at_least(self, 1, "concurrency", "memory_mb")
+        share, names = self.max_failed_fraction, [component.name for component in self.components]
         require(0 <= share <= 1, f"max_failed_fraction must be in [0, 1], got {share}")
-        require(any(f.weight for f in self.functions), "functions: all weights are 0, so nothing is learnt; set one")
+        require(
+            any(c.weight for c in self.components),
+            "functions, models: all weights are 0, so nothing is learnt; set one",
+        )
         for name in names:
-            require(names.count(name) == 1, f"functions: two are named '{name}'; give each its own name")
+            require(names.count(name) == 1, f"functions, models: two are named '{name}'; give each its own name")
+
+    @property
+    def components(self) -> list[RewardFunctionConfig | RewardModelConfig]:
+        """What scores an answer, in the order of the columns of `reward_components`: the functions, then the models."""
+        return [*self.functions, *self.models]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +301,9 @@ class Config:
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
 
     def roles(self, *, needs_critic: bool) -> list[str]:
-        """The training roles of this run; whether there is a critic is known to the advantage estimator."""
-        return ["actor", *["reference"] * self.algorithm.needs_reference, *["critic"] * needs_critic]
+        """The roles of the training ranks; whether there is a critic is known to the advantage estimator."""
+        models = [f"{REWARD_MODEL} {model.name}" for model in self.reward.models]
+        return ["actor", *["reference"] * self.algorithm.needs_reference, *["critic"] * needs_critic, *models]
 
     @property
     def sequences_per_step(self) -> int:

@@ -3,12 +3,52 @@
 What the reward functions said stays in the column `scores`; here it becomes what advantages are made of.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from rltrain.algorithms import overlong_penalty, required_columns, shape_scores, treat_truncated
+from rltrain.algorithms import combine_rewards, overlong_penalty, required_columns, shape_scores, treat_truncated
+from rltrain.errors import RewardError
 from rltrain.protocol import DataProto
-from rltrain.schema import Config
+from rltrain.rewards.loading import load_function
+from rltrain.schema import Config, RewardConfig, RewardFunctionConfig, RewardModelConfig
+
+
+def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
+    """(B, K) -> (B,), gates applied; NaN where no component applies."""
+    return combine_rewards(matrix, weights=[c.weight for c in components], gates=[c.gate for c in components])
+
+
+def combined_scores(batch: DataProto, reward: RewardConfig) -> tuple[Tensor, Tensor]:
+    """(scores, valid) of each row (B,), functions and models combined as `reward.aggregation` says.
+
+    Raises RewardError when a function of the user's returns something else than a number a row.
+    """
+    valid = batch.batch["valid"]
+    if reward.aggregation == "sum":
+        return batch.batch["scores"].float(), valid
+    components, uid = batch.batch["reward_components"], batch.batch["uid"]
+    weights, gates = [c.weight for c in reward.components], [c.gate for c in reward.components]
+    if reward.aggregation == "normalize_then_sum":
+        totals = combine_rewards(components, uid, valid, weights=weights, gates=gates, aggregation="normalize_then_sum")
+    else:
+        totals = _users_aggregation(reward.aggregation, components, uid, valid, weights)
+    return totals.nan_to_num(0.0), valid & ~totals.isnan()
+
+
+def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor, weights: list[float]) -> Tensor:
+    where = f"reward.aggregation={path}"
+    values = {"components": components, "uid": uid, "valid": valid, "weights": torch.tensor(weights)}
+    try:
+        totals = load_function(path)(**values)
+    except Exception as error:
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+    good = isinstance(totals, Tensor) and totals.shape == uid.shape and not bool(totals.isinf().any())
+    if not good:
+        shown = tuple(totals.shape) if isinstance(totals, Tensor) else type(totals).__name__
+        raise RewardError(f"{where} returned {shown}: one finite number a row, or NaN, is wanted, {tuple(uid.shape)}")
+    return totals.float()
 
 
 def truncated_rows(batch: DataProto) -> Tensor:
@@ -23,9 +63,10 @@ def shaped_scores(batch: DataProto, config: Config) -> tuple[Tensor, Tensor]:
     rows outside of the statistics too (gae).
     """
     algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
-    scores = shape_scores(batch.batch["scores"].float(), bias=shaping.bias, scale=shaping.scale, clip=shaping.clip)
+    scores, scored = combined_scores(batch, config.reward)
+    scores = shape_scores(scores, bias=shaping.bias, scale=shaping.scale, clip=shaping.clip)
     scores, valid = treat_truncated(
-        scores, batch.batch["valid"], truncated_rows(batch), suppress=algorithm.suppress_truncated,
+        scores, scored, truncated_rows(batch), suppress=algorithm.suppress_truncated,
         exclude=algorithm.exclude_truncated,
     )  # fmt: skip
     if shaping.overlong_buffer:

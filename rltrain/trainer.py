@@ -85,7 +85,7 @@ class Trainer:
         config, timer = self.config, Timer()
         with timer("generate"):
             batch = self.collector.collect(version=self.step)
-        metrics = sample_metrics(batch, [function.name for function in config.reward.functions])
+        metrics = sample_metrics(batch, [component.name for component in config.reward.components])
         if self.reference is not None:
             with timer("ref_log_probs"):
                 batch = batch.union(self.rows(self.reference, "compute_log_probs", batch))

@@ -21,6 +21,25 @@ def start(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
+def reward_model(tmp_path_factory) -> str:
+    """A tiny random reward model with the built-in tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    from rltrain.tasks.tokenizer import PAD_ID, VOCAB_SIZE, char_tokenizer
+
+    path, config = tmp_path_factory.mktemp("models") / "judge", Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, num_labels=1, pad_token_id=PAD_ID, bos_token_id=None,
+        eos_token_id=None, initializer_range=0.2, dtype="float32",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForSequenceClassification(config).save_pretrained(path)
+    char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def process_group():
     """A process group of one rank in this process."""
     from workers.process_group import join

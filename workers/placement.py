@@ -5,10 +5,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rltrain.errors import ConfigError, WorkerError
-from rltrain.schema import Config
+from rltrain.schema import REWARD_MODEL, Config
 from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
 from workers.host import Host
 from workers.reward.pool import RewardPool
@@ -18,6 +19,7 @@ ROLES = {
     "actor": "workers.actor:ActorWorker",
     "reference": "workers.reference:ReferenceWorker",
     "critic": "workers.critic:CriticWorker",
+    REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
 COLLECTIVE_TIMEOUT_S = 600.0
 
@@ -31,6 +33,7 @@ class Workers:
     actor: WorkerGroup
     reference: WorkerGroup | None
     critic: WorkerGroup | None
+    reward_models: list[WorkerGroup]
 
     def close(self) -> None:
         """End what this run started; Ray takes its actors along."""
@@ -85,16 +88,17 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
         WorkerError: if a process does not come up within `placement.start_timeout_s`.
     """
     roles = config.roles(needs_critic=needs_critic)
+    models = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
+    paths = {role: str(Path(own).expanduser().absolute()) for role, own in models.items()}
     if config.placement.launcher == "inprocess":
         hosts: Hosts = LocalHosts(Host({}, verbose=True))
         hosts.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
         training, rollout = dict.fromkeys(roles, hosts), hosts
-        rewards = RewardPool.in_process(config.reward.functions, timeout_s=config.reward.timeout_s)
+        rewards = RewardPool.in_process(config.reward)
     else:
         rewards = RewardPool.on_ray(
-            config.reward.functions, workers=config.placement.reward_workers, timeout_s=config.reward.timeout_s,
-            start_timeout_s=config.placement.start_timeout_s,
-        )  # fmt: skip
+            config.reward, workers=config.placement.reward_workers, start_timeout_s=config.placement.start_timeout_s
+        )
         ranks = config.placement.actor_ranks
         rollout = ray_hosts(config, config.placement.rollout_replicas, gpus=_gpus_of_engine(config), concurrency=8)
         shared = ray_hosts(config, ranks, gpus=1) if config.placement.share_ranks else None
@@ -105,11 +109,15 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     for group in dict.fromkeys(training.values()):
         if isinstance(group, RayHosts):
             meet(group, loopback=config.placement.address == "local")
-    pending += [(hosts, build(hosts, role, ROLES[role], config, path)) for role, hosts in training.items()]
+    for role, hosts in training.items():
+        pending.append((hosts, build(hosts, role, ROLES[role.partition(" ")[0]], config, paths.get(role, path))))
     for hosts, calls in pending:
         hosts.wait(calls)
     groups = {role: WorkerGroup(hosts, role) for role, hosts in training.items()}
-    return Workers(RolloutPool(rollout), rewards, groups["actor"], groups.get("reference"), groups.get("critic"))
+    return Workers(
+        RolloutPool(rollout), rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
+        [groups[role] for role in models],
+    )  # fmt: skip
 
 
 def build(hosts: Hosts, role: str, path: str, *arguments: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rltrain.algorithms.ratio import as_float, as_mask, masked
 
 _LEVELS = ("batch", "group", None)
-_AGGREGATIONS = ("sum", "group_normalized_sum")
+_AGGREGATIONS = ("sum", "normalize_then_sum")
 
 
 class Statistics(NamedTuple):
@@ -127,7 +127,7 @@ def combine_rewards(
 
     NaN means that a component is not applicable to a row: it is left out and the other weights stay as they are; a row
     of nothing but NaN gives NaN, for the caller to mark invalid. `gates` (K,): where a gate's score is <= 0, every
-    other component counts 0. `aggregation`: "sum", or "group_normalized_sum", where each component is first normalised
+    other component counts 0. `aggregation`: "sum", or "normalize_then_sum", where each component is first normalised
     by mean and std over the valid rows of its group that it applies to (GDPO, arXiv 2601.05242), which needs `uid`.
     """
     components = as_float(components)
@@ -143,7 +143,7 @@ def combine_rewards(
         if gate.shape != weight.shape:
             raise ValueError(f"gates has shape {tuple(gate.shape)} for {len(weight)} components; give one each")
         scores = _gated(scores, applies, gate)
-    if aggregation == "group_normalized_sum":
+    if aggregation == "normalize_then_sum":
         scores = _normalized_columns(scores, applies, uid, valid)
     return torch.where(applies.any(-1), (scores * weight).sum(-1), torch.nan)
 
@@ -158,7 +158,7 @@ def _gated(scores: Tensor, applies: Tensor, gates: Tensor) -> Tensor:
 def _normalized_columns(scores: Tensor, applies: Tensor, uid: Tensor | None, valid: Tensor | None) -> Tensor:
     """Normalise each of the K columns on its own, as if (component, uid) were the group."""
     if uid is None:
-        raise ValueError("uid=None: 'group_normalized_sum' normalises in groups; pass uid, or use aggregation='sum'")
+        raise ValueError("uid=None: 'normalize_then_sum' normalises in groups; pass uid, or use aggregation='sum'")
     rows, columns = scores.shape
     index = torch.unique(uid, return_inverse=True)[1][:, None] * columns + torch.arange(columns, device=uid.device)
     member = applies if valid is None else applies & as_mask(valid)[:, None]

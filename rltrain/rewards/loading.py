@@ -1,7 +1,8 @@
 """Find, check and call the reward functions that users name by import path or file path. Never imports torch.
 
-A reward function is `def reward(prompt, response, **columns) -> float | None`, sync or async; None means that it does
-not apply to this sample.
+A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async; None means
+that it does not apply to this sample. One with the parameters `prompts` and `responses` is batched: it gets lists, of
+the columns too, and returns a list.
 """
 
 import asyncio
@@ -16,17 +17,20 @@ import numbers
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from rltrain.errors import ConfigError, RLTrainError
+from rltrain.rewards.result import RewardResult
 
 STANDARD_COLUMNS = ("finish_reason",)  # every sample has them, whatever the data
+AGGREGATED = ("components", "uid", "valid", "weights")  # what a function over the component matrix gets
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores travel
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_Bound = Callable[[str, str, Mapping[str, Any]], float | None]
+Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
+SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # the parameters that tell the two forms apart
 
 
 class ScoreError(RLTrainError, ValueError):
@@ -65,80 +69,116 @@ def absolute(path: str) -> str:
     return f"{Path(target).expanduser().resolve()}:{name}" if target and _is_file(target) else path
 
 
-def check_columns(function: Callable[..., Any], name: str, columns: Collection[str]) -> None:
-    """Refuse a function that cannot be called without a column that the data does not have.
+def check_columns(
+    function: Callable[..., Any], name: str, columns: Collection[str], kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Refuse a function that cannot be called without a column that the data does not have, or not with its options.
 
     Args:
         function: as from `load_function`.
         name: what the config calls it, for the message.
         columns: the data's columns besides `prompt`.
+        kwargs: its options in the config.
 
     Raises:
         ConfigError: naming the parameter, the nearest column and all columns that there are.
     """
-    there = ["prompt", "response", *STANDARD_COLUMNS, *columns]
-    for parameter in _parameters(function):
+    there = [*(BATCHED if is_batched(function) else SINGLE), *STANDARD_COLUMNS, *columns]
+    parameters = _parameters(function)
+    names = [p.name for p in parameters if p.kind in _BY_NAME]
+    sink = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    for option in kwargs:
+        if option not in names and not sink:
+            raise ConfigError(
+                f"reward function '{name}': kwargs.{option}: it has no such parameter; it takes {', '.join(names)}"
+            )
+    for parameter in parameters:
         required = parameter.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
-        if required and parameter.default is inspect.Parameter.empty and parameter.name not in there:
+        missing = required and parameter.default is inspect.Parameter.empty
+        if missing and parameter.name not in there and parameter.name not in kwargs:
             near = difflib.get_close_matches(parameter.name, there, n=1)
             raise ConfigError(
                 f"reward function '{name}' needs a column '{parameter.name}' that the data does not have; there are "
                 f"{', '.join(there)}{f'; did you mean {near[0]}?' if near else ''}; rename the parameter, give it a "
-                "default, or add the column to the data"
+                "default, add the column to the data, or set it in kwargs"
             )
 
 
-def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
-    """Call a reward function once; to call it often, keep what `bind` returns.
+def check_aggregation(path: str) -> None:
+    """Refuse a function over the component matrix that cannot be called by name with what there is."""
+    function = load_function(path)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(AGGREGATED))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"reward.aggregation={path}: it is called with {', '.join(AGGREGATED)} by name ({error}); take all of "
+            "them, or **others; the built-in choices are sum and normalize_then_sum"
+        ) from None
+
+
+def is_batched(function: Callable[..., Any]) -> bool:
+    """Whether it takes lists of samples."""
+    return {p.name for p in _parameters(function)} >= set(BATCHED)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await."""
+    target = function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
+
+
+def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Bound:
+    """Look at the signature once.
 
     Args:
-        function: as from `load_function`; an async one is run to its end.
-        prompt: text without special tokens.
-        response: text without special tokens.
-        columns: the sample's values by name, `finish_reason` among them; only those that the function takes are passed.
+        function: as from `load_function`.
+        kwargs: options by name; a column of the same name gives way to them.
 
     Returns:
-        The score; None where the function does not apply.
-
-    Raises:
-        ScoreError: the result is neither a finite number nor None, or a column is missing.
-        Exception: whatever the function raises.
+        A function of one sample or, for a batched one, of lists of the same: prompt and response without special
+        tokens, and the columns by name, of which only those that the function takes are passed. It returns what the
+        function returns, a coroutine if that is async; `as_score` makes a score of it. It raises ScoreError where a
+        column is missing, and whatever the function raises.
     """
-    return bind(function)(prompt, response, columns)
-
-
-def bind(function: Callable[..., Any]) -> _Bound:
-    """Look at the signature once and return `call` for this function."""
     parameters = _parameters(function)
+    first = BATCHED if is_batched(function) else SINGLE
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     by_position = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY]
     by_name = {p.name: p for p in parameters if p.kind in _BY_NAME}
     required = [p.name for p in (*by_position, *by_name.values()) if p.default is inspect.Parameter.empty]
 
-    def bound(prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
-        values = {**columns, "prompt": prompt, "response": response}
+    def bound(prompt: Any, response: Any, columns: Mapping[str, Any]) -> Any:
+        values = {**columns, first[0]: prompt, first[1]: response, **kwargs}
         for name in required:
             if name not in values:
                 raise ScoreError(f"needs '{name}', and this sample has only {', '.join(values)}")
         args = [values.pop(p.name) if p.name in values else p.default for p in by_position]
         named = values if takes_all else {name: values[name] for name in by_name if name in values}
-        result = function(*args, **named)
-        return _score(_run(result) if inspect.iscoroutine(result) else result)
+        return function(*args, **named)
 
     return bound
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"reward function '{getattr(function, '__name__', function)}' does not tell its parameters; wrap it in a "
-            "function of its own: def score(prompt, response): ..."
-        ) from None
+def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
+    """Call a function of one sample once, an async one to its end; to call it often, keep what `bind` returns.
+
+    Returns:
+        The score; None where the function does not apply.
+
+    Raises:
+        ScoreError: the result is no score, or a column is missing.
+        Exception: whatever the function raises.
+    """
+    result = bind(function)(prompt, response, columns)
+    return as_score(finish(result) if inspect.iscoroutine(result) else result)
 
 
-def _score(result: Any) -> float | None:
+def as_score(result: Any) -> float | None:
+    """The score that a function returned; raises ScoreError if it is none, or if the function says that it failed."""
+    if isinstance(result, RewardResult):
+        if result.failed:
+            raise ScoreError(f"says that it failed: {result.message or 'no reason given'}")
+        return as_score(result.score)
     if result is None:
         return None
     if isinstance(result, numbers.Real) or _is_scalar_array(result):
@@ -150,6 +190,26 @@ def _score(result: Any) -> float | None:
         return score
     shown = repr(result)[:80]
     raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score is a number, a bool or None")
+
+
+def as_scores(results: Any, count: int) -> list[Any]:
+    """The results of a batched function, one a sample; raises ScoreError if it returned another number of them."""
+    if not isinstance(results, Sequence) and not hasattr(results, "tolist"):
+        raise ScoreError(f"returned {type(results).__name__}: a batched function returns a list, one score a sample")
+    found = list(results)
+    if len(found) != count:
+        raise ScoreError(f"returned {len(found)} scores for {count} samples: one each, in their order")
+    return found
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"reward function '{getattr(function, '__name__', function)}' does not tell its parameters; wrap it in a "
+            "function of its own: def score(prompt, response): ..."
+        ) from None
 
 
 def _is_scalar_array(result: Any) -> bool:
@@ -215,7 +275,8 @@ def _nearest_function(name: str, module: ModuleType) -> str:
     return f"; the nearest is '{near[0]}'" if near else "; it has no functions at all"
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end on the process's own event loop."""
     return asyncio.run_coroutine_threadsafe(_without_exit(coroutine), _event_loop()).result()
 
 

@@ -106,6 +106,34 @@ CASES = {
         ["model.path={files}/model", "data.train={files}/good.jsonl"],
         ["'final_answer' needs a column 'answer'", "there are prompt", "add the column"],
     ),
+    "two reward functions of one name": (
+        ["reward.functions=[{files}/simplest.py:score,{files}/simplest.py:score]"],
+        ["reward.functions", "'score'", "name"],
+    ),
+    "reward weight that is no number": (
+        ["reward.functions=[{{path:{files}/simplest.py:score,weight:heavy}}]"],
+        ["reward.functions[0].weight='heavy'", "must be a finite number"],
+    ),
+    "gate that is no bool": (
+        ["reward.functions=[{{path:{files}/simplest.py:score,gate:2}}]"],
+        ["reward.functions[0].gate=2", "must be true or false"],
+    ),
+    "key of a reward function that is not there": (
+        ["reward.functions=[{{path:{files}/simplest.py:score,wieght:2}}]"],
+        ["'reward.functions[0].wieght'", "the nearest known key is 'reward.functions[0].weight'"],
+    ),
+    "option that the reward function does not take": (
+        ["reward.functions=[{{path:{files}/simplest.py:score,kwargs:{{levle:2}}}}]"],
+        ["reward function 'score': kwargs.levle", "it takes response, level"],
+    ),
+    "aggregation that is not there": (
+        ["reward.aggregation={files}/simplest.py:sum"],
+        ["{files}/simplest.py has no function 'sum'", "the nearest is"],
+    ),
+    "aggregation that cannot be called": (
+        ["reward.aggregation={files}/simplest.py:score"],
+        ["reward.aggregation={files}/simplest.py:score", "components, uid, valid, weights by name", "**others"],
+    ),
     "another run's folder": (
         ["trainer.output_dir={files}/finished"],
         ["trainer.output_dir={files}/finished", "holds another run", "name a new folder"],
@@ -123,6 +151,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     _write_data(folder)
     _write_models(folder)
+    (folder / "simplest.py").write_text("def score(response, level=1):\n    return 1.0\n")
     (folder / "broken.py").write_text("import no_such_module\n")
     (folder / "finished").mkdir()
     (folder / "finished" / "metrics.jsonl").touch()

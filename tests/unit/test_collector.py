@@ -15,8 +15,8 @@ from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
-ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0)]
-TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5)]
+ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, kwargs={})]
+TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=False, kwargs={})]
 
 
 class Engines:

@@ -128,6 +128,8 @@ def test_E9_chat_messages_go_through_the_template_once_with_the_generation_promp
     assert prompt.ids == coded("[user]hi[bot]yo[user]?[bot]")
     assert prompt.ids == chosen.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert prompt.text == "[user]hi[bot]yo[user]?[bot]"
+    assert prompt.messages == CHAT  # reward models have templates of their own
+    assert load(jsonl(tmp_path, {"prompt": "hi"}), chosen)[0].messages is None
 
 
 def test_E9_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):

@@ -14,7 +14,8 @@ def samples(scores, valid, components) -> DataProto:
     return DataProto.from_dict(
         {"responses": jagged([[1], [1, 2, 3], [1, 2], [1, 2]], torch.int64), "prompts": jagged([[1]] * 4, torch.int64),
          "scores": torch.tensor(scores), "valid": torch.tensor(valid),
-         "failed": ~torch.tensor(valid), "reward_components": torch.tensor(components)},
+         "failed": ~torch.tensor(valid), "reward_components": torch.tensor(components),
+         "failed_function": torch.where(torch.tensor(valid), -1, len(components[0]) - 1)},
         {"finish_reason": ["stop", "length", "stop", "abort"]},
     )  # fmt: skip
 
@@ -26,7 +27,8 @@ def test_means_are_over_valid_rows_and_fractions_over_all():
         "reward/mean": 4 / 3, "reward/std": (14 / 9) ** 0.5, "reward/accuracy": 2 / 3, "reward/failed_fraction": 0.25,
         "reward/unscored_fraction": 0.25,
         "rollout/length_mean": 2.0, "rollout/length_max": 3.0, "rollout/truncated_fraction": 0.25,
-        "reward/exact/mean": 2 / 3, "reward/style/mean": 1.0,
+        "reward/exact/mean": 2 / 3, "reward/exact/std": (2 / 9) ** 0.5, "reward/exact/failed_fraction": 0.0,
+        "reward/style/mean": 1.0, "reward/style/std": 1.0, "reward/style/failed_fraction": 0.25,
     })  # fmt: skip
 
 

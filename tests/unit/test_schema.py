@@ -142,7 +142,9 @@ def test_a_reward_weight_must_be_finite(values):
 @pytest.mark.parametrize("weights", [[0.0], [0.0, -0.0]])
 def test_rewards_that_all_weigh_nothing_are_refused(values, weights):
     functions = [values["reward"]["functions"][0] | {"name": f"f{n}", "weight": w} for n, w in enumerate(weights)]
-    with pytest.raises(ConfigError, match=r"^reward.functions: all weights are 0, so nothing is learnt; set one$"):
+    with pytest.raises(
+        ConfigError, match=r"^reward.functions, models: all weights are 0, so nothing is learnt; set one$"
+    ):
         parse(Config, changed(values, "reward.functions", functions))
     functions[0]["weight"] = -1.0
     parse(Config, changed(values, "reward.functions", functions))

@@ -19,6 +19,7 @@ def samples(version: int) -> DataProto:
          "policy_version": jagged([[version]] * 4, torch.int64),
          "uid": torch.tensor([0, 0, 1, 1]), "valid": torch.ones(4, dtype=torch.bool),
          "failed": torch.zeros(4, dtype=torch.bool),
+         "failed_function": torch.full((4,), -1),
          "scores": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
         {"finish_reason": ["stop"] * 4},
     )  # fmt: skip

@@ -32,9 +32,11 @@ class RewardResult:
         scores: one per function, in the config's order; None where a function does not apply, and everywhere if failed.
         failed: a function raised, returned no score, took too long or ended its process. Never to be read as 0.
         error: one line that says which function failed and how; empty if none did.
+        failed_function: its number, -1 if none did.
     """
 
     key: Key
     scores: tuple[float | None, ...]
     failed: bool = False
     error: str = ""
+    failed_function: int = -1

@@ -3,20 +3,24 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rltrain.schema import RewardFunctionConfig
+from rltrain.rewards.loading import is_async, is_batched, load_function
+from rltrain.schema import RewardConfig
 from workers.reward.messages import Key, RewardRequest, RewardResult
 from workers.reward.transport import Answer, Call, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 0.05  # a chunk comes back after about so long, however slow the functions are
+_BUDGET_S = 0.2  # a chunk comes back after about so long, however slow the functions are
+_GRACE_S = 1.0
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
+_TURNS = 4
+_AGAIN = 2
 _FAILURES_KEPT = 32
 
 
@@ -26,6 +30,7 @@ class _Alone:
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
+    again: int = 0  # how often its worker was lost for no fault of a function's
 
 
 class RewardPool:
@@ -39,57 +44,53 @@ class RewardPool:
         failed_count: how many results were failed so far.
     """
 
-    def __init__(self, transport: Transport, functions: Sequence[RewardFunctionConfig], *, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, reward: RewardConfig) -> None:
         """Use `in_process` or `on_ray`.
 
         Args:
             transport: the workers.
-            functions: what they run, in the order of the scores.
-            timeout_s: wall-clock seconds that one call of one function may take.
+            reward: the functions, in the order of the scores, and their limits.
         """
-        self._transport, self._timeout_s = transport, timeout_s
-        self._names = [function.name for function in functions]
+        self._transport, self._timeout_s = transport, reward.timeout_s
+        self._names = [function.name for function in reward.functions]
+        self._kinds = [_kind(function.path) for function in reward.functions]
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
         self._running: dict[int, tuple[RewardRequest, ...] | _Alone] = {}  # by slot
         self._finished: list[RewardResult] = []
         self._keys: set[Key] = set()
-        self._chunk = _FIRST_CHUNK
+        # Of async calls, so many wait side by side; a chunk has more, so that one that ends makes room for the next.
+        self._concurrency, waits = reward.concurrency, "async" in self._kinds
+        self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
+        self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
         self.failures: deque[RewardResult] = deque(maxlen=_FAILURES_KEPT)
         self.failed_count = 0
 
     @classmethod
-    def in_process(cls, functions: Sequence[RewardFunctionConfig], *, timeout_s: float) -> Self:
-        """Score in this process, during `poll`. Nothing can stop a function there, so `timeout_s` is not enforced.
+    def in_process(cls, reward: RewardConfig) -> Self:
+        """Score in this process, during `poll`. Only async functions can be stopped there, when their time is up.
 
         Raises:
             ConfigError: a function cannot be loaded.
         """
-        return cls(InProcessTransport(functions), functions, timeout_s=timeout_s)
+        return cls(InProcessTransport(reward), reward)
 
     @classmethod
     def on_ray(
-        cls,
-        functions: Sequence[RewardFunctionConfig],
-        *,
-        workers: int,
-        timeout_s: float,
-        start_timeout_s: float,
-        runtime_env: dict[str, Any] | None = None,
+        cls, reward: RewardConfig, *, workers: int, start_timeout_s: float, runtime_env: dict[str, Any] | None = None
     ) -> Self:
         """Score in Ray actors, which start at once and without being waited for. Ray must be initialised.
 
         Args:
-            functions: their files' paths may be relative to this process's working directory.
+            reward: the functions, whose files' paths may be relative to this process's working directory.
             workers: number of actors.
-            timeout_s: wall-clock seconds that one call of one function may take.
             start_timeout_s: seconds in which an actor must have started and imported the functions.
             runtime_env: of the actors.
         """
         from workers.reward.ray_transport import RayTransport
 
-        transport = RayTransport(functions, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env)
-        return cls(transport, functions, timeout_s=timeout_s)
+        transport = RayTransport(reward, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env)
+        return cls(transport, reward)
 
     @property
     def pending(self) -> int:
@@ -161,7 +162,14 @@ class RewardPool:
 
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
-        self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s))
+        kinds = self._kinds if function is None else [self._kinds[function]]
+        # Plain functions end within the budget and one call; batched ones then take a call's time each; async ones as
+        # many as take their turns.
+        turns = -(-kinds.count("async") * len(requests) // self._concurrency)
+        calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
+        grace = _GRACE_S if "async" in kinds else 0.0  # an async call is cancelled in time, and says so
+        deadline_s = _BUDGET_S + calls * self._timeout_s + grace
+        self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s))
 
     def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer) -> None:
         done = len(answer.results)
@@ -173,13 +181,13 @@ class RewardPool:
                 self._finish(result)
         self._fresh.extendleft(reversed(requests[done:]))
         # All done in time: the next chunk may be larger. Else twice what was done, so that little travels in vain.
-        self._chunk = min(4 * self._chunk, _LARGEST_CHUNK) if done == len(requests) else min(2 * done, self._chunk)
+        self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:
         (result,) = answer.results
         scores = work.scores + result.scores
         if result.failed:
-            self._finish(failed(work.request, len(self._names), result.error))
+            self._finish(failed(work.request, len(self._names), result.error, len(work.scores)))
         elif len(scores) == len(self._names):
             self._finish(RewardResult(work.request.key, scores))
         else:
@@ -189,9 +197,11 @@ class RewardPool:
         reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
         if isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
             work = _Alone(work[0])  # it was; had the worker died, that might have had another cause
-        if isinstance(work, _Alone):
+        if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
+            self._alone.append(replace(work, again=work.again + 1))
+        elif isinstance(work, _Alone):
             error = f"reward function '{self._names[len(work.scores)]}' {reason}"
-            self._finish(failed(work.request, len(self._names), error))
+            self._finish(failed(work.request, len(self._names), error, len(work.scores)))
         else:
             logger.info("a reward worker %s; its %d samples are tried one by one", reason, len(work))
             self._alone.extend(_Alone(request) for request in work)
@@ -202,3 +212,9 @@ class RewardPool:
             self.failed_count += 1
             logger.debug("sample %s failed: %s", result.key, result.error)
         self._finished.append(result)
+
+
+def _kind(path: str) -> str:
+    """Whether a function is "batched", "async" or "plain"."""
+    function = load_function(path)
+    return "batched" if is_batched(function) else "async" if is_async(function) else "plain"

@@ -1,4 +1,4 @@
-"""Reward workers as Ray actors: stopped when they take too long, and replaced when they are gone."""
+"""Reward workers as Ray actors, each a guard with a process below it; replaced when they are gone."""
 
 import contextlib
 import os
@@ -11,11 +11,13 @@ import ray
 
 from rltrain.errors import WorkerError
 from rltrain.rewards.loading import absolute
-from rltrain.schema import RewardFunctionConfig
+from rltrain.schema import RewardConfig
+from workers.reward.guard import Ended, GuardedWorker
 from workers.reward.transport import Answer, Call, Lost
-from workers.reward.worker import RewardWorker
 
 _START_ATTEMPTS = 3
+_MARGIN_S = 10.0  # the guard in the actor keeps a call's deadline; this is for an actor that is stuck itself
+_STOP_S = 2.0
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
@@ -35,7 +37,7 @@ class RayTransport:
 
     def __init__(
         self,
-        functions: Sequence[RewardFunctionConfig],
+        reward: RewardConfig,
         *,
         size: int,
         start_timeout_s: float,
@@ -44,13 +46,16 @@ class RayTransport:
         """Start `size` actors without waiting for them."""
         self.size = size
         # Actors have a working directory of their own.
-        self._functions = [replace(function, path=absolute(function.path)) for function in functions]
+        self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
+        self._options = {
+            "concurrency": reward.concurrency, "memory_mb": reward.memory_mb, "settings": {"sandbox": reward.sandbox},
+        }  # fmt: skip
         self._start_timeout_s = start_timeout_s
         # Without CPUs of their own they fit beside engines and trainers; a retry would run a deadly sample again.
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
-        self._actor_class = ray.remote(RewardWorker).options(**options)
+        self._actor_class = ray.remote(GuardedWorker).options(**options)
         self._slots = [self._started(attempts=1) for _ in range(size)]
 
     def idle(self) -> Sequence[int]:
@@ -60,8 +65,11 @@ class RayTransport:
     def start(self, slot: int, call: Call) -> None:
         """See `Transport`."""
         chosen = self._slots[slot]
-        chosen.pending = chosen.actor.score.remote(call.requests, function=call.function, budget_s=call.budget_s)
-        chosen.deadline = time.monotonic() + call.budget_s + call.limit_s
+        chosen.pending = chosen.actor.score.remote(
+            call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s,
+            deadline_s=call.deadline_s,
+        )  # fmt: skip
+        chosen.deadline = time.monotonic() + call.deadline_s + _MARGIN_S
 
     def wait(self, timeout_s: float) -> list[Answer | Lost]:
         """See `Transport`.
@@ -81,8 +89,7 @@ class RayTransport:
 
     def close(self) -> None:
         """See `Transport`."""
-        for slot in self._slots:
-            _kill(slot.actor)
+        _kill([slot.actor for slot in self._slots])
         self._slots = []
 
     def _look(self, number: int, slot: _Slot, done: set[ray.ObjectRef]) -> Answer | Lost | None:
@@ -92,6 +99,9 @@ class RayTransport:
                 answer = ray.get(slot.pending)
             except Exception as error:  # whatever ended the call: the actor is not trusted with another
                 return self._gone(number, slot, _reason(error, starting=slot.starting), timed_out=False)
+            if isinstance(answer, Ended):
+                self._slots[number] = self._waiting(slot.actor, attempts=1)
+                return Lost(number, answer.timed_out, answer.reason)
             was_starting, slot.starting, slot.pending = slot.starting, False, None
             return None if was_starting else Answer(number, answer)
         if slot.pending is not None and time.monotonic() >= slot.deadline:
@@ -100,18 +110,20 @@ class RayTransport:
 
     def _gone(self, number: int, slot: _Slot, reason: str, *, timed_out: bool) -> Lost | None:
         """Replace an actor; its call, if it had one, is lost."""
-        _kill(slot.actor)
+        _kill([slot.actor])
         if not slot.starting:
             self._slots[number] = self._started(attempts=1)
-            return Lost(number, timed_out, reason)
+            return Lost(number, timed_out, reason, outside=not timed_out)
         if slot.attempts == _START_ATTEMPTS:
             raise WorkerError(f"reward worker {number} did not start in {slot.attempts} attempts: it {reason}")
         self._slots[number] = self._started(attempts=slot.attempts + 1)
         return None
 
     def _started(self, *, attempts: int) -> _Slot:
-        """Start an actor; it is idle once it has answered, so that imports never count as a call's time."""
-        actor = self._actor_class.remote(self._functions)
+        return self._waiting(self._actor_class.remote(self._functions, **self._options), attempts=attempts)
+
+    def _waiting(self, actor: Any, *, attempts: int) -> _Slot:
+        """A slot that is idle once its actor has answered, so that imports never count as a call's time."""
         deadline = time.monotonic() + self._start_timeout_s
         return _Slot(actor, actor.ping.remote(), deadline, attempts=attempts)
 
@@ -123,10 +135,14 @@ def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
     return runtime_env | {"env_vars": runtime_env.get("env_vars", {}) | {_ZERO_COPY: "0"}}
 
 
-def _kill(actor: Any) -> None:
-    """End the actor's process, which works while it is inside C code too."""
+def _kill(actors: Sequence[Any]) -> None:
+    """End actors' processes and what these have started, which works while they are inside C code too."""
     with contextlib.suppress(Exception):  # gone already, or Ray itself is
-        ray.kill(actor, no_restart=True)
+        stopped = [actor.stop.remote() for actor in actors]
+        ray.wait(stopped, num_returns=len(stopped), timeout=_STOP_S)
+    for actor in actors:
+        with contextlib.suppress(Exception):
+            ray.kill(actor, no_restart=True)
 
 
 def _reason(error: Exception, *, starting: bool) -> str:

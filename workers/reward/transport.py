@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rltrain.schema import RewardFunctionConfig
+from rltrain.schema import RewardConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.worker import RewardWorker
 
@@ -17,13 +17,15 @@ class Call:
         requests: samples to score, in this order.
         function: number of the only function to call; None: all of them.
         budget_s: seconds after which the worker calls no further function and returns what it has.
-        limit_s: seconds that one function may take; after `budget_s + limit_s` the call is lost, its worker stopped.
+        limit_s: seconds that one call of a function may take.
+        deadline_s: seconds after which the call is lost, its worker stopped.
     """
 
     requests: tuple[RewardRequest, ...]
     function: int | None
     budget_s: float
     limit_s: float
+    deadline_s: float
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Lost:
-    """A call that will never be answered: its worker took too long (`timed_out`), or `reason` says what it did."""
+    """A call that will never be answered: its worker took too long (`timed_out`), or `reason` says what it did.
+
+    `outside`: what was lost is all of the worker, the part included that reward functions do not run in.
+    """
 
     slot: int
     timed_out: bool
     reason: str = ""
+    outside: bool = False
 
 
 class Transport(Protocol):
@@ -66,8 +72,10 @@ class InProcessTransport:
 
     size = 1
 
-    def __init__(self, functions: Sequence[RewardFunctionConfig]) -> None:
-        self._worker = RewardWorker(functions)
+    def __init__(self, reward: RewardConfig) -> None:
+        self._worker = RewardWorker(
+            reward.functions, concurrency=reward.concurrency, settings={"sandbox": reward.sandbox}
+        )
         self._call: Call | None = None
 
     def idle(self) -> Sequence[int]:
@@ -83,7 +91,10 @@ class InProcessTransport:
         call, self._call = self._call, None
         if call is None:
             return []
-        return [Answer(0, self._worker.score(call.requests, function=call.function, budget_s=call.budget_s))]
+        results = self._worker.score(
+            call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s
+        )
+        return [Answer(0, results)]
 
     def close(self) -> None:
         """See `Transport`."""

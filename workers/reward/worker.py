@@ -1,71 +1,194 @@
 """Runs reward functions in whatever process it lives in: an ordinary object, or a Ray actor. Never imports torch."""
 
+import asyncio
+import inspect
 import math
 import time
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from rltrain.rewards.loading import ScoreError, bind, load_function
+from rltrain.rewards.loading import (
+    ScoreError,
+    as_score,
+    as_scores,
+    bind,
+    finish,
+    is_async,
+    is_batched,
+    load_function,
+)
 from rltrain.schema import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 
 _LONGEST_TEXT = 300  # characters of an exception's text that an error keeps
+Outcome = float | None | Exception | SystemExit
+
+
+class _Function:
+    """One loaded reward function."""
+
+    def __init__(self, config: RewardFunctionConfig, settings: dict[str, Any]) -> None:
+        function = load_function(config.path)
+        own = {name: value for name, value in settings.items() if name in inspect.signature(function).parameters}
+        self.name, self.bound = config.name, bind(function, own | config.kwargs)
+        self.batched, self.asynchronous = is_batched(function), is_async(function)
+
+    def call(self, request: RewardRequest) -> Outcome:
+        """Score one sample here and now."""
+        try:
+            if self.batched:
+                return as_score(self._results([request])[0])
+            return as_score(_finished(self.bound(request.prompt, request.response, request.columns)))
+        except (Exception, SystemExit) as error:  # Ctrl-C in an in-process run goes through
+            return error
+
+    def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+        """Score samples with one call of a batched function; if that fails, one by one."""
+        try:
+            return [as_score(result) for result in self._results(requests)]
+        except (Exception, SystemExit):
+            return [self.call(request) for request in requests]
+
+    async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
+        """Score one sample with an async function, which is cancelled when its time is up."""
+        try:
+            async with asyncio.timeout(limit_s if math.isfinite(limit_s) else None) as limit:
+                return as_score(await self.bound(request.prompt, request.response, request.columns))
+        except (Exception, SystemExit) as error:
+            ours = isinstance(error, TimeoutError) and limit.expired()
+            return ScoreError(f"did not return within {limit_s:g} s") if ours else error
+
+    def _results(self, requests: Sequence[RewardRequest]) -> list[Any]:
+        names = dict.fromkeys(name for request in requests for name in request.columns)
+        columns = {name: [request.columns.get(name) for request in requests] for name in names}
+        prompts, responses = [r.prompt for r in requests], [r.response for r in requests]
+        return as_scores(_finished(self.bound(prompts, responses, columns)), len(requests))
 
 
 class RewardWorker:
-    """The reward functions of a run, loaded and ready to be called, one sample after another."""
+    """The reward functions of a run, loaded and ready to be called.
 
-    def __init__(self, functions: Sequence[RewardFunctionConfig]) -> None:
+    Functions of one sample are called one after another, in this thread; async ones for up to `concurrency` samples at
+    once; batched ones once for all samples of a call.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunctionConfig],
+        *,
+        concurrency: int = 64,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         """Import every function.
+
+        Args:
+            functions: in the order of the scores.
+            concurrency: calls of async functions under way at once.
+            settings: parameters of these names are set, where a function has them and its kwargs do not.
 
         Raises:
             ConfigError: one of them cannot be loaded.
         """
-        self._functions = [(config.name, bind(load_function(config.path))) for config in functions]
+        self._functions = [_Function(config, settings or {}) for config in functions]
+        self._concurrency = concurrency
 
     def ping(self) -> bool:
         """Answer, which a process does once it has started and imported everything."""
         return True
 
     def score(
-        self, requests: Sequence[RewardRequest], *, function: int | None = None, budget_s: float = math.inf
+        self,
+        requests: Sequence[RewardRequest],
+        *,
+        function: int | None = None,
+        budget_s: float = math.inf,
+        limit_s: float = math.inf,
     ) -> list[RewardResult]:
         """Score samples in order; a function that raises makes its sample failed, never 0.
 
         Args:
             requests: what to score.
             function: call only the function of this number; scores then hold one value.
-            budget_s: seconds after which no further function is called, the first aside.
+            budget_s: seconds after which no further function of one sample is called, the first aside.
+            limit_s: seconds after which a call of an async function is cancelled, and its sample failed.
 
         Returns:
             One result each for the first requests. Unless the budget ran out that is all of them; if it did, the last
             result may hold the scores of the first functions only.
         """
-        end = time.monotonic() + budget_s
         chosen = self._functions if function is None else [self._functions[function]]
-        results: list[RewardResult] = []
-        for request in requests:
-            results.append(_score(request, chosen, end))
-            if time.monotonic() >= end:
+        outcomes: list[dict[int, Outcome]] = [{} for _ in requests]
+        done = _call_each(chosen, requests, outcomes, time.monotonic() + budget_s)
+        requests = requests[:done]
+        for number, one in enumerate(chosen):
+            if one.batched:
+                for found, outcome in zip(outcomes, one.call_all(requests), strict=False):
+                    found[number] = outcome
+        _await_each(chosen, requests, outcomes, limit_s, self._concurrency)
+        return [_result(request, chosen, found) for request, found in zip(requests, outcomes, strict=False)]
+
+
+def _call_each(
+    functions: list[_Function], requests: Sequence[RewardRequest], outcomes: list[dict[int, Outcome]], end: float
+) -> int:
+    """Call the plain functions, sample by sample, until they are through or time is up; returns how many were begun."""
+    plain = [(number, f) for number, f in enumerate(functions) if not f.batched and not f.asynchronous]
+    for row, request in enumerate(requests if plain else ()):
+        for number, one in plain:
+            if outcomes[row] and time.monotonic() >= end:
                 break
-        return results
+            outcomes[row][number] = one.call(request)
+        if time.monotonic() >= end:
+            return row + 1
+    return len(requests)
 
 
-def _score(request: RewardRequest, functions: list, end: float) -> RewardResult:
+def _await_each(
+    functions: list[_Function], requests: Sequence[RewardRequest], outcomes: list[dict[int, Outcome]], limit_s: float,
+    concurrency: int,
+) -> None:  # fmt: skip
+    """Call the async functions, so many at once: when one ends, the next begins."""
+    wanted = [
+        (row, number, one, request)
+        for number, one in enumerate(functions)
+        if one.asynchronous and not one.batched
+        for row, request in enumerate(requests)
+    ]
+    if not wanted:
+        return
+
+    async def in_turn(one: _Function, request: RewardRequest, turns: asyncio.Semaphore) -> Outcome:
+        async with turns:
+            return await one.await_one(request, limit_s)
+
+    async def together() -> list[Outcome]:
+        turns = asyncio.Semaphore(concurrency)
+        return await asyncio.gather(*(in_turn(one, request, turns) for _, _, one, request in wanted))
+
+    for (row, number, _, _), outcome in zip(wanted, finish(together()), strict=True):
+        outcomes[row][number] = outcome
+
+
+def _result(request: RewardRequest, functions: list[_Function], found: dict[int, Outcome]) -> RewardResult:
     scores: list[float | None] = []
-    for name, function in functions:
-        if scores and time.monotonic() >= end:
-            break
-        try:
-            scores.append(function(request.prompt, request.response, request.columns))
-        except (Exception, SystemExit) as error:  # Ctrl-C in an in-process run goes through
-            return failed(request, len(functions), f"reward function '{name}' {_said(error)}")
+    for number, one in enumerate(functions):
+        if number not in found:
+            break  # the budget ran out before it
+        outcome = found[number]
+        if isinstance(outcome, BaseException):
+            return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)
+        scores.append(outcome)
     return RewardResult(request.key, tuple(scores))
 
 
-def failed(request: RewardRequest, functions: int, error: str) -> RewardResult:
-    """Build the result of a sample that could not be scored."""
-    return RewardResult(request.key, (None,) * functions, failed=True, error=error)
+def failed(request: RewardRequest, functions: int, error: str, function: int) -> RewardResult:
+    """Build the result of a sample that the function of this number could not score."""
+    return RewardResult(request.key, (None,) * functions, failed=True, error=error, failed_function=function)
+
+
+def _finished(result: Any) -> Any:
+    return finish(result) if inspect.iscoroutine(result) else result
 
 
 def _said(error: BaseException) -> str:

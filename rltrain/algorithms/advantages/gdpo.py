@@ -38,6 +38,6 @@ def gdpo(
         raise ValueError(f"weights={list(weights)}: with all of them 0 nothing is learnt; give one above 0")
     given = weights if len(weights) else (1.0,) * reward_components.shape[-1]
     counted = counted_rows(response_mask, valid) & ~reward_components.isnan().all(-1)
-    sums = combine_rewards(reward_components, uid, counted, weights=given, aggregation="group_normalized_sum")
+    sums = combine_rewards(reward_components, uid, counted, weights=given, aggregation="normalize_then_sum")
     no_group = torch.zeros_like(uid)
     return spread(normalize_rewards(sums, no_group, counted, mean_level="batch", std_level="batch"), response_mask)

@@ -60,7 +60,7 @@ def test_H1_leave_one_out(make_batch):
 
 
 @pytest.mark.parametrize(
-    "knob", [{"weights": [1.0, 3.0]}, {"gates": [True, False]}, {"aggregation": "group_normalized_sum"}]
+    "knob", [{"weights": [1.0, 3.0]}, {"gates": [True, False]}, {"aggregation": "normalize_then_sum"}]
 )
 def test_H1_combine_rewards(knob, make_batch):
     batch = make_batch()

@@ -148,7 +148,7 @@ def test_of_two_gates_each_silences_the_other():
 def test_components_normalised_in_their_group_weigh_alike_whatever_their_scale():
     components = tensor([0.0, 0.0], [1.0, 1000.0], [5.0, 7.0], [9.0, 7.0], [99.0, -99.0])
     uid, valid = torch.tensor([0, 0, 1, 1, 0]), torch.tensor([True, True, True, True, False])
-    result = combine_rewards(components, uid, valid, weights=[1.0, 2.0], aggregation="group_normalized_sum")
+    result = combine_rewards(components, uid, valid, weights=[1.0, 2.0], aggregation="normalize_then_sum")
     away = 2**-0.5
     assert torch.allclose(result, tensor(-3 * away, 3 * away, -away, away, 0.0), rtol=1e-5)
 
@@ -157,12 +157,12 @@ def test_components_normalised_in_their_group_weigh_alike_whatever_their_scale()
 def test_a_missing_component_is_in_no_statistic_of_its_group(valid):
     components = tensor([0.0, 1.0], [1.0, NAN], [0.5, 3.0])
     uid = torch.zeros(3).long()
-    result = combine_rewards(components, uid, valid, weights=[0.0, 1.0], aggregation="group_normalized_sum")
+    result = combine_rewards(components, uid, valid, weights=[0.0, 1.0], aggregation="normalize_then_sum")
     away = 2**-0.5
     assert torch.allclose(result, tensor(-away, 0.0, away), rtol=1e-5)
     if valid is None:
         assert torch.equal(
-            combine_rewards(components, uid, weights=[0.0, 1.0], aggregation="group_normalized_sum"), result
+            combine_rewards(components, uid, weights=[0.0, 1.0], aggregation="normalize_then_sum"), result
         )
 
 
@@ -171,7 +171,7 @@ def test_a_missing_component_is_in_no_statistic_of_its_group(valid):
     [
         ({"weights": [1.0]}, "give one each"),
         ({"weights": [1.0, 1.0], "aggregation": "max"}, "aggregation='max' is not known"),
-        ({"weights": [1.0, 1.0], "aggregation": "group_normalized_sum"}, "uid=None"),
+        ({"weights": [1.0, 1.0], "aggregation": "normalize_then_sum"}, "uid=None"),
     ],
 )
 def test_combine_rewards_refuses_what_it_cannot_do(knobs, complaint):

@@ -4,18 +4,31 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from rltrain.compose import compose
 from rltrain.errors import ConfigError
-from rltrain.schema import RewardFunctionConfig
+from rltrain.schema import RewardConfig, RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Lost
 from workers.reward.worker import RewardWorker
 
-FUNCTIONS = [RewardFunctionConfig(name="number", path="unused:unused", weight=1.0)]
-TWO = [*FUNCTIONS, RewardFunctionConfig(name="length", path="unused:unused", weight=2.0)]
+UNUSED = "rltrain.rewards.final_answer:final_answer"  # scripted workers call nothing
+
+
+def function(name: str, path: str = UNUSED, **changes) -> RewardFunctionConfig:
+    return RewardFunctionConfig(**{"name": name, "path": path, "weight": 1.0, "gate": False, "kwargs": {}} | changes)
+
+
+def reward(functions: list[RewardFunctionConfig], **changes) -> RewardConfig:
+    return replace(compose([])[0].reward, functions=functions, **{"timeout_s": 2.0} | changes)
+
+
+FUNCTIONS = [function("number")]
+TWO = [*FUNCTIONS, function("length", weight=2.0)]
 
 
 class ScriptedWorkers:
@@ -99,7 +112,7 @@ def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_order(see
         return deadly.get(int(asked.response)) if function == len(functions) - 1 else None
 
     workers = ScriptedWorkers(3, len(functions), lose, seed)
-    pool = RewardPool(workers, functions, timeout_s=2.0)
+    pool = RewardPool(workers, reward(functions))
     results, numbers = [], list(range(512))
     rng.shuffle(numbers)
     while numbers:
@@ -121,7 +134,7 @@ def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_order(see
 
 def test_G3_a_worker_that_dies_of_something_else_costs_no_sample():
     lost = iter(["dead"] + [None] * 10_000)
-    pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: next(lost)), FUNCTIONS, timeout_s=2.0)
+    pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: next(lost)), reward(FUNCTIONS))
     pool.submit([request(3)])
     assert finish(pool) == [expected(3, 1)]
     assert (pool.failed_count, list(pool.failures)) == (0, [])
@@ -129,7 +142,7 @@ def test_G3_a_worker_that_dies_of_something_else_costs_no_sample():
 
 def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
     workers = ScriptedWorkers(1, 1, lambda *_: "late")
-    pool = RewardPool(workers, FUNCTIONS, timeout_s=2.0)
+    pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit([request(3)])
     (result,) = finish(pool)
     assert (result.failed, result.scores, len(workers.log)) == (True, (None,), 1)
@@ -139,7 +152,7 @@ def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
 def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_workers():
     workers = ScriptedWorkers(2, 1, lambda *_: None)
     workers._rng.randint = lambda low, high: high  # whole answers
-    pool = RewardPool(workers, FUNCTIONS, timeout_s=2.0)
+    pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(512))
     assert len(finish(pool)) == 512
     sizes = [len(call.requests) for call in workers.log]
@@ -151,14 +164,14 @@ def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_wor
 def test_chunks_shrink_to_what_a_slow_function_can_do():
     workers = ScriptedWorkers(1, 1, lambda *_: None)
     workers._rng.randint = lambda low, high: 1
-    pool = RewardPool(workers, FUNCTIONS, timeout_s=2.0)
+    pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(64))
     finish(pool)
     assert max(len(call.requests) for call in workers.log[2:]) <= 8
 
 
 def test_a_sample_cannot_be_submitted_twice_before_its_result_was_polled():
-    pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: None), FUNCTIONS, timeout_s=2.0)
+    pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: None), reward(FUNCTIONS))
     pool.submit([request(3)])
     with pytest.raises(ValueError, match=r"sample \(0, 3\) is being scored already"):
         pool.submit([request(3)])
@@ -169,7 +182,7 @@ def test_a_sample_cannot_be_submitted_twice_before_its_result_was_polled():
 
 def test_polling_with_nothing_pending_returns_at_once_and_closing_drops_what_is_left():
     workers = ScriptedWorkers(1, 1, lambda *_: None)
-    with RewardPool(workers, FUNCTIONS, timeout_s=2.0) as pool:
+    with RewardPool(workers, reward(FUNCTIONS)) as pool:
         assert pool.poll(1000.0) == []
         pool.submit([request(1), request(2)])
         assert pool.pending == 2
@@ -195,7 +208,7 @@ def length(response, *, unit=1):
     return unit * len(response)
 
 def slow(response):
-    time.sleep(0.03)
+    time.sleep(0.06)
     return float(response)
 """
 
@@ -205,31 +218,31 @@ def rewards(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
 
     def configs(*names: str) -> list[RewardFunctionConfig]:
-        return [RewardFunctionConfig(name=n, path=f"{tmp_path}/rewards.py:{n}", weight=1.0) for n in names]
+        return [function(n, f"{tmp_path}/rewards.py:{n}") for n in names]
 
     return configs
 
 
 def test_in_process_every_function_scores_every_sample_in_the_order_of_the_config(rewards):
-    pool = RewardPool.in_process(rewards("length", "number"), timeout_s=1.0)
+    pool = RewardPool.in_process(reward(rewards("length", "number")))
     pool.submit([request(1, "25", unit=2), request(2, "7")])
     assert finish(pool) == [RewardResult((0, 1), (4.0, 25.0)), RewardResult((0, 2), (1.0, 7.0))]
 
 
 def test_G4_a_component_that_does_not_apply_is_none_and_the_others_count(rewards):
-    pool = RewardPool.in_process(rewards("number", "length"), timeout_s=1.0)
+    pool = RewardPool.in_process(reward(rewards("number", "length")))
     pool.submit([request(1, "none")])
     assert finish(pool) == [RewardResult((0, 1), (None, 4.0))]
 
 
 def test_G4_a_row_to_which_nothing_applies_is_all_none_and_not_failed(rewards):
-    pool = RewardPool.in_process(rewards("number"), timeout_s=1.0)
+    pool = RewardPool.in_process(reward(rewards("number")))
     pool.submit([request(1, "none")])
     assert finish(pool) == [RewardResult((0, 1), (None,), failed=False)]
 
 
 def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_never_0(rewards):
-    pool = RewardPool.in_process(rewards("length", "number"), timeout_s=1.0)
+    pool = RewardPool.in_process(reward(rewards("length", "number")))
     pool.submit([request(n, text) for n, text in enumerate(["raise", "5", "exit", "nan"])])
     results = finish(pool)
     assert [(r.failed, r.scores) for r in results] == [
@@ -247,7 +260,7 @@ def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_never_0
 
 
 def test_slow_functions_give_their_first_results_before_the_last_is_begun(rewards):
-    pool = RewardPool.in_process(rewards("slow", "number"), timeout_s=1.0)
+    pool = RewardPool.in_process(reward(rewards("slow", "number")))
     pool.submit(request(n) for n in range(8))
     first = pool.poll(5.0)
     assert 1 <= len(first) < 8
@@ -263,7 +276,7 @@ def test_a_worker_stops_between_functions_when_its_time_is_up(rewards):
 
 def test_a_function_that_cannot_be_loaded_is_a_config_error(rewards):
     with pytest.raises(ConfigError, match="has no function 'nmber'; the nearest is 'number'"):
-        RewardPool.in_process(rewards("nmber"), timeout_s=1.0)
+        RewardPool.in_process(reward(rewards("nmber")))
 
 
 @pytest.mark.parametrize("module", ["workers.reward.worker", "workers.reward.pool", "workers.reward.messages"])

@@ -139,8 +139,8 @@ def test_a_function_that_needs_a_column_that_is_not_there_is_refused():
         check_columns(wants, "mine", ["answer", "level"])
     assert str(caught.value) == (
         "reward function 'mine' needs a column 'anwser' that the data does not have; there are prompt, response, "
-        "finish_reason, answer, level; did you mean answer?; rename the parameter, give it a default, or add the "
-        "column to the data"
+        "finish_reason, answer, level; did you mean answer?; rename the parameter, give it a default, add the "
+        "column to the data, or set it in kwargs"
     )
 
 
@@ -240,7 +240,7 @@ def test_what_a_function_raises_goes_through():
 
 def test_what_a_failed_sample_says_can_be_written_to_a_file(tmp_path):
     path = write(tmp_path, "def score():\n    raise ValueError('bad \\ud800')\n")
-    worker = RewardWorker([RewardFunctionConfig(name="mine", path=f"{path}:score", weight=1.0)])
+    worker = RewardWorker([RewardFunctionConfig(name="mine", path=f"{path}:score", weight=1.0, gate=False, kwargs={})])
     (result,) = worker.score([RewardRequest((0, 0), "p", "r", {})])
     assert result.error.encode().startswith(b"reward function 'mine' raised ValueError: bad \\ud800 (")
 

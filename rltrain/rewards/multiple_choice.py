@@ -1,0 +1,85 @@
+"""1 where the letter that a response chooses is the right one."""
+
+import functools
+import re
+from collections import deque
+
+_STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathsf|mbox)\s{0,4}(?=\{)")
+_WRAP = r"[\s*_$({\[]{0,8}"  # what may stand between "Answer:" and the letter
+_UNWRAP = r"[\s*_$)}\]]{0,8}"
+_HEAD = (
+    r"(?:\\boxed\s{0,4}\{|(?:\b(?i:answer|choice|option)|答案)[\s*_]{0,4}"
+    r"(?:(?i:is|would\ be|should\ be)[\s*_]{0,4}:?|[:：=>是为])[\s*_]{0,4}(?:(?i:option|choice|letter)\s{1,4})?)"
+)
+
+
+def multiple_choice(prompt: str, response: str, *, answer: str | int | None, choices: str = "ABCDE") -> float | None:
+    r"""Compare the letter that the response chooses with the right one.
+
+    A statement is `Answer: B`, `the answer is (B)`, `\boxed{B}`, or a line that is only the letter; the last one wins,
+    and one that names several letters (`Answer: A or B`) chooses none. Without a statement, a letter in round brackets
+    or at the start of a line (`B. Paris`) is a choice if it is the only letter so written. So a list of all options
+    earns nothing.
+
+    Args:
+        prompt: not looked at.
+        response: the model's text.
+        answer: the right letter, also as `(B)` or in small; or its number as an int, 0 for the first.
+        choices: the capital letters that there are.
+
+    Returns:
+        1.0 or 0.0, which a response without a choice gets too; None without an answer.
+
+    Raises:
+        ValueError: the answer is none of the choices, or they are no capital letters.
+    """
+    if answer is None:
+        return None
+    return float(_chosen(response, choices) == _right(answer, choices))
+
+
+def _right(answer: str | int, choices: str) -> str:
+    if isinstance(answer, int) and 0 <= answer < len(choices):
+        return choices[answer]
+    letter = str(answer).strip().strip("().").upper()
+    if isinstance(answer, int) or len(letter) != 1 or letter not in choices:
+        raise ValueError(
+            f"answer {str(answer)[:80]!r} is none of the choices {choices}; give a letter of them or an int from 0, or "
+            "name all letters in choices"
+        )
+    return letter
+
+
+def _chosen(response: str, choices: str) -> str | None:
+    """Return the letter; None where there is none or more than one."""
+    statement, mention = _patterns(choices)
+    text = _STYLE.sub("", response)
+    last = next(iter(deque(statement.finditer(text), maxlen=1)), None)
+    if last is not None:
+        named = last["letters"] or last["alone"]
+    else:
+        named = " ".join(found["round"] or found["first"] for found in mention.finditer(text))
+    letters = set(_letters(named, choices))
+    return letters.pop() if len(letters) == 1 else None
+
+
+def _letters(text: str, choices: str) -> list[str]:
+    return [letter.upper() for letter in re.findall(rf"(?<![A-Za-z])[{choices}{choices.lower()}](?![A-Za-z])", text)]
+
+
+@functools.lru_cache(maxsize=16)
+def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Build what finds statements and mere mentions; all repetitions in them are bounded."""
+    if not re.fullmatch("[A-Z]+", choices):
+        raise ValueError(f"choices={choices!r} must be capital letters; use for example ABCD")
+    # A small letter may be a word ("the answer is a dog"), unless a bracket, a stop or the end follows.
+    one = rf"(?:[{choices}](?![\w'’-])|[{choices.lower()}](?=[*_$ ]{{0,4}}(?:[)\]}}.,;:\n/]|\Z)))"
+    join = r"(?:\s{0,2}(?:,|/|&|\b(?i:or|and)\b)\s{0,2}){1,2}"
+    group = rf"{one}(?:{_UNWRAP}{join}{_WRAP}{one}){{0,25}}"
+    alone = rf"^[ \t*_$({{\[]{{0,6}}(?P<alone>[{choices}{choices.lower()}])[*_$)}}\].]{{0,6}}[ \t]{{0,4}}$"
+    statement = re.compile(rf"{_HEAD}{_WRAP}(?P<letters>{group})|{alone}", re.MULTILINE)
+    mention = re.compile(
+        rf"\((?P<round>[{choices}{choices.lower()}])\)|^[ \t*]{{0,4}}(?P<first>[{choices}])[*]{{0,2}}[.):][ \t*]",
+        re.MULTILINE,
+    )
+    return statement, mention

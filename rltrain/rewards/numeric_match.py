@@ -1,0 +1,148 @@
+"""1 where the number that a response ends with is the answer."""
+
+import math
+import re
+from collections import deque
+
+from rltrain.rewards.boxed import last_boxed
+
+# Every repetition below is bounded or followed by what it cannot match itself, so that no text takes long.
+_DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(
+    rf"""
+    (?<![A-Za-z_\d^])(?<![_^]\{{)(?<![_^]-)                        # not a part of a name, an index or an exponent
+    (?P<sign>(?<![\w.)\]}}])[-+\u2212])? \ ? (?:\\?[$€£¥])?        # a sign after a digit or a bracket is an operator
+    (?:
+      (?:(?P<whole>\d{{1,9}})\ ?)? \\[dt]?frac\ ?\{{(?P<over>-?\d{{1,300}})\}}\ ?\{{(?P<under>\d{{1,300}})\}}
+      | (?:(?P<whole2>\d{{1,9}})\ )? (?P<over2>\d{{1,300}})\ ?/\ ?(?P<under2>\d{{1,300}})(?![\d.])
+      | (?P<decimal>{_DIGITS})
+        (?:[eE](?P<exponent>[-+]?\d{{1,9}})(?!\d) | \ ?(?:\\times|\\cdot|×|\*)\ ?10\^(?:\{{(?P<power>[-+]?\d{{1,9}})\}}
+          | (?P<power2>[-+]?\d{{1,9}})))?
+    )
+    (?P<percent>\ ?\\?%)?
+    """,
+    re.VERBOSE,
+)
+_GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
+_SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
+_DIGIT = re.compile(r"\d")
+_NEAR = 400  # characters; hardly a number is longer
+
+
+def numeric_match(
+    prompt: str,
+    response: str,
+    *,
+    answer: str | float | None,
+    marker: str | None = None,
+    rel_tol: float = 1e-9,
+    abs_tol: float = 0.0,
+) -> float | None:
+    r"""Compare the response's last number with the answer.
+
+    The last number is that of the last `\boxed{...}`, where there is one. With a `marker`, only what follows its last
+    occurrence counts, and there the first number. Understood: 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3,
+    1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, 50% (one half). Where only one side has a percent sign, 50% is also 50.
+    Digits of names (x2), indices and exponents (m^2) are no numbers. Numbers are compared as floats: for whole numbers
+    of more than eight digits, `rel_tol=0`, or `exact_match`.
+
+    Args:
+        prompt: not looked at.
+        response: the model's text.
+        answer: the right number, or a text with one number in it (after the marker, if it has the marker).
+        marker: as "####"; None: no marker.
+        rel_tol: two numbers are the same if they differ by so much of the larger one,
+        abs_tol: or by so much.
+
+    Returns:
+        1.0 or 0.0, which a response without a number gets too; None without an answer.
+
+    Raises:
+        ValueError: the answer is not one number, or a tolerance is negative.
+    """
+    if rel_tol < 0 or abs_tol < 0:
+        raise ValueError(f"rel_tol={rel_tol} and abs_tol={abs_tol} must be >= 0; use 0 for none")
+    if answer is None:
+        return None
+    right, right_is_percent = _only_number(answer, marker)
+    found = _stated(response, marker)
+    if found is None:
+        return 0.0
+    value, is_percent = found
+    candidates = [value]
+    if is_percent != right_is_percent:
+        candidates.append(value * 100 if is_percent else value / 100)
+    same = any(math.isclose(v, right, rel_tol=rel_tol, abs_tol=abs_tol) for v in candidates)
+    return float(same and math.isfinite(value))
+
+
+def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
+    """Return the number that the response states, and whether it is a percentage."""
+    if marker is not None:
+        _, there, response = response.rpartition(marker)
+        if not there:
+            return None
+    box = last_boxed(response)
+    if box is not None:
+        return _read(_last(_UNIT.sub(" ", box)))
+    return _read(_NUMBER.search(_tidy(response[: 10 * _NEAR])) if marker is not None else _last(response))
+
+
+def _last(text: str) -> re.Match[str] | None:
+    """Return the last number, looking only near the last digit where that is enough."""
+    text = _tidy(text)
+    end = len(text)
+    while end > _NEAR and not _DIGIT.search(text, end - _NEAR, end):
+        end -= _NEAR
+    edge = max(0, end - 2 * _NEAR)
+    if not _DIGIT.search(text, edge, end):
+        return None
+    last = _last_match(text, edge, end + _NEAR)
+    if edge and (last is None or last.start() < edge + _NEAR):  # it may begin before the edge
+        return _last_match(text, 0, len(text))
+    return last
+
+
+def _last_match(text: str, start: int, end: int) -> re.Match[str] | None:
+    return next(iter(deque(_NUMBER.finditer(text, start, end), maxlen=1)), None)
+
+
+def _tidy(text: str) -> str:
+    r"""Write LaTeX's 1{,}000 and \frac12 as 1,000 and \frac{1}{2}."""
+    if "\\" not in text and "{,}" not in text:
+        return text
+    return _SHORT_FRACTION.sub(r"frac{\1}{\2}", _GROUPING.sub(",", text))
+
+
+def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
+    """Return the answer's number; it has to have one only, or the data would be misread in silence."""
+    text = str(answer)
+    if marker is not None and marker in text:
+        text = text.rpartition(marker)[2]
+    box = last_boxed(text)
+    numbers = list(_NUMBER.finditer(_tidy(_UNIT.sub(" ", text if box is None else box))))
+    found = _read(numbers[0]) if len(numbers) == 1 else None
+    if found is None or not math.isfinite(found[0]):
+        raise ValueError(
+            f"answer {str(answer)[:80]!r} has to hold one number, and {len(numbers)} were found; use math_answer or "
+            "exact_match for other answers, or name the marker that stands before the number"
+        )
+    return found
+
+
+def _read(match: re.Match[str] | None) -> tuple[float, bool] | None:
+    """Return the value of a match, with a percentage as a share; nan for a fraction over zero."""
+    if match is None:
+        return None
+    part = match.groupdict()
+    under = part["under"] or part["under2"]
+    if under is not None:
+        over, below = float(part["over"] or part["over2"]), float(under)
+        value = float(part["whole"] or part["whole2"] or 0) + (over / below if below else math.nan)
+    else:
+        digits = re.sub("[,\u00a0\u2009\u202f]", "", part["decimal"])
+        value = float(f"{digits}e{part['exponent'] or part['power'] or part['power2'] or 0}")
+    if part["sign"] in ("-", "\u2212"):
+        value = -value
+    return (value / 100, True) if part["percent"] else (value, False)

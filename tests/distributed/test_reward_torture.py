@@ -1,0 +1,137 @@
+"""G2: whatever a reward function does to its process, it gets its status in time and leaves nothing behind."""
+
+import importlib.util
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rltrain.compose import compose
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.pool import RewardPool
+
+pytestmark = pytest.mark.slow
+
+FILE = Path(__file__).with_name("torture_rewards.py")
+SPEC = importlib.util.spec_from_file_location("torture_rewards", FILE)
+TORTURE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(TORTURE)
+LIMIT_S = 1.0
+GRACE_S = 4.0  # to kill and to start a process twice, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def session():
+    """Ray on this machine; the folder of its session, logs included."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield Path(ray._private.worker._global_node.get_session_dir_path())
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pool(session):
+    function = RewardFunctionConfig(name="torture", path=f"{FILE}:score", weight=1.0, gate=False, kwargs={})
+    reward = replace(compose([])[0].reward, functions=[function], timeout_s=LIMIT_S, memory_mb=1024)
+    with RewardPool.on_ray(reward, workers=1, start_timeout_s=60.0) as made:
+        yield made
+
+
+def request(number: int, **columns) -> RewardRequest:
+    return RewardRequest((0, number), "p", "r" * number, columns)
+
+
+def finish(pool: RewardPool) -> list[RewardResult]:
+    results: list[RewardResult] = []
+    while pool.pending:
+        results += pool.poll(60.0)
+    return sorted(results, key=lambda result: result.key)
+
+
+def left_behind() -> list[str]:
+    """Processes below this one that neither belong to Ray nor are the pool's own."""
+    known = ("ray", "gcs_server", "workers.reward.child", "raylet", "multiprocessing")
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            name = process.name(), " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if not any(word in text for text in name for word in known):
+            found.append(f"{process.pid} {name}")
+    return found
+
+
+def children_of_the_pool() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if is_reward_process(p)]
+
+
+def is_reward_process(process: psutil.Process) -> bool:
+    try:
+        return "workers.reward.child" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.parametrize("deed", TORTURE.DEEDS)
+def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(pool, session, deed):
+    _, fails, said = TORTURE.DEEDS[deed]
+    pool.submit([request(1)])
+    assert finish(pool) == [RewardResult((0, 1), (1.0,))]
+    logs = sum(path.stat().st_size for path in session.rglob("*") if path.is_file())
+    start = time.monotonic()
+    pool.submit([request(n, deed=deed if n == 2 else None) for n in range(1, 5)])
+    results = finish(pool)
+    seconds = time.monotonic() - start
+    pool.submit([request(n) for n in range(10, 20)])
+    assert finish(pool) == [RewardResult((0, n), (float(n),)) for n in range(10, 20)]
+    bad = results.pop(1)
+    assert results == [RewardResult((0, n), (float(n),)) for n in (1, 3, 4)]
+    if fails:
+        assert (bad.failed, bad.scores, bad.failed_function) == (True, (None,), 0)
+        assert bad.error.startswith(f"reward function 'torture' {said}")
+    else:
+        assert bad == RewardResult((0, 2), (2.0,))
+    assert seconds < 2 * LIMIT_S + GRACE_S  # in its chunk, and alone
+    until = time.monotonic() + 5.0
+    while (left := (left_behind(), len(children_of_the_pool()))) != ([], 1) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == ([], 1)
+    grown = sum(path.stat().st_size for path in session.rglob("*") if path.is_file()) - logs
+    assert grown < 1 << 20
+
+
+def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
+    path = tmp_path / "helper.py"
+    path.write_text(
+        "import subprocess, sys\n"
+        "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"  # not in this process
+        "def score():\n    subprocess.Popen(['sleep', '3600'])\n    return float(HELPER.poll() is None)\n"
+    )
+    function = RewardFunctionConfig(name="helped", path=f"{path}:score", weight=1.0, gate=False, kwargs={})
+    with RewardPool.on_ray(
+        replace(compose([])[0].reward, functions=[function]), workers=1, start_timeout_s=60.0
+    ) as pool:
+        for number in range(3):
+            pool.submit([request(number)])
+            assert finish(pool)[0].scores == (1.0,)
+    assert [text for text in left_behind() if "sleep" in text] == []
+
+
+def test_closing_the_pool_ends_a_call_that_runs_and_all_that_it_started(session):
+    function = RewardFunctionConfig(name="torture", path=f"{FILE}:score", weight=1.0, gate=False, kwargs={})
+    others = {process.pid for process in children_of_the_pool()}
+    with RewardPool.on_ray(
+        replace(compose([])[0].reward, functions=[function], timeout_s=60.0), workers=1, start_timeout_s=60.0
+    ) as pool:
+        pool.submit([request(1)])
+        finish(pool)
+        pool.submit([request(1, deed="fork and hang")])
+        until = time.monotonic() + 10.0
+        while len(children_of_the_pool()) < len(others) + 15 and time.monotonic() < until:
+            pool.poll(0.05)
+        assert len(children_of_the_pool()) > len(others) + 15
+    assert {process.pid for process in children_of_the_pool()} == others

@@ -1,0 +1,135 @@
+"""A reward function that does, when it is told to, what reward functions in the wild do to the process they run in."""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import time
+
+
+def sleep_for_ever():
+    while True:
+        time.sleep(3600)
+
+
+def loop_inside_c():
+    return sum(range(10**13))  # nothing else runs in the process meanwhile
+
+
+def big_power():
+    return 7**10**9 % 10
+
+
+def segfault():
+    return ctypes.string_at(0)
+
+
+def leave():
+    os._exit(3)
+
+
+def fork_and_leave():
+    fork_sleepers(20)
+    os._exit(3)
+
+
+def fork_and_hang():
+    fork_sleepers(20)
+    sleep_for_ever()
+
+
+def fork_sleepers(count=200):
+    for number in range(count):
+        if os.fork() == 0:
+            if number % 2:  # out of its session, and orphaned
+                os.setsid()
+                if os.fork():
+                    os._exit(0)
+            time.sleep(3600)
+            os._exit(0)
+    return 1.0
+
+
+def forget_to_exit():
+    return float(os.fork() == 0)
+
+
+def start_a_program():
+    subprocess.Popen(["sleep", "3600"])
+    return 1.0
+
+
+def allocate():
+    return len(bytearray(8 << 30))
+
+
+def flood():
+    block = "x" * (1 << 20)
+    for _ in range(50):
+        print(block)  # noqa: T201
+        os.write(1, block.encode())
+        sys.stderr.write(block[:1000])
+    return 1.0
+
+
+def complain():
+    raise ValueError("not today")
+
+
+def text():
+    return "1.0"
+
+
+def nan():
+    return math.nan
+
+
+# What it does: (function, whether the sample fails, what the error says)
+DEEDS = {
+    "sleep": (sleep_for_ever, True, "did not return within"),
+    "sum": (loop_inside_c, True, "did not return within"),
+    "power": (big_power, True, "did not return within"),
+    "segfault": (segfault, True, "ended its process (SIGSEGV)"),
+    "exit": (leave, True, "ended its process (exit status 3)"),
+    "fork and exit": (fork_and_leave, True, "ended its process (exit status 3)"),
+    "fork and hang": (fork_and_hang, True, "did not return within"),
+    "forks": (fork_sleepers, False, ""),
+    "both halves": (forget_to_exit, False, ""),
+    "program": (start_a_program, False, ""),
+    "memory": (allocate, True, "raised MemoryError"),
+    "output": (flood, False, ""),
+    "raise": (complain, True, "raised ValueError: not today"),
+    "type": (text, True, "returned '1.0' of type str"),
+    "nan": (nan, True, "returned nan"),
+}
+
+
+def score(response, deed=None):
+    """The response's length, or what the deed leads to."""
+    if deed:
+        result = DEEDS[deed][0]()
+        if DEEDS[deed][1]:
+            return result
+    return float(len(response))
+
+
+def one_in_twenty(prompt, response):
+    """1 where there is a 7; one pair of prompt and response in twenty does something bad instead, whoever scores it."""
+    value = hash_of(prompt, response)
+    if value % 20:
+        return float("7" in response)
+    return score(response, list(DEEDS)[value // 20 % len(DEEDS)])
+
+
+def hash_of(*texts):
+    """The same in every process."""
+    value = 0
+    for character in "\0".join(texts):
+        value = (value * 1000003 + ord(character)) % 2147483647
+    return value
+
+
+async def tail(responses, prompts):
+    """A batched function, half as often applicable as not: the last digit, where the response has an even length."""
+    return [float(r[-1:].isdigit()) if len(r) % 2 == 0 else None for r in responses]

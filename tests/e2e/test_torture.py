@@ -1,0 +1,74 @@
+"""G2, G3, G4, C4, C5, B8 through the whole program: it trains while one reward call in twenty does its worst."""
+
+import importlib.util
+import math
+
+import pyarrow.parquet as pq
+import pytest
+from runs import ROOT, train
+
+FILE = ROOT / "tests" / "distributed" / "torture_rewards.py"
+SPEC = importlib.util.spec_from_file_location("torture_rewards", FILE)
+TORTURE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(TORTURE)
+STEPS, WEIGHT = 3, 0.5
+
+
+def expected(prompt: str, response: str) -> float | None:
+    """What `one_in_twenty` comes to; None where its sample has to fail."""
+    value = TORTURE.hash_of(prompt, response)
+    if value % 20:
+        return float("7" in response)
+    fails = list(TORTURE.DEEDS.values())[value // 20 % len(TORTURE.DEEDS)][1]
+    return None if fails else float(len(response))
+
+
+@pytest.mark.slow
+def test_a_run_finishes_while_one_call_in_twenty_does_something_bad(tmp_path):
+    run = train(
+        tmp_path / "run", "rollout=hf", f"trainer.total_steps={STEPS}", "trainer.prompts_per_step=8",
+        "trainer.prompts_per_minibatch=8", "rollout.samples_per_prompt=8", "data.val=null", "trainer.save_every=0",
+        f"reward.functions=[{{name: bad, path: '{FILE}:one_in_twenty', weight: 1.0}}, "
+        f"{{name: tail, path: '{FILE}:tail', weight: {WEIGHT}}}]",
+        "reward.timeout_s=1", "reward.memory_mb=512", "reward.max_failed_fraction=0.5", "placement.reward_workers=2",
+        "algorithm.suppress_truncated=true", "algorithm.reward_normalization.mean_level=batch",
+        "algorithm.advantage_estimator=reinforce", "trainer.deterministic=true",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    assert run.survivors == []
+    failures = []
+    for step, metrics in enumerate(run.metrics(), start=1):
+        rows = pq.read_table(run.output / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        bad = [row for row in rows if expected(row["prompt"], row["response"]) is None]
+        assert metrics["reward/failed_fraction"] == metrics["reward/bad/failed_fraction"] == len(bad) / len(rows)
+        assert metrics["reward/tail/failed_fraction"] == 0.0
+        failures += bad
+        for row in rows:
+            check(row)
+        check_advantages(rows)
+    assert len(run.metrics()) == STEPS
+    assert len(failures) >= 3
+    assert any("did not return within 1 s" in row["reward_error"] for row in failures)
+
+
+def check(row: dict) -> None:
+    """One sample has the scores of its own text, wherever and however often it was scored."""
+    first, components = expected(row["prompt"], row["response"]), row["reward_components"]
+    if first is None:
+        assert "reward function 'bad' " in row["reward_error"]
+        assert (row["valid"], row["score"], set(row["advantages"])) == (False, 0.0, {0.0})  # C4
+        return
+    applies, tail = len(row["response"]) % 2 == 0, float(row["response"][-1:].isdigit())
+    assert row["reward_error"] == ""
+    assert components[0] == first  # G3
+    assert components[1] == tail if applies else math.isnan(components[1])
+    assert row["score"] == first + (WEIGHT * tail if applies else 0.0)  # G4
+
+
+def check_advantages(rows: list[dict]) -> None:
+    """C4, C5, B8: every token of an answer gets its whole score minus the mean of those that count."""
+    counted = [row for row in rows if row["valid"] and row["finish_reason"] != "length"]
+    assert 0 < len(counted) < len(rows)
+    mean = sum(row["score"] for row in counted) / len(counted)
+    for row in counted:
+        assert row["advantages"] == pytest.approx([row["score"] - mean] * len(row["responses"]), abs=1e-5)

@@ -1,0 +1,142 @@
+"""Several reward functions as one score: gates, weights, and `reward.aggregation`, from the batch to the algorithm."""
+
+import math
+
+import pytest
+import torch
+
+from rltrain.collector import to_batch
+from rltrain.compose import compose
+from rltrain.data import Prompt
+from rltrain.errors import ConfigError, RewardError
+from rltrain.metrics import sample_metrics
+from rltrain.prompt_groups import Group, State
+from rltrain.rewards.loading import check_aggregation
+from rltrain.scoring import shaped_scores
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
+
+OWN = """
+import torch
+
+def largest(components, uid, valid, weights):
+    return (components.nan_to_num(-1e9) * weights).amax(-1)
+
+def some(components, **others):
+    return torch.where(components[:, 0] > 1, torch.nan, components[:, 0])
+
+def columns(components, uid, valid, weights):
+    return components
+
+def infinite(components, **others):
+    return components[:, 0] / 0
+
+def a_list(components, **others):
+    return [1.0] * len(components)
+
+def raises(components, **others):
+    raise KeyError("level")
+
+def demanding(components, level):
+    return components
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def config_of(*overrides, gate="false"):
+    first = f"{{name: format, path: 'x:y', weight: 1.0, gate: {gate}}}"
+    return compose([f"reward.functions=[{first}, {{name: right, path: 'x:z', weight: 2.0}}]", *overrides])[0]
+
+
+def batch(config, *groups, failed=()):
+    """Groups of rows of two scores, None where a function does not apply."""
+    made = []
+    for uid, rows in enumerate(groups):
+        keys = [(uid, n) for n in range(len(rows))]
+        completions = {n: Completion(key, [5, 6], [-1.0] * 2, "stop", [0] * 2) for n, key in enumerate(keys)}
+        results = {n: RewardResult(key, row) for n, (key, row) in enumerate(zip(keys, rows, strict=True))}
+        for number in range(len(rows)):
+            if (uid, number) in failed:
+                results[number] = RewardResult((uid, number), (None, None), failed=True, failed_function=1)
+        made.append(Group(uid, Prompt(uid, "p", [1], {}), len(rows), len(rows), State.READY, 0, completions, results))
+    return to_batch(made, config.reward.functions)
+
+
+def shaped(config, *groups, failed=()):
+    scores, valid = shaped_scores(batch(config, *groups, failed=failed), config)
+    return [round(score, 4) for score in scores.tolist()], valid.tolist()
+
+
+def test_a_gate_at_or_below_0_silences_the_others_and_one_that_does_not_apply_is_open():
+    rows = [(1.0, 3.0), (0.0, 3.0), (-1.0, 3.0), (None, 3.0)]
+    assert shaped(config_of(gate="true"), rows)[0] == [7.0, 0.0, -1.0, 6.0]
+    assert shaped(config_of(), rows)[0] == [7.0, 6.0, 5.0, 6.0]
+    made = batch(config_of(gate="true"), rows)
+    assert made.batch["reward_components"][:, 1].tolist() == [3.0] * 4  # what a function said stays
+    assert made.values("token_level_scores").tolist() == [0.0, 7.0, 0.0, 0.0, 0.0, -1.0, 0.0, 6.0]  # B8
+
+
+def test_normalize_then_sum_takes_each_function_in_units_of_its_own_group():
+    config = config_of("reward.aggregation=normalize_then_sum")
+    scores, valid = shaped(config, [(0.0, 10.0), (1.0, 30.0)], [(5.0, 1.0), (5.0, 3.0)])
+    unit = round(1 / math.sqrt(2), 4)  # two values are half their distance, over its sqrt(1/2), from their mean
+    assert scores == pytest.approx([-3 * unit, 3 * unit, -2 * unit, 2 * unit], abs=1e-3)
+    assert valid == [True] * 4
+
+
+def test_C4_a_failed_row_is_in_no_statistic_of_any_aggregation(own):
+    for aggregation in ("sum", "normalize_then_sum", f"{own}:largest"):
+        config = config_of(f"reward.aggregation={aggregation}")
+        rows = [(0.0, 10.0), (1.0, 30.0), (9.0, 99.0)]
+        scores, valid = shaped(config, rows, failed=[(0, 2)])
+        alone, _ = shaped(config, rows[:2])
+        assert (scores, valid) == ([*alone, 0.0], [True, True, False])
+
+
+def test_an_aggregation_of_ones_own_gets_components_and_says_the_scores(own):
+    config = config_of(f"reward.aggregation={own}:largest")
+    assert shaped(config, [(1.0, 3.0), (9.0, None), (None, -1.0)])[0] == [6.0, 9.0, -2.0]
+
+
+def test_a_row_for_which_it_says_nan_is_in_no_statistic(own):
+    scores, valid = shaped(config_of(f"reward.aggregation={own}:some"), [(1.0, 3.0), (9.0, 1.0)])
+    assert (scores, valid) == ([1.0, 0.0], [True, False])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("columns", "returned (2, 2): one finite number a row, or NaN, is wanted, (2,)"),
+        ("infinite", "returned (2,): one finite number a row"),
+        ("a_list", "returned list: one finite number a row"),
+        ("raises", "raised KeyError: 'level'"),
+    ],
+)
+def test_an_aggregation_that_returns_something_else_stops_the_run_in_one_line(own, name, said):
+    with pytest.raises(RewardError) as caught:
+        shaped(config_of(f"reward.aggregation={own}:{name}"), [(1.0, 3.0), (9.0, 1.0)])
+    assert str(caught.value).startswith(f"reward.aggregation={own}:{name} {said}")
+
+
+def test_an_aggregation_that_cannot_be_called_is_refused_at_the_start(own):
+    with pytest.raises(ConfigError) as caught:
+        check_aggregation(f"{own}:demanding")
+    assert str(caught.value).startswith(f"reward.aggregation={own}:demanding: it is called with components, uid, valid")
+    check_aggregation(f"{own}:largest")
+    check_aggregation(f"{own}:some")
+
+
+def test_each_function_has_its_mean_spread_and_share_of_failures():
+    config = config_of()
+    made = batch(config, [(1.0, None), (3.0, 2.0), (7.0, 7.0), (5.0, None)], failed=[(0, 2)])
+    metrics = sample_metrics(made, ["format", "right"])
+    assert metrics["reward/format/mean"] == 3.0
+    assert metrics["reward/format/std"] == pytest.approx((8 / 3) ** 0.5)
+    assert (metrics["reward/right/mean"], metrics["reward/right/std"]) == (2.0, 0.0)
+    assert (metrics["reward/format/failed_fraction"], metrics["reward/right/failed_fraction"]) == (0.0, 0.25)
+    assert torch.equal(made.batch["failed_function"], torch.tensor([-1, -1, 1, -1]))

@@ -1,0 +1,297 @@
+"""Reward models without weights: what they are given to read, and what becomes of what they say."""
+
+import random
+
+import pytest
+import torch
+
+from rltrain.collector import Collector, to_batch
+from rltrain.compose import compose
+from rltrain.data import Prompt
+from rltrain.errors import ConfigError, RewardError
+from rltrain.prompt_groups import Group, State
+from rltrain.protocol import DataProto
+from rltrain.reward_models import RewardModel, with_model_scores
+from rltrain.schema import RewardFunctionConfig, RewardModelConfig
+from rltrain.tasks.tokenizer import char_tokenizer
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
+
+FUNCTION = RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, kwargs={})
+CHAT = [{"role": "user", "content": "hi"}]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+class Ranks:
+    """A worker group that scores a row by a function of its text, and keeps what it read."""
+
+    def __init__(self, score=len):
+        self.score, self.read, self.budgets = score, [], []
+
+    def rows(self, method, batch, *, max_tokens):
+        assert method == "compute_scores"
+        assert batch.lengths("responses").sum() == 0
+        texts = [bytes(batch[n].values("prompts").tolist()).decode() for n in range(len(batch))]
+        self.read.append(texts)
+        self.budgets.append(max_tokens)
+        return DataProto.from_dict({"model_scores": torch.tensor([float(self.score(text)) for text in texts])})
+
+
+def model(ranks=None, *, number=1, longest=None, template=None, chat_template=None, weight=0.5, gate=False):
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = chat_template
+    config = RewardModelConfig(name=f"rm{number}", path="/m", weight=weight, gate=gate, prompt_template=template)
+    return RewardModel(
+        config, ranks or Ranks(), number=number, tokenizer=tokenizer, longest=longest, pad=0, max_tokens=8
+    )  # fmt: skip
+
+
+def read_by(made: RewardModel, prompt: Prompt, response: str) -> str:
+    made.scores([(prompt, response)])
+    return made.group.read[-1][0]
+
+
+def group(uid, scores, texts, failed=()) -> Group:
+    completions = {n: Completion((uid, n), [1], [-0.5], "stop", [0], text) for n, text in enumerate(texts)}
+    results = {
+        n: RewardResult((uid, n), (None,), True, "broke", 0) if n in failed else RewardResult((uid, n), (score,))
+        for n, score in enumerate(scores)
+    }
+    return Group(uid, Prompt(uid, f"p{uid}", [1], {}), len(texts), len(texts), State.READY, 0, completions, results)
+
+
+# What a model reads
+
+
+def test_prompt_and_response_one_after_the_other_where_nothing_else_is_said():
+    assert read_by(model(), Prompt(0, "2+2=", [1], {}), "4") == "2+2=4"
+
+
+def test_chats_go_through_the_models_own_template_with_the_answer_as_the_last_message():
+    chat = Prompt(0, "policy's own rendering", [1], {}, CHAT)
+    assert read_by(model(chat_template=TEMPLATE), chat, "yo") == "<user>hi<assistant>yo"
+    assert read_by(model(), chat, "yo") == "policy's own renderingyo"
+    assert read_by(model(chat_template=TEMPLATE), Prompt(0, "text", [1], {}), "yo") == "textyo"
+
+
+def test_a_template_of_the_config_comes_first_and_texts_with_braces_stay_as_they_are():
+    made = model(template="Q: {prompt} A: {response} {x}", chat_template=TEMPLATE)
+    assert read_by(made, Prompt(0, "{response}", [1], {}, CHAT), "{prompt}") == "Q: {response} A: {prompt} {x}"
+
+
+def test_equal_samples_are_computed_once_and_get_equal_scores():
+    noise = random.Random(0)
+    made = model(Ranks(lambda text: noise.random()))
+    prompt = Prompt(0, "p", [1], {})
+    scores = made.scores([(prompt, "a"), (prompt, "b"), (prompt, "a")])
+    assert made.group.read == [["pa", "pb"]]
+    assert scores[0] == scores[2] != scores[1]
+
+
+def test_E10_a_row_that_the_model_cannot_read_is_refused_and_never_cut():
+    made, prompt = model(longest=5), Prompt(0, "1234", [1], {})
+    assert made.scores([(prompt, "5"), (prompt, "56")]) == [
+        5.0, "cannot read 6 tokens, its limit is 5; shorten rollout.max_response_length",
+    ]  # fmt: skip
+    assert made.group.read == [["12345"]]
+
+
+def test_a_row_above_the_token_budget_is_a_pass_of_its_own():
+    made = model()
+    made.scores([(Prompt(0, "x" * 20, [1], {}), "")])
+    made.scores([(Prompt(0, "x", [1], {}), "")])
+    assert made.group.budgets == [20, 8]
+
+
+def test_what_has_no_score_says_why():
+    made = model(Ranks(lambda text: float("nan") if text == "pa" else 1.0), chat_template="{{ raise_exception('no') }}")
+    prompt = Prompt(0, "p", [1], {})
+    assert made.scores([(prompt, "a"), (prompt, "b"), (Prompt(0, "", [1], {}), "")]) == [
+        "gave nan", 1.0, "has no token for this text",
+    ]  # fmt: skip
+    (said,) = made.scores([(Prompt(0, "p", [1], {}, CHAT), "a")])
+    assert said.startswith("its chat template refuses the messages")
+    assert made.scores([]) == []
+
+
+# What becomes of a score
+
+
+def test_scores_are_columns_behind_those_of_the_functions_weighted_and_gated_alike():
+    groups = [group(1, [1.0, 0.0], ["aa", "b"]), group(0, [1.0, None], ["", "ccc"])]
+    models = [model(number=1, weight=0.5), model(Ranks(lambda _: -1.0), number=2, weight=2.0, gate=True)]
+    with_model_scores(groups, models[:1])
+    batch = to_batch(groups, [FUNCTION, models[0].config])
+    assert batch.batch["reward_components"].nan_to_num(9).tolist() == [[1, 2], [9, 5], [1, 4], [0, 3]]
+    assert batch.batch["scores"].tolist() == [2.0, 2.5, 3.0, 1.5]
+    with_model_scores(groups, models)
+    assert len(models[0].group.read) == 1  # scores that are there are kept
+    gated = to_batch(groups, [FUNCTION, *(m.config for m in models)])
+    assert gated.batch["scores"].tolist() == [-2.0] * 4
+
+
+def test_C4_a_sample_that_a_model_cannot_score_is_failed_and_counted_as_its():
+    groups, made = [group(0, [1.0, 1.0, 1.0], ["a", "too long", "b"], failed=(2,))], model(longest=4)
+    with_model_scores(groups, [made, model(number=2)])
+    batch = to_batch(groups, [FUNCTION, made.config, model(number=2).config])
+    assert batch.batch["failed_function"].tolist() == [-1, 1, 0]
+    assert batch.batch["failed"].tolist() == [False, True, True]
+    assert batch.batch["reward_components"][1:].isnan().all()
+    assert batch.non_tensor_batch["reward_error"].tolist() == [
+        "",
+        "reward model 'rm1' cannot read 10 tokens, its limit is 4; shorten rollout.max_response_length",
+        "broke",
+    ]
+    assert made.group.read == [["p0a"]]  # and a sample that has failed is not looked at
+
+
+# Through the collector
+
+
+class Engines:
+    """Answers at once: sample n of a prompt says n % 2 times "x"."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def submit(self, groups):
+        self.waiting += [request for group in groups for request in group]
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def poll(self, timeout_s):
+        found, self.waiting = self.waiting, []
+        return [Completion(r.key, [5], [-1.0], "stop", [0], "x" * (r.key[1] % 2)) for r in found]
+
+
+class Judges:
+    """Each sample scores 1."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def submit(self, requests):
+        self.waiting += requests
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def poll(self, timeout_s):
+        found, self.waiting = self.waiting, []
+        return [RewardResult(request.key, (1.0,)) for request in found]
+
+
+def collector(made: RewardModel, *overrides) -> Collector:
+    config, _ = compose(
+        ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4",
+         "data.shuffle=false", "reward.models=[{name: rm1, path: /m, weight: 0.5}]", *overrides]
+    )  # fmt: skip
+    prompts = [Prompt(n, f"{n}", [1], {}) for n in range(20)]
+    return Collector(config, rollout=Engines(), rewards=Judges(), prompts=prompts, models=[made])
+
+
+def test_batches_and_evaluations_have_the_models_scores():
+    made = collector(model())
+    assert made.collect(0).batch["scores"].tolist() == [1.5, 2.0, 1.5, 2.0] * 2
+    assert made.evaluate([Prompt(0, "abc", [1], {})], greedy=True).batch["scores"].tolist() == [2.5]
+
+
+def test_a_group_is_judged_flat_by_all_components():
+    """The function alone sees no spread in any group, the model in every second prompt's."""
+    ranks = Ranks(lambda text: len(text) if int(text[0]) % 2 else 0)
+    batch = collector(model(ranks), "algorithm.dynamic_sampling=4").collect(0)
+    assert batch.batch["uid"].tolist() == [1] * 4 + [3] * 4
+    assert batch.meta_info["rollout/groups_dropped"] == 2
+    assert sorted(text for texts in ranks.read for text in texts) == ["0", "0x", "1", "1x", "2", "2x", "3", "3x"]
+
+
+def test_the_greedy_baseline_is_scored_too():
+    batch = collector(model(), "algorithm=remax").collect(0)
+    assert batch.batch["baseline_rewards"].tolist() == [1.5] * 8
+
+
+def test_too_many_rows_that_a_model_cannot_read_stop_the_run():
+    with pytest.raises(RewardError, match=r"50% of the rewards failed.* reward model 'rm1' cannot read 2 tokens"):
+        collector(model(longest=1)).collect(0)
+
+
+# In the config
+
+
+def test_a_model_is_named_by_its_directory_and_models_alone_are_enough():
+    config, _ = compose(["reward.functions=[]", "reward.models=[runs/rm,{name: b, path: /x, weight: 2.0, gate: true}]"])
+    first, second = config.reward.components
+    assert (first.name, first.path, first.weight, first.gate, first.prompt_template) == (
+        "rm",
+        "runs/rm",
+        1.0,
+        False,
+        None,
+    )
+    assert (second.name, second.weight, second.gate) == ("b", 2.0, True)
+    assert config.roles(needs_critic=False) == ["actor", "reward_model rm", "reward_model b"]
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ("[a/rm,b/rm]", "two are named 'rm'"),
+        ("[{path: m, name: final_answer}]", "two are named 'final_answer'"),
+        ("m", "reward.models=m: must be a list"),
+        ("[{weight: 1.0}]", "names no directory; write DIR or"),
+        ("[{path: m, prompt_template: '{prompt}'}]", "has no {response}"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(models, message):
+    with pytest.raises(ConfigError) as caught:
+        compose([f"reward.models={models}"])
+    assert message in str(caught.value)
+
+
+def test_an_estimator_that_weighs_components_by_itself_gets_the_models_weights():
+    from rltrain.algorithm_checks import check_algorithm
+    from rltrain.credit import with_all_knobs
+
+    config, _ = compose(["algorithm=gdpo", "reward.models=[{path: m, weight: 0.25}]"])
+    check_algorithm(config)
+    assert with_all_knobs(config).algorithm.advantage["weights"] == [1.0, 0.25]
+
+
+def test_the_plan_names_models_and_their_memory():
+    from rltrain.plan import Facts, plan_lines
+
+    config, _ = compose(["reward.models=[m]", "placement.actor_ranks=2"])
+    facts = Facts(path="p", parameters=2**30, reward_models={"m": 2**29})
+    lines = "\n".join(plan_lines(config, facts))
+    assert "scored by final_answer, m" in lines
+    assert "2 training ranks (actor, reward_model m)" in lines
+    assert "actor 8.0 GB + reward_model m 1.0 GB = 9.0 GB" in lines
+
+
+def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
+    import json
+
+    from rltrain.model_files import check_reward_model, longest_row
+
+    for file in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / file).write_text("")
+
+    def refused(**config) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError) as caught:
+            check_reward_model(str(tmp_path), "key")
+        return str(caught.value)
+
+    assert "is of the architecture Qwen2ForCausalLM" in refused(architectures=["Qwen2ForCausalLM"])
+    assert "has 2 outputs" in refused(architectures=["Qwen2ForSequenceClassification"])
+    three = {"0": "a", "1": "b", "2": "c"}
+    assert "has 3 outputs" in refused(architectures=["Qwen2ForSequenceClassification"], id2label=three)
+    with pytest.raises(ConfigError, match="key=/no: no such directory"):
+        check_reward_model("/no", "key")
+    limits = {"max_position_embeddings": 64, "sliding_window": 16, "id2label": {"0": "a"}}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["XForSequenceClassification"], **limits}))
+    check_reward_model(str(tmp_path), "key")
+    assert longest_row(tmp_path) == 16

@@ -1,0 +1,137 @@
+"""A reward model's workers in one process: their scores are transformers' own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from rltrain.collector import Collector
+from rltrain.compose import compose
+from rltrain.data import Prompt, load_prompts
+from rltrain.errors import ConfigError
+from rltrain.reward_models import RewardModel, reward_models
+from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from rltrain.trainer import Trainer
+from workers.group import LocalHosts, WorkerGroup
+from workers.host import Host
+from workers.placement import ROLES
+from workers.placement import start as start_workers
+
+pytestmark = pytest.mark.usefixtures("process_group")
+# Of several lengths, and one that ends in padding tokens, behind which transformers does not look.
+SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(12)] + [("~", ""), ("", "~"), ("1", "<pad><pad>")]
+
+
+def one_at_a_time(path: str, samples=SAMPLES) -> list[float]:
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).eval(), char_tokenizer()
+    with torch.no_grad():
+        return [float(model(**tokenizer(p + r, return_tensors="pt")).logits[0, 0]) for p, r in samples]
+
+
+def model_of(path: str, max_tokens: int = 8192) -> RewardModel:
+    config, _ = compose([f"reward.models=[{path}]"])
+    hosts = LocalHosts(Host({}, verbose=True))
+    hosts.host.build("reward_model judge", ROLES["reward_model"], config, path)
+    (made,) = reward_models(config, [WorkerGroup(hosts, "reward_model judge")])
+    made.max_tokens = max_tokens
+    return made
+
+
+def prompts_of(samples=SAMPLES):
+    return [(Prompt(0, prompt, [1], {}), response) for prompt, response in samples]
+
+
+@pytest.mark.parametrize("budget", [8192, 20])
+def test_B6_packed_scores_are_those_of_transformers_one_at_a_time(reward_model, budget):
+    found, expected = model_of(reward_model, budget).scores(prompts_of()), one_at_a_time(reward_model)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.1  # there is something to be equal to
+
+
+def test_editing_one_sample_of_a_pack_changes_no_other(reward_model):
+    made = model_of(reward_model)
+    before, edited = made.scores(prompts_of()), [("9", "9"), *SAMPLES[1:]]
+    after = made.scores(prompts_of(edited))
+    assert after[1:] == pytest.approx(before[1:], abs=1e-5)
+    assert abs(after[0] - before[0]) > 1e-3
+
+
+def test_E10_its_positions_are_its_limit(reward_model):
+    made = model_of(reward_model)
+    assert made.longest == 64
+    fits, too_long = made.scores(prompts_of([("p", "x" * 63), ("p", "x" * 64)]))
+    assert isinstance(fits, float)
+    assert too_long == "cannot read 65 tokens, its limit is 64; shorten rollout.max_response_length"
+
+
+def test_a_model_that_is_no_linear_function_of_a_causal_state_is_refused(start, reward_model, tmp_path):
+    with pytest.raises(ConfigError, match=r"its weights lack score\.weight"):
+        model_of(start)  # a language model: its head would be random
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=128, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=1
+    )
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    char_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="BertForSequenceClassification is not a causal model"):
+        model_of(str(tmp_path))
+
+
+def test_dropout_in_its_config_is_off(reward_model, tmp_path):
+    shutil.copytree(reward_model, tmp_path / "m")
+    file = Path(tmp_path / "m" / "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
+    made = model_of(str(tmp_path / "m"))
+    assert made.scores(prompts_of()) == made.scores(prompts_of())
+
+
+def trainer(start: str, *overrides: str) -> Trainer:
+    config, _ = compose(
+        ["placement=inprocess", "rollout=hf", "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=4",
+         "rollout.samples_per_prompt=4", "rollout.max_response_length=12", *overrides]
+    )  # fmt: skip
+    workers = start_workers(config, start, [EOS_ID], needs_critic=False)
+    prompts = load_prompts("builtin:median", char_tokenizer(), split="train", seed=0, max_prompt_length=16,
+                           overlong="refuse", limit=64)  # fmt: skip
+    models = reward_models(config, workers.reward_models)
+    made = Trainer(
+        config, actor=workers.actor, reference=None, critic=None, tracker=None, exporter=None, val_prompts=[],
+        collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, models=models),
+    )  # fmt: skip
+    made.sync_weights()
+    return made
+
+
+def test_a_model_alone_is_reward_enough(start, reward_model):
+    made = trainer(start, "reward.functions=[]", f"reward.models=[{reward_model}]")
+    metrics, batch = made.train_step()
+    assert batch.batch["reward_components"].shape == (16, 1)
+    assert torch.equal(batch.batch["reward_components"][:, 0], batch.batch["scores"])
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_a_run_with_a_function_and_a_model_reports_and_trains_on_both(start, reward_model):
+    made = trainer(start, f"reward.models=[{{name: judge, path: {reward_model}, weight: 0.25}}]")
+    for _ in range(2):
+        metrics, batch = made.train_step()
+        components, objects = batch.batch["reward_components"], batch.non_tensor_batch
+        samples = list(zip(objects["prompt_text"], objects["response_text"], strict=True))
+        assert components[:, 1].tolist() == pytest.approx(one_at_a_time(reward_model, samples), abs=1e-5)
+        assert torch.allclose(batch.batch["scores"], components[:, 0] + 0.25 * components[:, 1])
+        assert metrics["reward/judge/mean"] == pytest.approx(float(components[:, 1].mean()))
+        assert metrics["reward/final_answer/mean"] == pytest.approx(float(components[:, 0].mean()))
+        assert metrics["reward/judge/failed_fraction"] == 0.0
+        assert metrics["actor/grad_norm"] > 0
+    evaluated = made.collector.evaluate(made.collector.prompts[:3], greedy=True)
+    assert evaluated.batch["reward_components"].shape == (3, 2)
+    assert not evaluated.batch["reward_components"].isnan().any()
+
+
+def test_rows_come_back_in_their_order_whoever_computed_them(reward_model):
+    made = model_of(reward_model, 20)
+    shuffled = [*SAMPLES[7:], *SAMPLES[:7]]
+    assert made.scores(prompts_of(shuffled)) == pytest.approx(one_at_a_time(reward_model, shuffled), abs=1e-5)

@@ -1,0 +1,61 @@
+"""The process that reward functions run in: started by `workers.reward.guard`, which it talks to through a socket."""
+
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from workers.reward import processes
+from workers.reward.worker import RewardWorker
+
+READY = "ready"
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Load the functions, say READY or what is wrong, and answer calls until the other side is closed.
+
+    Args:
+        descriptor: of the socket. The first message is (functions, options of `RewardWorker`, memory_mb).
+        parent: the process that started this one; this one ends with it.
+    """
+    processes.end_with_parent(parent)
+    processes.adopt_orphans()
+    connection, own = Connection(descriptor), os.getpid()
+    functions, options, memory_mb = connection.recv()
+    try:
+        worker = RewardWorker(functions, **options)
+    except Exception as error:
+        connection.send(str(error))
+        return
+    helpers = processes.descendants(own)  # what the import of a function's file started stays
+    processes.limit_memory(memory_mb)
+    connection.send(READY)
+    while True:
+        try:
+            requests, limits = connection.recv()
+        except EOFError:
+            return
+        answer = _answer(worker, requests, limits, own)
+        connection.send(answer)
+        if processes.has_children():
+            _clean_up(own, helpers)
+
+
+def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any], own: int) -> list[Any]:
+    try:
+        return worker.score(requests, **limits)
+    finally:
+        if os.getpid() != own:  # a function forked, and both halves returned
+            os._exit(1)
+
+
+def _clean_up(own: int, helpers: Sequence[int]) -> None:
+    """End what calls have left behind; what they started ends with them."""
+    if set(processes.descendants(own)) <= set(helpers):
+        return
+    processes.end_descendants(own, spare=helpers)
+    until = time.monotonic() + 1.0
+    while not set(processes.descendants(own)) <= set(helpers) and time.monotonic() < until:
+        processes.reap(helpers)
+        time.sleep(0.001)

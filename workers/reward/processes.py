@@ -1,0 +1,93 @@
+"""Processes that reward functions start: finding and ending them. On Linux; elsewhere none is found."""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ROUNDS = 20
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what is left when a process below this one ends, so that nothing leaves the tree."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when the one that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Bound what this process may allocate beyond what it has: private memory, so that shared objects do not count."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        used_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+        limit = (used_kb << 10) + (memory_mb << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no file of that size
+
+
+def has_children() -> bool:
+    """Whether this process has children, ended ones that nobody waited for included; one system call."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`, parents first."""
+    found = [pid]
+    for parent in found:  # which grows
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in children.read_text().split()]
+    return found[1:]
+
+
+def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
+    """Kill what is below `pid` and not below one of `spare`; stopped first, so that nothing is forked meanwhile.
+
+    What was orphaned by it and adopted by this process is waited for, so that no zombie stays.
+    """
+    kept = {*spare, *(below for child in spare for below in descendants(child))}
+    stopped: set[int] = set()
+    for _ in range(_ROUNDS):
+        new = [found for found in descendants(pid) if found not in kept and found not in stopped]
+        if not new:
+            break
+        for found in new:
+            _signal(found, signal.SIGSTOP)
+        stopped.update(new)
+    for found in stopped:
+        _signal(found, signal.SIGKILL)
+    for found in stopped:  # those that are no children of this process are waited for by their parents, or become ours
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(found, 0)
+
+
+def reap(spare: Collection[int]) -> None:
+    """Wait for children that have ended, those in `spare` aside."""
+    for child in descendants(os.getpid()):
+        if child not in spare:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,65 @@
+"""A reward model: a frozen, sharded sequence classifier whose one output at a row's last token is the row's score."""
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from rltrain.errors import ConfigError
+from rltrain.protocol import DataProto
+from rltrain.schema import Config
+from workers.forward import Pack, load_model, pack, to_device
+from workers.fsdp import device, shard
+
+
+class RewardModelWorker:
+    """One rank of a reward model; it never changes.
+
+    Args:
+        config: the whole config.
+        path: the reward model's directory in Hugging Face form.
+
+    Raises:
+        ConfigError: its score is not a linear function of a causal model's last state.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        model, loaded = load_model(AutoModelForSequenceClassification, path, num_labels=1, output_loading_info=True)
+        _check(model, set(loaded["missing_keys"]), path)
+        self.model = shard(model, dtype=config.model.dtype)
+        self.model.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """`model_scores` of these rows, in the order of the micro-batches: their tokens are `prompts`, all of them."""
+        scores = []
+        for rows in microbatches:  # no rows: the first one, so that this rank takes part in the collectives
+            packed = to_device(pack(batch[rows or [0]]), device())
+            scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
+        return DataProto.from_dict({"model_scores": torch.cat(scores)})
+
+
+def row_scores(model: nn.Module, packed: Pack) -> Tensor:
+    """The model's output at the last token of each packed row, float32."""
+    outputs: list[Tensor] = []
+    # The model itself would return one output for the pack, which it takes for one row.
+    hook = model.score.register_forward_hook(lambda _, __, out: outputs.append(out))
+    model(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
+        packed=packed,
+    )  # fmt: skip
+    hook.remove()
+    begins = packed.position_ids[0] == 0
+    return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next begins, the last before the first
+
+
+def _check(model: nn.Module, missing: set[str], path: str) -> None:
+    head = getattr(model, "score", None)
+    good = isinstance(head, nn.Linear) and head.out_features == 1
+    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    if not good or not causal:
+        raise ConfigError(
+            f"reward model {path}: {type(model).__name__} is not a causal model with one linear output 'score'; "
+            "choose one that is"
+        )
+    if missing:
+        raise ConfigError(f"reward model {path}: its weights lack {', '.join(sorted(missing))}; save the whole model")
