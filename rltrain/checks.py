@@ -5,6 +5,7 @@ Cheap checks come first and heavy imports are inside functions, so that most mis
 
 import difflib
 import importlib.util
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,8 @@ from rltrain.model_files import (
     load_tokenizer,
     text_config,
 )
-from rltrain.rewards.loading import check_aggregation, load_function
+from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
+from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
 from rltrain.schema import Config, DataConfig, RolloutConfig, TrainerConfig
 from rltrain.tasks import TASKS, Task
 from rltrain.typed import require
@@ -48,6 +50,7 @@ def check(config: Config) -> None:
     else:
         check_directory(config.model.path)
     _check_rewards(config)
+    sandbox_warning(config)
     check_algorithm(config)
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
@@ -69,6 +72,29 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
         _check_ranks(config, gpus, "GPUs", "the cluster")
     else:
         _check_ranks(config, int(resources.get("CPU", 0)), "CPUs", "the cluster")
+
+
+def sandbox_warning(config: Config) -> str:
+    """Say in one line what model-written code could do on this machine, "" if nothing or if no function runs any.
+
+    Raises:
+        ConfigError: a function may run it in the strong form of the sandbox only, which does not work here.
+    """
+    for function in config.reward.functions:
+        level = function.kwargs.get("sandbox", config.reward.sandbox)
+        try:
+            if level not in LEVELS or "sandbox" not in inspect.signature(load_function(function.path)).parameters:
+                continue
+            if warning := weakness(level):
+                return f"reward function '{function.name}': {warning}"
+        except SandboxError as error:
+            raise ConfigError(
+                f"reward.sandbox={level}: reward function '{function.name}': {error}; or reward.sandbox=auto, which "
+                "makes do with less"
+            ) from None
+        except (TypeError, ValueError):  # it does not tell its parameters; `check_columns` says what to do
+            continue
+    return ""
 
 
 def builtin_task(config: Config) -> Task:
@@ -150,7 +176,7 @@ def _check_rewards(config: Config) -> None:
     for model in config.reward.models:
         check_reward_model(model.path, model.key)
         load_tokenizer(Path(model.path).expanduser(), model.key)
-    if config.reward.aggregation not in ("sum", "normalize_then_sum"):
+    if config.reward.aggregation not in AGGREGATIONS:
         check_aggregation(config.reward.aggregation)
     own = {task.reward: name for name, task in TASKS.items()}
     source = config.data.train

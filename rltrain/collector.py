@@ -1,5 +1,7 @@
 """Prompts in, finished batches out: ships groups to the engines, answers to the reward workers, and waits for both."""
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +15,11 @@ from rltrain.protocol import DataProto, jagged
 from rltrain.reward_models import RewardModel, with_model_scores
 from rltrain.schema import Config, RewardFunctionConfig, RewardModelConfig
 from rltrain.scoring import flat_rows, on_last_token, shaped_scores, weighted_sum
+from workers.reward.messages import RewardResult
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
+PATIENCE_S = 10.0  # after the first failed reward of a step; what fails fast is seen as a whole
 EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never replays a training stream
 
 
@@ -49,6 +53,7 @@ class Collector:
     ) -> None:  # fmt: skip
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
         self.models = models
+        self.first_failure = 0.0  # of this step, by the clock; 0: none
         self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
         algorithm = config.algorithm
         self.groups = PromptGroups(
@@ -80,7 +85,7 @@ class Collector:
         if self.groups.greedy_baseline:
             batch = self._with_baselines(batch, groups)
         generated = list((step.seen | {group.uid: group for group in groups}).values())
-        self._check_failures(generated)
+        self._check_failures(generated, batch)
         if batches:
             batch = self._without_flat(batch)
             batch.meta_info["reward/mean_generated"] = _mean_score(generated, self.config)
@@ -136,7 +141,7 @@ class Collector:
         groups = self._finish(once, len(prompts))
         with_model_scores(groups, self.models)
         batch = to_batch(groups, self.config.reward.components)
-        self._check_failures(groups)
+        self._check_failures(groups, batch)
         return batch
 
     def _ship(self, groups: PromptGroups, version: int, *, temperature: float, seed: int) -> None:
@@ -159,8 +164,36 @@ class Collector:
         self.rewards.submit([request for request in requests if request is not None])
         for result in self.rewards.poll(0.0 if self.rollout.pending else 0.5):
             groups.scored(result)
+            if result.failed:
+                self._stop_early(groups)
 
-    def _check_failures(self, groups: Sequence[Group]) -> None:
+    def _stop_early(self, groups: PromptGroups) -> None:
+        """Do not wait for the rest for long where more have failed already than the whole step may."""
+        self.first_failure = self.first_failure or time.monotonic()
+        if time.monotonic() < self.first_failure + PATIENCE_S or self.config.algorithm.dynamic_sampling:
+            return
+        there = groups.groups.values()
+        failures = [result for group in there for result in group.results.values() if result.failed]
+        total = sum(group.size for group in there)
+        if len(failures) > self.config.reward.max_failed_fraction * total:
+            raise self._too_many(failures, total)
+
+    def _too_many(self, failures: Sequence[RewardResult], total: int) -> RewardError:
+        """An error that shows each kind of failure once, the most frequent first."""
+        kinds = Counter(result.error for result in failures).most_common(3)
+        first = {result.error: result.key for result in reversed(failures)}
+        shown = "; ".join(
+            f"{error} ({count} x, first in prompt group {uid}, sample {number})"
+            for error, count, (uid, number) in ((error, count, first[error]) for error, count in kinds)
+        )
+        limit = self.config.reward.max_failed_fraction
+        return RewardError(
+            f"{len(failures) / total:.0%} of the rewards failed, {len(failures)} of {total}, above "
+            f"reward.max_failed_fraction={limit:g}: {shown}"
+        )
+
+    def _check_failures(self, groups: Sequence[Group], batch: DataProto) -> None:
+        self.first_failure = 0.0
         results = [group.results[number] for group in groups for number in range(group.size)]
         failures = [result for result in results if result.failed]
         if not failures and all(score is None for result in results for score in result.scores):
@@ -168,12 +201,10 @@ class Collector:
                 f"no reward function applied to any of {len(results)} samples: all returned None; return a "
                 "number for the samples that a function judges"
             )
-        failed, limit = len(failures) / len(results), self.config.reward.max_failed_fraction
-        if failed > limit:
-            first = "; ".join(f"sample {r.key}: {r.error}" for r in failures[:3])
-            raise RewardError(
-                f"{failed:.0%} of the rewards failed, above reward.max_failed_fraction={limit:g}: {first}"
-            )
+        if len(failures) > self.config.reward.max_failed_fraction * len(results):
+            error = self._too_many(failures, len(results))
+            error.batch = batch
+            raise error
 
 
 def _mean_score(groups: Sequence[Group], config: Config) -> float:

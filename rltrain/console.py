@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rltrain.protocol import DataProto
 
+SHOWN_PARTS = 3  # of a reward, in the bar
 PLAIN_EVERY = 10  # steps between lines where there is no terminal to draw a bar on
 
 
@@ -31,6 +32,7 @@ class ConsoleDisplay:
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.fields[state]}"),
             TimeRemainingColumn(compact=True), console=console, transient=True, disable=not console.is_terminal,
         )  # fmt: skip
+        self.failures_seen = False
         self.task = self.progress.add_task("train", total=total_steps, state="")
 
     def __enter__(self) -> "ConsoleDisplay":
@@ -68,6 +70,15 @@ class ConsoleDisplay:
             self.console.print(f"step {step:>4}/{self.total_steps}  {state}", highlight=False, soft_wrap=True)
         if self.sample_every and (step == 1 or step % self.sample_every == 0):
             self.console.print(sample_text(step, batch), soft_wrap=True)
+        self.failures(step, batch)
+
+    def failures(self, step: int, batch: DataProto) -> None:
+        """Say that rewards failed: at the first step where any did, and then now and then."""
+        errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
+        if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
+            text = f"  step {step}: {len(errors)} of {len(batch)} rewards failed and are left out: {_short(errors[0])}"
+            self.console.print(Text(text, "yellow"), soft_wrap=True)
+        self.failures_seen = self.failures_seen or bool(errors)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """One line."""
@@ -80,10 +91,19 @@ class ConsoleDisplay:
 def step_text(metrics: dict[str, float]) -> str:
     """The figures of the bar."""
     kl = metrics.get("actor/ref_kl", metrics.get("reward/kl", metrics.get("actor/ppo_kl", 0.0)))
+    parts = _parts(metrics)
+    scores = [f"{name} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
+    accuracy = f"acc {metrics['reward/accuracy']:.0%}"
     return (
-        f"reward {metrics['reward/mean']:.2f}  acc {metrics['reward/accuracy']:.0%}  kl {kl:.4f}  "
+        f"reward {metrics['reward/mean']:.2f}  {'  '.join(scores) if len(parts) > 1 else accuracy}  kl {kl:.4f}  "
         f"len {metrics['rollout/length_mean']:.1f}  {metrics['perf/tokens_per_s']:,.0f} tok/s"
     )
+
+
+def _parts(metrics: Mapping[str, float]) -> list[str]:
+    """Names of the reward's parts."""
+    names = (name.split("/") for name in metrics)
+    return [name[1] for name in names if len(name) == 3 and name[0] == "reward" and name[2] == "mean"]
 
 
 def sample_text(step: int, batch: DataProto) -> Text:
@@ -113,6 +133,8 @@ def summary(
     if len(evaluations) >= 2:
         table = Table("held-out", "before", "after", box=None, pad_edge=False)
         for kind in ("sampled", "greedy"):
+            if history and len(_parts(history[0])) > 1:
+                table.add_row(f"{kind} reward", *(f"{row[f'eval/{kind}_reward']:.3g}" for row in _ends(evaluations)))
             table.add_row(f"{kind} accuracy", *(f"{row[f'eval/{kind}_accuracy']:.1%}" for row in _ends(evaluations)))
         table.add_row("answer length", *(f"{row['eval/sampled_length']:.1f}" for row in _ends(evaluations)))
         console.print(table)

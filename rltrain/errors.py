@@ -1,5 +1,7 @@
 """The project's exceptions: each message gives the value, the rule and the way out; all of them pickle (Ray)."""
 
+from typing import Any
+
 
 class RLTrainError(Exception):
     """Base of every error that rltrain raises on purpose."""
@@ -26,4 +28,10 @@ class NumericsError(RLTrainError, ArithmeticError):
 
 
 class RewardError(RLTrainError, RuntimeError):
-    """Too many reward calls failed for the run to go on."""
+    """Too many reward calls failed for the run to go on.
+
+    Attributes:
+        batch: the samples, where they are all there.
+    """
+
+    batch: Any = None

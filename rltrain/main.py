@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from rltrain.algorithm_checks import check_algorithm, needs_critic
-from rltrain.checks import builtin_task, check, check_cluster
+from rltrain.checks import builtin_task, check, check_cluster, sandbox_warning
 from rltrain.compose import compose, parse_args, to_yaml, usage
 from rltrain.errors import ConfigError, RLTrainError
 from rltrain.schema import Config
@@ -77,6 +77,8 @@ def run(config: Config, overrides: Sequence[str], console: Console) -> int:
         join_cluster(config)
     began = time.perf_counter()
     plan(config, console, len(prompts), len(val_prompts))
+    if warning := sandbox_warning(config):
+        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (one line; what a reward process says is dropped)
     output_dir = Path(config.trainer.output_dir).expanduser().absolute()
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(resolved_yaml(config))
@@ -118,7 +120,7 @@ def train(
 
     status = 0
     with ConsoleDisplay(config.trainer.total_steps, config.trainer.sample_every, console) as display:
-        tracker = Tracker(output_dir, display)
+        tracker = Tracker(output_dir, display, [component.name for component in config.reward.components])
         path = model_directory(config, display)
         with display.waiting("starting the workers"):
             workers = start(config, path, stop_ids, needs_critic=needs_critic(config.algorithm))
@@ -192,7 +194,9 @@ def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
             try:
                 check_columns(load_function(function.path), function.name, source.columns, function.kwargs)
             except ConfigError as error:
-                raise ConfigError(f"{error}; a function of your own: reward.functions=[FILE.py:FUNCTION]") from None
+                own = "; a function of your own: reward.functions=[FILE.py:FUNCTION]"
+                is_default = function.path.startswith("rltrain.rewards.final_answer")
+                raise ConfigError(f"{error}{own if is_default else ''}") from None
     return prompts, val
 
 

@@ -23,7 +23,8 @@ def check_directory(path: str, key: str = "model.path") -> None:
         ConfigError: naming what is missing from it.
     """
     where, folder = f"{key}={path}", Path(path).expanduser()
-    require(folder.exists(), f"{where}: no such directory; give the folder of a model, or model.path=builtin")
+    other = ", or model.path=builtin" if where.startswith("model.path") else ""
+    require(folder.exists(), f"{where}: no such directory; give the folder of a model{other}")
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
     require((folder / "config.json").is_file(), f"{where}: holds no config.json; give a model's own folder")
     _read(folder / "config.json")

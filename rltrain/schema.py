@@ -5,6 +5,7 @@ dataclasses once; past that point there is no untyped config. The keys under `al
 `rltrain.algorithm_config`; rules that need more (files, registries, cores) live in `rltrain.checks`.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from rltrain.algorithm_config import AlgorithmConfig
 from rltrain.typed import at_least, require
 
 REWARD_MODEL = "reward_model"  # role of a training rank, followed by the name of the model
+_LARGEST_WEIGHT = 3.4e38  # float32 holds no more
+_OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,14 @@ class RewardFunctionConfig:
     gate: bool  # where its score is <= 0, every other function counts 0
     kwargs: dict[str, Any]  # options of the function, by name
 
+    def __post_init__(self) -> None:
+        for option in self.kwargs:
+            require(
+                isinstance(option, str) and option not in _OF_THE_SAMPLE,
+                f"kwargs.{option}: must be the name of an option, and none of {', '.join(_OF_THE_SAMPLE)}, of which "
+                "every sample has its own; take it out",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
@@ -163,8 +174,17 @@ class RewardConfig:
             any(c.weight for c in self.components),
             "functions, models: all weights are 0, so nothing is learnt; set one",
         )
-        for name in names:
+        for component in self.components:
+            name, weight = component.name, component.weight
             require(names.count(name) == 1, f"functions, models: two are named '{name}'; give each its own name")
+            require(
+                bool(re.fullmatch(r"[^\s/]+", name)),
+                f"functions, models: name {name!r}: metrics are called by it, so no spaces and no /; give another",
+            )
+            require(
+                abs(weight) <= _LARGEST_WEIGHT,
+                f"functions, models: weight of '{name}' is {weight:g}: outside float32's range (3.4e38); lower it",
+            )
 
     @property
     def components(self) -> list[RewardFunctionConfig | RewardModelConfig]:

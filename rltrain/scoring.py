@@ -11,13 +11,26 @@ from torch import Tensor
 from rltrain.algorithms import combine_rewards, overlong_penalty, required_columns, shape_scores, treat_truncated
 from rltrain.errors import RewardError
 from rltrain.protocol import DataProto
-from rltrain.rewards.loading import load_function
+from rltrain.rewards.loading import described, load_function
 from rltrain.schema import Config, RewardConfig, RewardFunctionConfig, RewardModelConfig
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """(B, K) -> (B,), gates applied; NaN where no component applies."""
-    return combine_rewards(matrix, weights=[c.weight for c in components], gates=[c.gate for c in components])
+    """(B, K) -> (B,), gates applied; NaN where no component applies. Raises RewardError beyond float32's range."""
+    weights, gates = [c.weight for c in components], [c.gate for c in components]
+    return _finite(combine_rewards(matrix, weights=weights, gates=gates), matrix)
+
+
+def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
+    """The totals (B,); NaN stands for what does not apply, and must not come of numbers too large to be added."""
+    bad = ~totals.isfinite() & ~matrix.isnan().all(-1)
+    if bool(bad.any()):
+        row = matrix[bad][0].tolist()
+        raise RewardError(
+            f"reward: the weighted sum of the scores {row} is {totals[bad][0].item()}: outside float32's range "
+            "(3.4e38); scale the scores or their weights down"
+        )
+    return totals
 
 
 def combined_scores(batch: DataProto, reward: RewardConfig) -> tuple[Tensor, Tensor]:
@@ -31,7 +44,10 @@ def combined_scores(batch: DataProto, reward: RewardConfig) -> tuple[Tensor, Ten
     components, uid = batch.batch["reward_components"], batch.batch["uid"]
     weights, gates = [c.weight for c in reward.components], [c.gate for c in reward.components]
     if reward.aggregation == "normalize_then_sum":
-        totals = combine_rewards(components, uid, valid, weights=weights, gates=gates, aggregation="normalize_then_sum")
+        totals = _finite(
+            combine_rewards(components, uid, valid, weights=weights, gates=gates, aggregation="normalize_then_sum"),
+            components,
+        )
     else:
         totals = _users_aggregation(reward.aggregation, components, uid, valid, weights)
     return totals.nan_to_num(0.0), valid & ~totals.isnan()
@@ -39,16 +55,30 @@ def combined_scores(batch: DataProto, reward: RewardConfig) -> tuple[Tensor, Ten
 
 def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor, weights: list[float]) -> Tensor:
     where = f"reward.aggregation={path}"
-    values = {"components": components, "uid": uid, "valid": valid, "weights": torch.tensor(weights)}
+    own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}  # it may change them in place
     try:
-        totals = load_function(path)(**values)
-    except Exception as error:
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
-    good = isinstance(totals, Tensor) and totals.shape == uid.shape and not bool(totals.isinf().any())
-    if not good:
+        totals = load_function(path)(**own, weights=torch.tensor(weights))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit would end the run without a word
+        raise RewardError(f"{where} raised {described(error)}") from error
+    if not _is_a_number_a_row(totals, uid):
         shown = tuple(totals.shape) if isinstance(totals, Tensor) else type(totals).__name__
+        shown = f"{shown} of {totals.dtype}" if isinstance(totals, Tensor) and totals.is_complex() else shown
         raise RewardError(f"{where} returned {shown}: one finite number a row, or NaN, is wanted, {tuple(uid.shape)}")
-    return totals.float()
+    totals = totals.detach().float()
+    if (
+        len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all())
+    ):  # one group may well have none
+        raise RewardError(f"{where} returned NaN for every row, so nothing is learnt; return a number where it applies")
+    return totals
+
+
+def _is_a_number_a_row(totals: object, uid: Tensor) -> bool:
+    """Whether this is (B,) of real numbers in float32's range, or NaN."""
+    if not isinstance(totals, Tensor) or totals.shape != uid.shape or totals.is_complex():
+        return False
+    return not bool(totals.detach().float().isinf().any())
 
 
 def truncated_rows(batch: DataProto) -> Tensor:

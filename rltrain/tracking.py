@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,12 +28,13 @@ class Tracker:
     Args:
         output_dir: of the run; exists.
         display: shows them too.
+        components: names of the reward's parts.
     """
 
-    def __init__(self, output_dir: Path, display: Display) -> None:
+    def __init__(self, output_dir: Path, display: Display, components: Sequence[str]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.output_dir, self.display = output_dir, display
+        self.output_dir, self.display, self.components = output_dir, display, list(components)
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         (output_dir / "rollouts").mkdir()
@@ -42,8 +44,17 @@ class Tracker:
     def log_step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Record a training step: its metrics and all of its samples."""
         self._write("metrics.jsonl", self.history, step, metrics)
-        pq.write_table(sample_table(batch), self.output_dir / "rollouts" / f"step_{step:06d}.parquet")
+        self._write_samples(f"step_{step:06d}", batch)
         self.display.step(step, metrics, batch)
+
+    def log_failed(self, step: int, batch: DataProto) -> Path:
+        """Record the samples of a step that could not be trained on; returns the file."""
+        return self._write_samples(f"failed_{step:06d}", batch)
+
+    def _write_samples(self, name: str, batch: DataProto) -> Path:
+        path = self.output_dir / "rollouts" / f"{name}.parquet"
+        pq.write_table(sample_table(batch, self.components), path)
+        return path
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""
@@ -71,8 +82,11 @@ class Tracker:
         return path
 
 
-def sample_table(batch: DataProto) -> pa.Table:
-    """Every sample of a batch, one row each: texts, ids, log-probs, score, advantage and why it ended."""
+def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
+    """Every sample of a batch, one row each: texts, ids, log-probs, scores, advantages and why it ended.
+
+    `reward_components` has the score of each part by its name; null where it did not apply or the sample failed.
+    """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")
     columns = {
@@ -83,11 +97,17 @@ def sample_table(batch: DataProto) -> pa.Table:
         "valid": batch.batch["valid"].tolist(),
         "finish_reason": objects["finish_reason"].tolist(),
         "reward_error": objects["reward_error"].tolist(),
-        "reward_components": pa.array(batch.batch["reward_components"].tolist()),
+        "reward_components": [
+            {name: None if math.isnan(score) else score for name, score in zip(components, row, strict=True)}
+            for row in batch.batch["reward_components"].tolist()
+        ],
     }
+    names = {"responses": "response_ids"}
     for name in ("responses", "rollout_log_probs", "policy_version", "advantages"):
-        columns[name] = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
-    columns["prompts"] = pa.ListArray.from_arrays(
+        if name in batch:
+            values = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
+            columns[names.get(name, name)] = values
+    columns["prompt_ids"] = pa.ListArray.from_arrays(
         batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy()
     )
     return pa.table(columns)

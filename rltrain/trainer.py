@@ -22,7 +22,7 @@ from rltrain.credit import (
     with_random_draws,
 )
 from rltrain.data import Prompt
-from rltrain.errors import LogProbError
+from rltrain.errors import LogProbError, RewardError
 from rltrain.metrics import Timer, log_prob_gap, sample_metrics
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
@@ -84,7 +84,7 @@ class Trainer:
         """One step: metrics, and the batch that was trained on."""
         config, timer = self.config, Timer()
         with timer("generate"):
-            batch = self.collector.collect(version=self.step)
+            batch = self.collect()
         metrics = sample_metrics(batch, [component.name for component in config.reward.components])
         if self.reference is not None:
             with timer("ref_log_probs"):
@@ -119,6 +119,16 @@ class Trainer:
         with timer("sync_weights"):
             self.sync_weights()
         return metrics | gap_metrics | reward_metrics | advantage_metrics | mask_metrics | timer.metrics(batch), batch
+
+    def collect(self) -> DataProto:
+        """The next groups; where too many rewards failed, the samples are kept for a look at them."""
+        try:
+            return self.collector.collect(version=self.step)
+        except RewardError as error:
+            if error.batch is None:
+                raise
+            path = self.tracker.log_failed(self.step + 1, error.batch)
+            raise RewardError(f"{error}; all samples: {path}") from None
 
     def rows(self, group: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """A forward pass of one role over all rows."""

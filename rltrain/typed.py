@@ -95,4 +95,6 @@ _KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", str: 
 
 
 def _wrong_type(key: str, value: Any, wanted: str) -> str:
-    return f"{key}={'null' if value is None else repr(value)}: must be {wanted}"
+    number = "number" in wanted and isinstance(value, str)
+    hint = ", without quotes" if number else ""
+    return f"{key}={'null' if value is None else repr(value)}: must be {wanted}{hint}"

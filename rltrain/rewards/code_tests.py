@@ -1,17 +1,19 @@
 """Rewards for programs: the share of tests that a response's code passes, in a sandbox."""
 
 import re
+import time
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rltrain.rewards import code_tests_inside
-from rltrain.rewards.sandbox import run
+from rltrain.rewards import code_tests_inside, code_tests_link
+from rltrain.rewards.sandbox import SandboxError, run
 from rltrain.rewards.sandbox_inside import LINK
 
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
+_OF_A_CALL = 0.75  # of the seconds that a reward's call may take; the rest is for starting and ending processes
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
 
@@ -25,6 +27,7 @@ def code_tests(
     sandbox: str = "auto",
     all_or_nothing: bool = False,
     entry_point: str | None = None,
+    reward_timeout_s: float | None = None,
 ) -> float:
     """Run the program in a response, and tests on it.
 
@@ -36,10 +39,12 @@ def code_tests(
 
     What remains: a program can tell by its arguments that it is tested, and remember answers; helpers, modules' members
     and classes that the tests take from the program are the program's, comparisons of two of its own objects too.
-    In the weak form of the sandbox nothing of this holds against a program that looks for it.
+    In the weak form of the sandbox nothing of this holds against a program that looks for it outside of Python.
 
-    What tests as text cannot do: `isinstance` and `except` with the program's own classes, and look below the first
-    level of an argument for what the program changed in place by identity. Names of builtins stay Python's.
+    What tests as text cannot do: `isinstance` and `except` with the program's own classes; arithmetic, `<` and `in`
+    between the program's own objects and plain data, as in `Vector(1, 2) * 3` (between two of its objects is fine);
+    and look below the first level of an argument for what the program changed in place by identity. Names of builtins
+    stay Python's, and so do `math`, `cmath` and `unittest`.
 
     Args:
         prompt: not looked at; every reward function gets it.
@@ -47,25 +52,28 @@ def code_tests(
         tests: Python text of asserts, as in MBPP, or with functions that hold them, as in HumanEval; or pairs
             {"input": ..., "output": ...}: the program reads the one and must write the other and end with exit code 0.
             White space at the ends of lines, and empty lines at the end, do not count.
-        timeout_s: wall-clock seconds for the program and all tests as text together, or for each pair.
+        timeout_s: wall-clock seconds for all tests together, without those that interpreters take to start. When they
+            are used up, what passed until then counts.
         memory_mb: see `sandbox.run`.
         sandbox: "auto", "required" or "limits": the `level` of `sandbox.run`.
         all_or_nothing: 1 if every test passes, else 0.
         entry_point: the program's function that `check`, which tests of HumanEval define, is called with.
+        reward_timeout_s: the run's `reward.timeout_s`, which is filled in: `timeout_s` is at most 3/4 of it.
 
     Returns:
         Passed tests over all tests; those that were not reached in time did not pass.
 
     Raises:
         ValueError: there are no tests, or they cannot be read. It is not the response's fault.
-        SandboxError: no sandbox of this level works here.
+        SandboxError: no sandbox of this level works here, or starting it for each pair takes too long.
     """
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_mb": memory_mb, "level": sandbox}
+    most = float("inf") if reward_timeout_s is None else _OF_A_CALL * reward_timeout_s
+    limits: dict[str, Any] = {"timeout_s": min(timeout_s, most), "memory_mb": memory_mb, "level": sandbox}
     program = extract_program(response)
     if isinstance(tests, str):
         share = _share_of_asserts(program, tests, entry_point, limits)
     else:
-        share = _share_of_pairs(program, list(tests), all_or_nothing, limits)
+        share = _share_of_pairs(program, list(tests), all_or_nothing, limits, time.monotonic() + most)
     return float(share == 1.0) if all_or_nothing else share
 
 
@@ -99,16 +107,28 @@ def _share_of_asserts(program: str, tests: str, entry_point: str | None, limits:
 
 
 def _share_of_pairs(
-    program: str, pairs: list[Mapping[str, str]], all_or_nothing: bool, limits: dict[str, Any]
+    program: str, pairs: list[Mapping[str, str]], all_or_nothing: bool, limits: dict[str, Any], end: float
 ) -> float:
     for pair in pairs:
         if not isinstance(pair, Mapping) or not {"input", "output"} <= pair.keys():
             raise ValueError(f"tests: {str(pair)[:60]!r} is no pair; give {{'input': text, 'output': text}}")
     if not pairs:
         raise ValueError("tests: there are none; give at least one pair or an assert")
-    passed = 0
-    for pair in pairs:
-        result = run(program, stdin=str(pair["input"]), **limits)
+    passed, begin, left = 0, time.monotonic(), limits["timeout_s"]
+    for done, pair in enumerate(pairs):
+        if left <= 0:
+            break
+        in_time = end - time.monotonic()
+        used = limits["timeout_s"] - left
+        if in_time <= 0 and used < (time.monotonic() - begin) / 2:  # not the program's fault: no score
+            raise SandboxError(
+                f"sandbox: {done} of {len(pairs)} pairs of tests were run in time, and most of it went into starting "
+                "Python; raise reward.timeout_s, or give fewer pairs"
+            )
+        if in_time <= 0:
+            break
+        result = run(program, stdin=str(pair["input"]), **{**limits, "timeout_s": min(left, in_time)})
+        left -= result.seconds
         right = result.status == "ok" and _without_edges(result.stdout) == _without_edges(str(pair["output"]))
         passed += right
         if all_or_nothing and not right:
@@ -122,4 +142,6 @@ def _without_edges(text: str) -> str:
 
 @cache
 def _inside() -> str:
-    return Path(code_tests_inside.__file__).read_text(encoding="utf-8")
+    """One text of both modules: in the sandbox there is no package to import from."""
+    link, inside = (Path(str(module.__file__)).read_text("utf-8") for module in (code_tests_link, code_tests_inside))
+    return link + "".join(line for line in inside.splitlines(True) if not line.startswith("from rltrain."))

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPENING, _CLOSING = "```json", "```"
+_SHALLOW = 20  # lists in lists that any schema that ends can be followed through
 
 
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
     """Check the response, or its last closed block fenced as ```json, against a JSON Schema.
 
     Each fence is a line of its own. What Python reads but JSON does not know (NaN, Infinity) is not valid, nor are
-    whole numbers of more than 4300 digits or lists nested some hundred deep. `format` in a schema is an annotation and
-    checks nothing. References outside the schema are never fetched.
+    whole numbers of more than 4300 digits, lists nested some hundred deep or, under `multipleOf`, numbers beyond a
+    float's range. `format` in a schema is an annotation and checks nothing. References outside the schema are never
+    fetched.
 
     Args:
         prompt: not looked at.
@@ -24,7 +26,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
         1.0 if valid, else 0.0; None without a schema.
 
     Raises:
-        ValueError: the schema is no JSON, no JSON Schema, or refers to what it does not hold.
+        ValueError: the schema is no JSON, no JSON Schema, or refers to itself without end or to what it does not hold.
     """
     if schema is None:
         return None
@@ -34,10 +36,17 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
     validator = _validator(text)
     try:
         value = json.loads(_json_text(response), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return 0.0
+    try:
         return float(validator.is_valid(value))
     except Unresolvable as error:
         raise ValueError(f"schema {text[:80]!r} refers to {error.ref!r}, which it does not hold; put it in") from None
-    except (ValueError, RecursionError):
+    except RecursionError:
+        if _depth(value) <= _SHALLOW:
+            raise ValueError(f"schema {text[:80]!r} refers to itself without end; correct it") from None
+        return 0.0
+    except (ValueError, OverflowError):  # OverflowError: multipleOf of a number beyond a float's range
         return 0.0
 
 
@@ -58,6 +67,18 @@ def _json_text(response: str) -> str:
         else:
             opened.append(line)
     return response if block is None else block
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects lie in each other; 0 for a number."""
+    depth, level = 0, [value]
+    while level := [inner for one in level for inner in _members(one)]:
+        depth += 1
+    return depth
+
+
+def _members(value: Any) -> list[Any]:
+    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _refuse(constant: str) -> None:

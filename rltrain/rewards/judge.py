@@ -93,7 +93,7 @@ async def judge(
                 model=model, messages=[{"role": "user", "content": content}], temperature=temperature,
                 max_tokens=max_tokens,
             )  # fmt: skip
-        except OpenAIError as error:
+        except (OpenAIError, ValueError, TypeError) as error:  # the body may be no JSON, or not even text
             said = f"{type(error).__name__}: {error}".replace(key or "\0", "***")
             return RewardResult(failed=True, message=f"{base_url}: {_short(said)}")
     return _result(answer, pattern, scale)
@@ -103,6 +103,8 @@ def _result(answer: Any, pattern: re.Pattern[str], scale: float) -> RewardResult
     """The number in a completion, which may be anything that a server calls one."""
     try:
         text = answer.choices[0].message.content or ""
+        if not isinstance(text, str):
+            raise TypeError
     except (AttributeError, IndexError, TypeError):
         return RewardResult(failed=True, message=f"the endpoint's answer is no chat completion: {_short(repr(answer))}")
     found = [match[1] for match in pattern.finditer(text)]

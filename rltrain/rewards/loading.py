@@ -6,6 +6,7 @@ the columns too, and returns a list.
 """
 
 import asyncio
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -25,9 +26,17 @@ from typing import Any
 from rltrain.errors import ConfigError, RLTrainError
 from rltrain.rewards.result import RewardResult
 
+BUILTIN = {  # short names
+    "final_answer": "final_answer", "exact_answer": "final_answer", "exact_match": "exact_match",
+    "numeric_match": "numeric_match", "math_answer": "math_answer", "multiple_choice": "multiple_choice",
+    "regex_format": "regex_format", "json_schema": "json_schema", "code_tests": "code_tests",
+    "length_penalty": "length", "overlong_penalty": "length", "repetition_penalty": "repetition", "judge": "judge",
+}  # fmt: skip
 STANDARD_COLUMNS = ("finish_reason",)  # every sample has them, whatever the data
+AGGREGATIONS = ("sum", "normalize_then_sum")
 AGGREGATED = ("components", "uid", "valid", "weights")  # what a function over the component matrix gets
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores travel
+_LONGEST_TEXT = 300  # characters of an exception's text that an error keeps
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # the parameters that tell the two forms apart
@@ -41,25 +50,36 @@ def load_function(path: str) -> Callable[..., Any]:
     """Import the reward function that `path` names.
 
     Args:
-        path: `package.module:function`, `package.module.function` or `file.py:function`; packages may lie in the
-            working directory; a file's path may be relative to it, and the file can import modules beside it.
+        path: `package.module:function`, `package.module.function`, `file.py:function`, or the short name of one that
+            comes with rltrain; packages may lie in the working directory; a file's path may be relative to it, and the
+            file can import modules beside it.
 
     Raises:
         ConfigError: it does not exist, does not import (with the reason), has no such function (the nearest is named),
             or the name is no function.
     """
     where = f"reward function '{path}'"
+    if path in BUILTIN:
+        path = f"rltrain.rewards.{BUILTIN[path]}:{path}"
     target, _, name = path.rpartition(":")
     if not target:
         target, _, name = path.rpartition(".")
     if not target or not name or path.endswith(".py"):
-        raise ConfigError(f"{where}: no function is named; use package.module:function or file.py:function")
+        if path and Path(path).expanduser().is_dir():
+            raise ConfigError(f"{where} is a directory; a reward model's place is reward.models=[{path}]")
+        near = difflib.get_close_matches(name or path, BUILTIN, n=1)
+        raise ConfigError(
+            f"{where}: no function is named{f'; did you mean {near[0]}?' if near else ''}; use package.module:function"
+            f", file.py:function, or one of {', '.join(BUILTIN)}"
+        )
     module = _file_module(Path(target).expanduser(), where) if _is_file(target) else _module(target, where)
     function = getattr(module, name, None)
     if function is None and not hasattr(module, name):
         raise ConfigError(f"{where}: {target} has no function '{name}'{_nearest_function(name, module)}")
     if not callable(function):
         raise ConfigError(f"{where}: '{name}' is of type {type(function).__name__}, not a function; name a function")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{where}: '{name}' has a yield, so calling it scores nothing; return the score instead")
     return function
 
 
@@ -87,26 +107,45 @@ def check_columns(
     parameters = _parameters(function)
     names = [p.name for p in parameters if p.kind in _BY_NAME]
     sink = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    starred = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    if starred and not sink and not {*there, *kwargs}.intersection(names):
+        raise ConfigError(
+            f"reward function '{name}' takes *args, to which nothing is passed; name what it needs, as in "
+            "def score(prompt, response)"
+        )
     for option in kwargs:
         if option not in names and not sink:
             raise ConfigError(
-                f"reward function '{name}': kwargs.{option}: it has no such parameter; it takes {', '.join(names)}"
+                f"reward function '{name}': kwargs.{option}: it has no such parameter{_meant(option, names)}; it takes "
+                f"{', '.join(names)}"
             )
     for parameter in parameters:
         required = parameter.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
         missing = required and parameter.default is inspect.Parameter.empty
         if missing and parameter.name not in there and parameter.name not in kwargs:
-            near = difflib.get_close_matches(parameter.name, there, n=1)
             raise ConfigError(
                 f"reward function '{name}' needs a column '{parameter.name}' that the data does not have; there are "
-                f"{', '.join(there)}{f'; did you mean {near[0]}?' if near else ''}; rename the parameter, give it a "
-                "default, add the column to the data, or set it in kwargs"
+                f"{', '.join(there)}{_meant(parameter.name, there)}; rename the parameter, give it a default, add "
+                "the column to the data, or set it in kwargs"
             )
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def check_aggregation(path: str) -> None:
     """Refuse a function over the component matrix that cannot be called by name with what there is."""
-    function = load_function(path)
+    if ":" not in path and "." not in path:
+        raise ConfigError(
+            f"reward.aggregation={path}: not one of {', '.join(AGGREGATIONS)}{_meant(path, AGGREGATIONS)}; or the path "
+            "of a function of your own, file.py:function"
+        )
+    try:
+        function = load_function(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("reward function '", "reward.aggregation '", 1)) from error
     try:
         inspect.signature(function).bind(**dict.fromkeys(AGGREGATED))
     except (TypeError, ValueError) as error:
@@ -226,17 +265,21 @@ def _module(target: str, where: str) -> ModuleType:
         sys.path.append(os.getcwd())  # as `python -m` does; an installed command does not. Ray tells it its workers
     try:
         return importlib.import_module(target)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything while it is imported
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
                 f"{where}: there is no module '{missing}'; check the name, or give the file: path/to/file.py:function"
             ) from None
-        raise ConfigError(f"{where}: {target} does not import ({_reason(error)}); fix it first") from error
+        raise ConfigError(f"{where}: {target} does not import ({described(error)}); fix it first") from error
 
 
 def _file_module(file: Path, where: str) -> ModuleType:
     file = file.resolve()
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{where}: {file} is no ordinary file; name a Python file, path/to/file.py:function")
     if not file.is_file():
         folder = file.parent
         beside = [p.name for p in folder.iterdir()] if folder.is_dir() else []
@@ -259,14 +302,22 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses and pickle look there
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
-        raise ConfigError(f"{where}: {file} does not import ({_reason(error)}); fix it first") from error
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(f"{where}: {file} does not import ({described(error)}); fix it first") from error
     return module
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+def described(error: BaseException) -> str:
+    """The type and text of an exception in one line, also where its `__str__` raises or the text cannot be encoded."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"its text cannot be had: __str__ raised {type(second).__name__}"
+    encodable = text.encode("utf-8", "backslashreplace").decode()  # the text may hold half a surrogate pair
+    return f"{type(error).__name__}: {' '.join(encodable.split())[:_LONGEST_TEXT]}".rstrip(": ")
 
 
 def _nearest_function(name: str, module: ModuleType) -> str:
@@ -276,15 +327,25 @@ def _nearest_function(name: str, module: ModuleType) -> str:
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end on the process's own event loop."""
-    return asyncio.run_coroutine_threadsafe(_without_exit(coroutine), _event_loop()).result()
+    """Run a coroutine to its end on the process's own event loop.
+
+    Raises:
+        ScoreError: it raised what is no Exception (SystemExit, CancelledError, KeyboardInterrupt, ...). The user's own
+            Ctrl-C, which comes to the main thread only, is no part of that.
+        Exception: whatever else it raised.
+    """
+    return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
 
 
-async def _without_exit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await coroutine
+    except Exception:
+        raise
     except SystemExit as error:  # it would end the loop, which all later calls need
         raise ScoreError(f"called sys.exit({error.code})") from None
+    except BaseException as error:
+        raise ScoreError(f"raised {described(error)}") from None
 
 
 @functools.cache
@@ -295,5 +356,11 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     caller runs a loop, as in a notebook.
     """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True).start()
+    threading.Thread(target=_run_for_ever, args=(loop,), name="async-rewards", daemon=True).start()
     return loop
+
+
+def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with contextlib.suppress(BaseException):  # a task of the user's raised SystemExit or so, or stopped the loop
+            loop.run_forever()

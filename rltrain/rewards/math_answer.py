@@ -2,7 +2,9 @@
 
 import functools
 import logging
+import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,13 @@ _HUGE = re.compile(
     r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # a power in an exponent
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"  # a large exponent, factorial, binomial
 )
+_NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")  # in an exponent
+_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # of a bracket
+_LARGEST_POWER = 10**6  # times the largest number in the bracket
+_MOST_TERMS = 10**5  # that a power of a sum is expanded to
+_OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
+_LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")  # whose numbers outgrow any count of calls
+_WORK = 5_000_000  # calls and returns of functions: a second, and ten times what the longest ordinary answers take
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
 _TEX = r"(?:[^\\]|\\(?![()\[\]]))+"
@@ -33,9 +42,11 @@ def math_answer(
     else what math-verify finds in its last 1000 characters ("the answer is $x^2$", the last formula, the last number).
     Where only one side has a percent sign, 50% is one half or 50. Answers of words alone ("east") are compared as text.
 
-    Nothing here watches the clock, so that it runs in any thread: the caller has to, as the reward pool does. To keep
-    that rare, an expression of over 500 characters, or with brackets ten deep in others, a power in an exponent, an
-    exponent or binomial of five digits or a factorial of four, is right only if it is written as the answer is.
+    What a model writes must not take for ever, and nothing here watches the clock, so that every machine and thread
+    gives the same score. An expression of over 500 characters, or with brackets ten deep in others, a power or product
+    in an exponent, an exponent or binomial of five digits, a factorial of four, a large power of a large number, a sum,
+    product, integral or limit over thousands or factorials, or any of these where the answer has none, is right only if
+    it is written as the answer is. So is one that takes sympy more than some million function calls.
 
     Args:
         prompt: not looked at.
@@ -59,14 +70,41 @@ def math_answer(
         return 1.0
     if words or _is_too_much(response[-_TAIL:] if given is None else given, _TAIL if given is None else _LONGEST):
         return 0.0
-    if given is None:
-        found = _parse(response[-_TAIL:])
-    else:
-        one_sided = _is_percent(given) != _is_percent(right)
-        found = _expressions(given, both_readings=one_sided)
-        expressions = [*_right(right, one_sided)]
+    if given is not None and _OPERATOR.search(given) and not _OPERATOR.search(right):
+        return 0.0
+    one_sided = given is not None and _is_percent(given) != _is_percent(right)
+    if one_sided:
+        expressions = [*_right(right, True)]
     verify = _library()[1]
-    return float(verify(expressions, found, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
+
+    def compared() -> bool:
+        found = _parse(response[-_TAIL:]) if given is None else _expressions(given, both_readings=one_sided)
+        return bool(verify(expressions, found, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
+
+    return float(_bounded(compared))
+
+
+class _TooMuchError(BaseException):
+    """The work is used up; no Exception, since the libraries catch those and go on."""
+
+
+def _bounded(work: Callable[[], bool]) -> bool:
+    """What it returns; False if it makes too many calls. In this thread only, and without a signal."""
+    left, before = _WORK, sys.getprofile()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _TooMuchError
+
+    sys.setprofile(count)
+    try:
+        return work()
+    except _TooMuchError:
+        return False
+    finally:
+        sys.setprofile(before)
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,13 +164,32 @@ def _parse(text: str) -> list[Any]:
 
 def _is_too_much(text: str, longest: int) -> bool:
     """Whether parsing or computing this could take long."""
-    if len(text) > longest or _HUGE.search(text):
+    if len(text) > longest or any(form.search(text) for form in (_HUGE, _NESTED, _LONG_OPERATOR)):
+        return True
+    if any(_is_large_power(_bracket(text, power.start()), int(power[1])) for power in _POWER.finditer(text)):
         return True
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}" and depth > 0)
         deepest = max(deepest, depth)
     return deepest > _DEEPEST
+
+
+def _bracket(text: str, end: int) -> str:
+    """What stands in the bracket that closes at `end`; all before it where none opens."""
+    depth = 1
+    for start in range(end - 1, -1, -1):
+        depth += (text[start] in ")]}") - (text[start] in "([{")
+        if not depth:
+            return text[start + 1 : end]
+    return text[:end]
+
+
+def _is_large_power(base: str, power: int) -> bool:
+    power *= math.prod(int(inner) for inner in _POWER.findall(base))
+    others = base.count("+") + base.count("-")
+    largest = max((int(number) for number in re.findall(r"\d{1,4}", base)), default=1)
+    return power * largest > _LARGEST_POWER or math.comb(power + others, others) > _MOST_TERMS
 
 
 @functools.cache

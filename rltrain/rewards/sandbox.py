@@ -5,7 +5,11 @@ process but its own, and no network; it can write only to a folder in memory tha
 installed and the kernel lets this user make namespaces, which is tried once in each process. The weak form has the same
 limits of time, memory, output, processes and file size, the same empty environment and a folder that is removed, and
 that is all: there a program can read and write whatever this user can, use the network, and signal this user's
-processes, this one too. It holds back mistakes, and nobody who means harm.
+processes, this one too: end a reward process, keep its own start from being noticed so that the sample fails instead of
+earning 0, read tests and verdicts where this user is root. It holds back mistakes, and nobody who means harm.
+
+What the strong form leaves open: where this user is root, a program can change the mode of the five devices it sees
+(null, zero, full, random, urandom), which are this machine's. Run rltrain as another user to close that too.
 
 Bounds in both: memory is bounded as address space per process, and summed over processes fifty times a second, as the
 number of processes and threads is; so for an instant both can be passed. Not counted: what the kernel keeps for pipes
@@ -134,25 +138,32 @@ def _check(given: dict[str, Any]) -> None:
         raise ValueError(f"sandbox: level is '{given['level']}'; choose one of {', '.join(LEVELS)}")
 
 
-def _strong(level: str) -> bool:
+def weakness(level: str) -> str:
+    """Say in one line what programs could do here at this level, "" if nothing; `run` will not say it again.
+
+    Raises:
+        SandboxError: no such form works here.
+    """
     if sys.platform != "linux":
         raise SandboxError(f"sandbox: this is {sys.platform}, and it needs Linux; score code on a Linux machine")
-    if level == "limits":
-        return False
-    if not (why := why_not_strong()):
-        return True
+    if level == "limits" or not (why := why_not_strong()):
+        return ""
     if level == "required":
         raise SandboxError(f"sandbox: the strong form does not work here: {why}")
     with _lock:
-        first = not _warned
         _warned.append(why)
-    if first:
-        logger.warning(
-            "sandbox: model-written code runs with limits on time, memory and output only: it can read and write this "
-            "user's files, use the network and signal this user's processes, because %s",
-            why,
-        )
-    return False
+    return (
+        "sandbox: model-written code runs with limits on time, memory and output only: it can read and write this "
+        f"user's files, use the network and signal this user's processes, because {why}"
+    )
+
+
+def _strong(level: str) -> bool:
+    said_before = bool(_warned)
+    weak = weakness(level)
+    if weak and not said_before:
+        logger.warning("%s", weak)
+    return level != "limits" and not weak
 
 
 def _try_strong() -> str:

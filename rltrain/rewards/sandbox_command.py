@@ -33,7 +33,8 @@ def command(*, strong: bool) -> list[str]:
         return [python, *options, str(_INSIDE)]
     bwrap = shutil.which("bwrap") or "bwrap"
     inside = "/sandbox_inside.py"
-    bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/"]
+    # What belongs to root in /proc/sys is the program's to write where this user is root, without any capability.
+    bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/", "--remount-ro", "/proc"]
     return [bwrap, *_walls(bwrap), *_places(python), *bound, "--", python, *options, inside]
 
 

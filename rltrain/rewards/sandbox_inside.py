@@ -28,13 +28,11 @@ def start(given: dict[str, int]) -> int:
     has_judge, alone = given["has_judge"], os.getpid() == 1
     if not alone:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what calls setsid and loses its parent comes to us
-    if has_judge:
-        _prctl(_PR_SET_DUMPABLE, 0)  # of a process that cannot be dumped, others read neither memory nor files
+    _prctl(_PR_SET_DUMPABLE, 0)  # of a process that cannot be dumped, others reach neither memory nor files
     there, back = (os.pipe(), os.pipe()) if has_judge else ((), ())
     program = os.fork()
     if not program:
-        if has_judge:
-            _prctl(_PR_SET_DUMPABLE, 1)
+        _prctl(_PR_SET_DUMPABLE, 1)
         return _become(given, given["program"], links=(there[0], back[1]) if has_judge else ())
     watched = program
     if has_judge:
@@ -59,7 +57,8 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    os.closerange(last + 1, 1024)
+    highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))  # all but what was made here
+    os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
     _limit(resource.RLIMIT_AS, given["memory_mb"] * mebibyte)
     _limit(resource.RLIMIT_FSIZE, given["max_file_mb"] * mebibyte)

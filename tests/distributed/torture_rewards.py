@@ -1,8 +1,10 @@
 """A reward function that does, when it is told to, what reward functions in the wild do to the process they run in."""
 
+import contextlib
 import ctypes
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +29,26 @@ def segfault():
 
 def leave():
     os._exit(3)
+
+
+def kill_its_group():
+    os.killpg(0, signal.SIGKILL)
+
+
+def raise_ctrl_c():
+    raise KeyboardInterrupt
+
+
+def write_everywhere(text=b"\xff" * 64):
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, text)
+    return 1.0
+
+
+def write_half_a_message():
+    write_everywhere(b"\0\1\0\0half")
+    sleep_for_ever()
 
 
 def fork_and_leave():
@@ -92,6 +114,10 @@ DEEDS = {
     "power": (big_power, True, "did not return within"),
     "segfault": (segfault, True, "ended its process (SIGSEGV)"),
     "exit": (leave, True, "ended its process (exit status 3)"),
+    "group": (kill_its_group, True, "ended its process (SIGKILL"),
+    "ctrl-c": (raise_ctrl_c, True, "raised KeyboardInterrupt"),
+    "garbage": (write_everywhere, True, "wrote where its process's answers go"),
+    "half a message": (write_half_a_message, True, "did not return within"),
     "fork and exit": (fork_and_leave, True, "ended its process (exit status 3)"),
     "fork and hang": (fork_and_hang, True, "did not return within"),
     "forks": (fork_sleepers, False, ""),

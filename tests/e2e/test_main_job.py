@@ -21,7 +21,7 @@ def check_outputs(run, steps: int) -> None:
     table = pq.read_table(run.output / "rollouts" / f"step_{steps:06d}.parquet")
     assert table.num_rows == 32
     rows = table.to_pylist()
-    assert all(len(row["responses"]) == len(row["rollout_log_probs"]) == len(row["advantages"]) for row in rows)
+    assert all(len(row["response_ids"]) == len(row["rollout_log_probs"]) == len(row["advantages"]) for row in rows)
     assert {len(row["prompt"]) for row in rows} == {8}
     assert "trainer:" in (run.output / "config.yaml").read_text()
     assert any((run.output / "tensorboard").glob("events.*"))

@@ -71,4 +71,4 @@ def check_advantages(rows: list[dict]) -> None:
     assert 0 < len(counted) < len(rows)
     mean = sum(row["score"] for row in counted) / len(counted)
     for row in counted:
-        assert row["advantages"] == pytest.approx([row["score"] - mean] * len(row["responses"]), abs=1e-5)
+        assert row["advantages"] == pytest.approx([row["score"] - mean] * len(row["response_ids"]), abs=1e-5)

@@ -152,9 +152,20 @@ def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_nam
     with pytest.raises(RewardError) as caught:
         collector(some_fail).collect(version=0)
     assert str(caught.value) == (
-        "75% of the rewards failed, above reward.max_failed_fraction=0.5: "
-        "sample (0, 1): error 1; sample (0, 2): error 2; sample (0, 3): error 3"
+        "75% of the rewards failed, 9 of 12, above reward.max_failed_fraction=0.5: "
+        "error 1 (3 x, first in prompt group 0, sample 1); error 2 (3 x, first in prompt group 0, sample 2); "
+        "error 3 (3 x, first in prompt group 0, sample 3)"
     )
+    assert len(caught.value.batch) == 12
+
+
+def test_failures_past_the_limit_are_not_waited_for_to_the_end(monkeypatch):
+    monkeypatch.setattr("rltrain.collector.PATIENCE_S", 0.0)
+    made = collector(some_fail)
+    with pytest.raises(RewardError, match=r"above reward\.max_failed_fraction=0\.5: error") as caught:
+        made.collect(version=0)
+    assert caught.value.batch is None
+    assert sum(len(group.results) for group in made.groups.groups.values()) < 12
 
 
 def test_failures_up_to_the_limit_go_on():
@@ -168,7 +179,7 @@ def test_failures_of_earlier_steps_are_not_blamed():
     made.collect(version=0)
     broken.append(True)
     made.rollout.version = 1
-    with pytest.raises(RewardError, match=r": sample \(3, 1\): error 1; sample \(3, 2\)"):
+    with pytest.raises(RewardError, match=r": error 1 \(3 x, first in prompt group 3, sample 1\); error 2"):
         made.collect(version=1)
 
 

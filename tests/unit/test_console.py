@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from rltrain.console import ConsoleDisplay, next_command, sample_text, summary
+from rltrain.console import ConsoleDisplay, next_command, sample_text, step_text, summary
 from rltrain.protocol import DataProto
 
 METRICS = {
@@ -17,10 +17,10 @@ METRICS = {
 }  # fmt: skip
 
 
-def sample(response="answer", prompt="1+1=", reason="stop", score=1.0, valid=True) -> DataProto:
+def sample(response="answer", prompt="1+1=", reason="stop", score=1.0, valid=True, error="") -> DataProto:
     return DataProto.from_dict(
         {"scores": torch.tensor([score]), "valid": torch.tensor([valid])},
-        {"prompt_text": [prompt], "response_text": [response], "finish_reason": [reason]},
+        {"prompt_text": [prompt], "response_text": [response], "finish_reason": [reason], "reward_error": [error]},
     )
 
 
@@ -39,6 +39,22 @@ def shown(batch: DataProto, *, terminal=False) -> str:
 
 
 # Without a terminal
+
+
+def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and_then():
+    where = console()
+    display = ConsoleDisplay(30, 0, where)
+    for step in range(1, 26):
+        display.step(step, METRICS, sample(error="it [b]broke[/b]" if step > 2 else "", valid=step <= 2))
+    lines = [line for line in where.file.getvalue().splitlines() if "failed" in line]
+    assert [line.split(":")[0].strip() for line in lines] == ["step 3", "step 10", "step 20"]
+    assert lines[0].endswith("1 of 1 rewards failed and are left out: it [b]broke[/b]")
+
+
+def test_of_several_rewards_each_is_shown_in_place_of_one_accuracy():
+    parts = {"reward/right/mean": 0.5, "reward/short/mean": -1.25}
+    assert "reward 0.50  right 0.50  short -1.25  kl" in step_text({**METRICS, **parts})
+    assert "acc 25%" in step_text({**METRICS, "reward/right/mean": 0.5})
 
 
 def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end():

@@ -37,6 +37,30 @@ def a_list(components, **others):
 def raises(components, **others):
     raise KeyError("level")
 
+def exits(components, **others):
+    raise SystemExit(0)
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+def mute(components, **others):
+    raise Mute
+
+def nothing(components, **others):
+    return torch.full((len(components),), torch.nan)
+
+def large(components, **others):
+    return torch.full((len(components),), 1e300, dtype=torch.float64)
+
+def imaginary(components, **others):
+    return torch.zeros(len(components), dtype=torch.complex64)
+
+def changes_all(components, uid, valid, weights):
+    for tensor in (components, uid, valid, weights):
+        tensor.zero_()
+    return torch.ones(len(uid)).requires_grad_()
+
 def demanding(components, level):
     return components
 """
@@ -115,12 +139,38 @@ def test_a_row_for_which_it_says_nan_is_in_no_statistic(own):
         ("infinite", "returned (2,): one finite number a row"),
         ("a_list", "returned list: one finite number a row"),
         ("raises", "raised KeyError: 'level'"),
+        ("exits", "raised SystemExit: 0"),
+        ("mute", "raised Mute: its text cannot be had"),
+        ("large", "returned (2,): one finite number a row"),
+        ("imaginary", "returned (2,) of torch.complex64: one finite number a row"),
     ],
 )
 def test_an_aggregation_that_returns_something_else_stops_the_run_in_one_line(own, name, said):
     with pytest.raises(RewardError) as caught:
         shaped(config_of(f"reward.aggregation={own}:{name}"), [(1.0, 3.0), (9.0, 1.0)])
     assert str(caught.value).startswith(f"reward.aggregation={own}:{name} {said}")
+
+
+def test_an_aggregation_that_says_nan_for_every_row_of_several_groups_stops_the_run(own):
+    config = config_of(f"reward.aggregation={own}:nothing")
+    assert shaped(config, [(1.0, 3.0), (9.0, 1.0)])[1] == [False, False]  # one group may have none
+    with pytest.raises(RewardError, match=r"own\.py:nothing returned NaN for every row, so nothing is learnt"):
+        shaped(config, [(1.0, 3.0), (9.0, 1.0)], [(1.0, 3.0), (9.0, 1.0)])
+
+
+def test_an_aggregation_cannot_change_the_batch(own):
+    config = config_of(f"reward.aggregation={own}:changes_all")
+    made = batch(config, [(1.0, 3.0)], [(9.0, 1.0)])
+    scores, valid = shaped_scores(made, config)
+    assert (scores.tolist(), valid.tolist(), scores.requires_grad) == ([1.0, 1.0], [True, True], False)
+    assert made.batch["reward_components"].tolist() == [[1.0, 3.0], [9.0, 1.0]]
+    assert (made.batch["uid"].tolist(), made.batch["valid"].tolist()) == ([0, 1], [True, True])
+
+
+@pytest.mark.parametrize("rows", [[(1e38, 1e38), (1.0, 1.0)], [(-3e38, -3e38)]])
+def test_C4_a_weighted_sum_beyond_float32_is_an_error_and_never_not_applicable(rows):
+    with pytest.raises(RewardError, match=r"is -?inf: outside float32's range \(3.4e38\)"):
+        batch(config_of(), [(2 * row[0], 2 * row[1]) if row[0] == 1e38 else row for row in rows])
 
 
 def test_an_aggregation_that_cannot_be_called_is_refused_at_the_start(own):

@@ -11,6 +11,7 @@ from rltrain.protocol import DataProto, jagged
 from rltrain.tracking import Tracker, draw_learning_curve, sample_table
 
 NAN = math.nan
+PARTS = ["right", "short"]
 
 
 def batch() -> DataProto:
@@ -51,7 +52,7 @@ EVALUATION = {"eval/sampled_reward": 0.25, "eval/greedy_reward": 0.5}
 def run(tmp_path):
     """Two steps and an evaluation, written and closed: (directory, tracker, display, learning curve)."""
     display = FakeDisplay()
-    tracker = Tracker(tmp_path, display)
+    tracker = Tracker(tmp_path, display, PARTS)
     tracker.log_eval(0, EVALUATION)
     tracker.log_step(1, metrics(0.25), batch())
     tracker.log_step(2, metrics(0.75), batch())
@@ -67,14 +68,14 @@ def test_every_step_and_every_evaluation_is_one_json_object_a_line_of_its_file(r
 
 
 def test_a_line_is_on_disk_as_soon_as_its_step_is_logged(tmp_path):
-    tracker = Tracker(tmp_path, FakeDisplay())
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
     tracker.log_step(1, metrics(0.25), batch())
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     tracker.close()
 
 
 def test_a_metric_that_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
-    tracker = Tracker(tmp_path, FakeDisplay())
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
     tracker.log_step(1, {**metrics(0.0), "actor/grad_norm": NAN, "actor/loss": -math.inf}, batch())
     tracker.close()
 
@@ -99,19 +100,19 @@ def test_every_sample_is_in_the_parquet_file_of_its_step(run):
     assert len(rows) == 3
     assert rows[0] == {
         "uid": 0, "prompt": "a", "response": "good", "score": 1.0, "valid": True, "finish_reason": "stop",
-        "reward_error": "", "reward_components": [1.0, pytest.approx(NAN, nan_ok=True)], "responses": [4, 5],
-        "rollout_log_probs": [-1.0, -2.0], "policy_version": [7, 7], "advantages": [0.5, 0.5], "prompts": [1],
+        "reward_error": "", "reward_components": {"right": 1.0, "short": None}, "response_ids": [4, 5],
+        "rollout_log_probs": [-1.0, -2.0], "policy_version": [7, 7], "advantages": [0.5, 0.5], "prompt_ids": [1],
     }  # fmt: skip
-    assert (rows[1]["responses"], rows[1]["valid"], rows[1]["reward_error"]) == ([], False, "it broke")
-    assert rows[1]["prompts"] == [1, 2]
+    assert (rows[1]["response_ids"], rows[1]["valid"], rows[1]["reward_error"]) == ([], False, "it broke")
+    assert rows[1]["prompt_ids"] == [1, 2]
     assert rows[2]["response"] == "\x00 [bold] \U0001f600\n"
-    assert (rows[2]["responses"], rows[2]["policy_version"], rows[2]["advantages"]) == ([6], [8], [-1.0])
+    assert (rows[2]["response_ids"], rows[2]["policy_version"], rows[2]["advantages"]) == ([6], [8], [-1.0])
 
 
 def test_a_table_of_samples_in_another_order_moves_their_tokens_along():
-    rows = sample_table(batch().reorder([2, 0, 1])).to_pylist()
-    assert [row["responses"] for row in rows] == [[6], [4, 5], []]
-    assert [row["prompts"] for row in rows] == [[3], [1], [1, 2]]
+    rows = sample_table(batch().reorder([2, 0, 1]), PARTS).to_pylist()
+    assert [row["response_ids"] for row in rows] == [[6], [4, 5], []]
+    assert [row["prompt_ids"] for row in rows] == [[3], [1], [1, 2]]
 
 
 def test_tensorboard_has_every_metric(run):
@@ -140,7 +141,7 @@ def test_the_learning_curve_changes_with_the_rewards(tmp_path):
 
 
 def test_a_run_without_a_step_has_no_curve(tmp_path):
-    tracker = Tracker(tmp_path, FakeDisplay())
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
     tracker.log_eval(0, EVALUATION)
     assert tracker.close() is None
     assert not (tmp_path / "learning_curve.png").exists()

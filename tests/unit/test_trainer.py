@@ -79,6 +79,9 @@ class FakeTracker:
         self.log.append(f"log {step}")
         self.steps.append((metrics, batch))
 
+    def log_failed(self, step, batch):
+        return f"/run/{step}"
+
     def log_eval(self, step, metrics):
         self.evals.append((step, metrics))
 
@@ -389,6 +392,6 @@ def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named():
     made, log = trainer(collector=Collector(config, rollout=Engines(), rewards=BrokenJudges(), prompts=prompts))
     with pytest.raises(RewardError) as caught:
         made.fit()
-    assert "100% of the rewards failed, above reward.max_failed_fraction=0.5" in str(caught.value)
-    assert "sample (0, 0): TypeError: no answer; sample (0, 1): TypeError: no answer" in str(caught.value)
+    assert "100% of the rewards failed, 4 of 4, above reward.max_failed_fraction=0.5" in str(caught.value)
+    assert "TypeError: no answer (4 x, first in prompt group 0, sample 0); all samples: /run/1" in str(caught.value)
     assert "actor update 1111" not in log

@@ -1,6 +1,7 @@
 """The process that reward functions run in: started by `workers.reward.guard`, which it talks to through a socket."""
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ def serve(descriptor: int, parent: int) -> None:
         parent: the process that started this one; this one ends with it.
     """
     processes.end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that a KeyboardInterrupt is a function's own
     processes.adopt_orphans()
     connection, own = Connection(descriptor), os.getpid()
     functions, options, memory_mb = connection.recv()

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -24,6 +25,8 @@ from workers.reward.child import READY
 from workers.reward.messages import RewardRequest, RewardResult
 
 _LOOK_S = 0.05  # between two looks at whether the process is still there; an answer is seen at once
+_PIECE_S = 10.0  # between two pieces of a message that has no deadline
+_GARBLED = "wrote where its process's answers go"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
 
@@ -33,6 +36,10 @@ class Ended:
 
     timed_out: bool
     reason: str
+
+
+class _LostError(Exception):
+    """The process can go on no longer; the text reads as `Ended.reason`."""
 
 
 class GuardedWorker:
@@ -62,7 +69,11 @@ class GuardedWorker:
             WorkerError: it ended before, or a function cannot be loaded.
         """
         while not self._ready:
-            if (said := self._receive(None)) is None:
+            try:
+                said = self._receive(None)
+            except _LostError as error:
+                said = f"while it imported the functions, it {error}"
+            if said is None:
                 raise WorkerError(f"while it imported the functions, it {self._end()}")
             if said != READY:
                 raise WorkerError(said)
@@ -73,17 +84,23 @@ class GuardedWorker:
         self, requests: Sequence[RewardRequest], *, deadline_s: float, **limits: Any
     ) -> list[RewardResult] | Ended:
         """See `RewardWorker.score`; after `deadline_s` seconds the process is killed, with all that it started."""
+        deadline, said = _now() + deadline_s, ""
         try:
+            _wait_at_most(self._connection, deadline_s)
             self._connection.send((requests, limits))
-            answer = self._receive(time.monotonic() + deadline_s)
+            answer = self._receive(deadline)
+            if answer is not None and _keys(answer) != [r.key for r in requests[: len(answer)]]:
+                raise _LostError(_GARBLED)
+        except _LostError as error:
+            answer, said = None, str(error)
         except OSError:  # it ended after its last answer
             answer = None
         if answer is not None:
             return answer
-        timed_out = self._process.poll() is None
-        ended = Ended(timed_out, self._end())
+        timed_out = not said and self._process.poll() is None
+        ending = self._end()
         self._start()
-        return ended
+        return Ended(timed_out, said or ending)
 
     def stop(self) -> None:
         """End the process, also while another thread waits for it; there will be no further one."""
@@ -102,6 +119,7 @@ class GuardedWorker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], cwd=self._directory,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a function that signals its process group must not reach this one
             )  # fmt: skip
             theirs.close()
             self._connection = Connection(ours.detach())
@@ -109,16 +127,28 @@ class GuardedWorker:
             self._connection.send(self._first)
 
     def _receive(self, deadline: float | None) -> Any:
-        """The next message; None if the process ended, or time is up."""
+        """The next message; None if the process ended, or time is up, also in the middle of it.
+
+        Raises _LostError where it is none, as the process's functions can write to the socket too, or where they use
+        too much shared memory.
+        """
         while not self._connection.poll(_LOOK_S if deadline is None else max(0.0, min(_LOOK_S, deadline - _now()))):
             if self._process.poll() is not None or (deadline is not None and _now() >= deadline):
                 return None
+            if processes.shared_memory_mb(self._process.pid) > self._first[2]:
+                raise _LostError("ended its process (shared memory beyond reward.memory_mb)")
+        _wait_at_most(self._connection, _PIECE_S if deadline is None else deadline - _now())
         try:
-            return self._connection.recv()
-        except (EOFError, OSError):
+            message = self._connection.recv()
+        except (BlockingIOError, EOFError, ConnectionError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             return None
+        except Exception as error:
+            raise _LostError(_GARBLED) from error
+        if message is None:
+            raise _LostError(_GARBLED)
+        return message
 
     def _end(self) -> str:
         """Kill the process and all below it; returns how it had ended."""
@@ -141,6 +171,20 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         processes.end_descendants(os.getpid())  # what it left is ours now
+
+
+def _wait_at_most(connection: Connection, seconds: float) -> None:
+    """Have reads and writes that wait for the other side's piece of a message for longer raise BlockingIOError."""
+    whole = max(seconds, 0.001)
+    limit = struct.pack("ll", int(whole), int(whole % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _keys(answer: Any) -> list[Any]:
+    good = isinstance(answer, list) and answer and all(isinstance(result, RewardResult) for result in answer)
+    return [result.key for result in answer] if good else [None]
 
 
 def _now() -> float:

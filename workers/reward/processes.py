@@ -35,6 +35,14 @@ def limit_memory(memory_mb: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no file of that size
 
 
+def shared_memory_mb(pid: int) -> float:
+    """Shared anonymous memory that a process has touched, which no limit of its own bounds; 0 if it is gone."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem:")) / 1024
+    return 0.0
+
+
 def has_children() -> bool:
     """Whether this process has children, ended ones that nobody waited for included; one system call."""
     try:

@@ -13,7 +13,7 @@ from rltrain.errors import WorkerError
 from rltrain.rewards.loading import absolute
 from rltrain.schema import RewardConfig
 from workers.reward.guard import Ended, GuardedWorker
-from workers.reward.transport import Answer, Call, Lost
+from workers.reward.transport import Answer, Call, Lost, settings
 
 _START_ATTEMPTS = 3
 _MARGIN_S = 10.0  # the guard in the actor keeps a call's deadline; this is for an actor that is stuck itself
@@ -48,7 +48,7 @@ class RayTransport:
         # Actors have a working directory of their own.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
-            "concurrency": reward.concurrency, "memory_mb": reward.memory_mb, "settings": {"sandbox": reward.sandbox},
+            "concurrency": reward.concurrency, "memory_mb": reward.memory_mb, "settings": settings(reward),
         }  # fmt: skip
         self._start_timeout_s = start_timeout_s
         # Without CPUs of their own they fit beside engines and trainers; a retry would run a deadly sample again.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rltrain.schema import RewardConfig
 from workers.reward.messages import RewardRequest, RewardResult
@@ -73,9 +73,7 @@ class InProcessTransport:
     size = 1
 
     def __init__(self, reward: RewardConfig) -> None:
-        self._worker = RewardWorker(
-            reward.functions, concurrency=reward.concurrency, settings={"sandbox": reward.sandbox}
-        )
+        self._worker = RewardWorker(reward.functions, concurrency=reward.concurrency, settings=settings(reward))
         self._call: Call | None = None
 
     def idle(self) -> Sequence[int]:
@@ -99,3 +97,8 @@ class InProcessTransport:
     def close(self) -> None:
         """See `Transport`."""
         self._call = None
+
+
+def settings(reward: RewardConfig) -> dict[str, Any]:
+    """What a function learns of the run, where it has a parameter of that name."""
+    return {"sandbox": reward.sandbox, "reward_timeout_s": reward.timeout_s}

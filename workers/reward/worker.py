@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import math
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from rltrain.rewards.loading import (
     as_score,
     as_scores,
     bind,
+    described,
     finish,
     is_async,
     is_batched,
@@ -21,8 +24,8 @@ from rltrain.rewards.loading import (
 from rltrain.schema import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 
-_LONGEST_TEXT = 300  # characters of an exception's text that an error keeps
-Outcome = float | None | Exception | SystemExit
+_CANCEL_S = 2.0  # that a cancelled call may take to end; a guarded process is replaced before
+Outcome = float | None | BaseException
 
 
 class _Function:
@@ -38,32 +41,49 @@ class _Function:
         """Score one sample here and now."""
         try:
             if self.batched:
-                return as_score(self._results([request])[0])
+                return as_score(as_scores(self._called([request]), 1)[0])
             return as_score(_finished(self.bound(request.prompt, request.response, request.columns)))
-        except (Exception, SystemExit) as error:  # Ctrl-C in an in-process run goes through
-            return error
+        except BaseException as error:
+            return _unless_ctrl_c(error)
 
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Score samples with one call of a batched function; if that fails, one by one."""
+        """Score samples with one call of a batched function; if it raises, one by one."""
         try:
-            return [as_score(result) for result in self._results(requests)]
-        except (Exception, SystemExit):
+            results = self._called(requests)
+        except BaseException as error:
+            _unless_ctrl_c(error)
             return [self.call(request) for request in requests]
+        try:
+            return [_outcome(result) for result in as_scores(results, len(requests))]
+        except Exception as error:  # not one score a sample: none can be told from another
+            return [error] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
-        """Score one sample with an async function, which is cancelled when its time is up."""
-        try:
-            async with asyncio.timeout(limit_s if math.isfinite(limit_s) else None) as limit:
-                return as_score(await self.bound(request.prompt, request.response, request.columns))
-        except (Exception, SystemExit) as error:
-            ours = isinstance(error, TimeoutError) and limit.expired()
-            return ScoreError(f"did not return within {limit_s:g} s") if ours else error
+        """Score one sample with an async function, which is cancelled when its time is up.
 
-    def _results(self, requests: Sequence[RewardRequest]) -> list[Any]:
+        It runs in a task of its own, so that nothing it does to that, or lets out, concerns the other samples; one that
+        does not end when it is cancelled is left behind.
+        """
+        task = asyncio.ensure_future(self._awaited(request))
+        await asyncio.wait([task], timeout=limit_s if math.isfinite(limit_s) else None)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=_CANCEL_S)
+            ending = "" if task.done() else ", nor when it was cancelled"
+            return ScoreError(f"did not return within {limit_s:g} s{ending}")
+        return ScoreError("cancelled itself") if task.cancelled() else task.result()
+
+    async def _awaited(self, request: RewardRequest) -> Outcome:
+        try:
+            return as_score(await self.bound(request.prompt, request.response, request.columns))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt would end the loop
+            return error
+
+    def _called(self, requests: Sequence[RewardRequest]) -> Any:
         names = dict.fromkeys(name for request in requests for name in request.columns)
         columns = {name: [request.columns.get(name) for request in requests] for name in names}
         prompts, responses = [r.prompt for r in requests], [r.response for r in requests]
-        return as_scores(_finished(self.bound(prompts, responses, columns)), len(requests))
+        return _finished(self.bound(prompts, responses, columns))
 
 
 class RewardWorker:
@@ -187,16 +207,30 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
     return RewardResult(request.key, (None,) * functions, failed=True, error=error, failed_function=function)
 
 
+def _outcome(result: Any) -> Outcome:
+    try:
+        return as_score(result)
+    except Exception as error:  # a result's own __repr__ or __float__ may raise too
+        return error
+
+
+def _unless_ctrl_c(error: BaseException) -> BaseException:
+    """What a function raised; where Ctrl-C raises KeyboardInterrupt, that is taken for the user's and goes on."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        raise error
+    return error
+
+
 def _finished(result: Any) -> Any:
     return finish(result) if inspect.iscoroutine(result) else result
 
 
 def _said(error: BaseException) -> str:
     """Say in one line what was raised and where, from the user's side."""
-    encodable = str(error).encode("utf-8", "backslashreplace").decode()  # the text may hold half a surrogate pair
-    text = " ".join(encodable.split())[:_LONGEST_TEXT]
+    text = described(error)
     if isinstance(error, ScoreError):
-        return text
+        return text.removeprefix("ScoreError: ")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"raised {type(error).__name__}: {text}".rstrip(": ") + place
+    return f"raised {text}{place}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.rewards import math_answer as answers
 from rltrain.rewards.boxed import last_boxed
 from rltrain.rewards.exact_match import exact_match
 from rltrain.rewards.json_schema import json_schema
@@ -273,6 +274,59 @@ def test_scores_are_floats():
     assert type(math_answer("p", "7", answer="7")) is float
     assert type(overlong_penalty("p", "7", max_length=4, buffer=0)) is float
     assert str(repetition_penalty("p", "a b c")) == "0.0"
+
+
+def test_a_schema_without_end_is_the_datas_fault_and_deep_nesting_the_responses():
+    for schema, response in (
+        ({"$ref": "#"}, "null"),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, '{"a": [1]}'),
+    ):
+        with pytest.raises(ValueError, match="refers to itself without end; correct it"):
+            json_schema("p", response, schema=schema)
+    nested = {"type": "array", "items": {"$ref": "#"}}
+    assert json_schema("p", "[" * 9 + "]" * 9, schema=nested) == 1.0
+    assert json_schema("p", "[" * 600 + "]" * 600, schema=nested) == 0.0
+
+
+def test_a_number_beyond_a_float_cannot_make_a_sample_failed():
+    assert json_schema("p", "1" + "0" * 400, schema={"multipleOf": 0.5}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\prod_{k=1}^{9999} k!", r"\int_0^1 \sin(x^x) dx", r"\sum_{n=1}^{10000000} n^{n}", r"\lim_{x\to 0} x^x",
+        r"(9^{9999})^{9999}", r"(a+b+c+d+e+f)^{999}", r"2^{99!}", r"3^{9999\cdot 9999}", r"(\binom{9999}{4999})^{9999}",
+    ],
+)  # fmt: skip
+def test_what_would_take_for_ever_is_right_only_as_it_is_written(text, monkeypatch):
+    monkeypatch.setattr(answers, "_library", lambda: pytest.fail("it is parsed"))
+    monkeypatch.setattr(answers, "_right", lambda *_: ())
+    assert math_answer("p", rf"\boxed{{{text}}}", answer="5") == 0.0
+    assert math_answer("p", rf"\boxed{{{text} }}", answer=text) == 1.0
+
+
+@pytest.mark.parametrize("text", [r"\prod_{k=1}^{9999} k!", r"\sum_{k=1}^{99} k!", r"\int_0^1 \sin(x^x) dx"])
+def test_work_is_bounded_where_the_answer_or_the_prose_has_an_operator_too(text, monkeypatch):
+    monkeypatch.setattr(answers, "_WORK", 200_000)
+    before = sys.getprofile()
+    assert math_answer("p", rf"The value is ${text}$", answer="5") == 0.0
+    assert math_answer("p", rf"\boxed{{{text}}}", answer=r"\sum_{k=1}^{3} k") == 0.0
+    assert sys.getprofile() is before
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{6}", r"\sum_{k=1}^{3} k"), (r"\boxed{\frac{n(n+1)}{2}}", r"\sum_{k=1}^{n} k"),
+        (r"\boxed{\sum_{k=1}^n k}", r"\sum_{k=1}^{n} k"), (r"\boxed{\frac{1}{3}}", r"\int_0^1 x^2 dx"),
+        (r"As $\sum_{k=1}^{9} k = 45$, the answer is 45.", "45"),
+        (r"\boxed{\left(\frac{1}{2}\right)^{100}}", "2^{-100}"),
+        (r"\boxed{2^{2024}-2^{2023}}", "2^{2023}"), (r"\boxed{(x+1)^{10}}", "(1+x)^{10}"),
+    ],
+)  # fmt: skip
+def test_ordinary_sums_and_powers_are_still_compared_as_mathematics(response, answer):
+    assert math_answer("p", response, answer=answer) == 1.0
 
 
 # Time

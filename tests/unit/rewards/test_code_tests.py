@@ -1,23 +1,42 @@
 """Programs scored by tests: right ones, wrong ones, and those that try to pass without being right."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rltrain.compose import compose
 from rltrain.rewards import sandbox
 from rltrain.rewards.code_tests import code_tests, extract_program
 from rltrain.rewards.loading import bind, check_columns, load_function
 from rltrain.rewards.sandbox import SandboxError
+from workers.reward.messages import RewardRequest
+from workers.reward.transport import settings
+from workers.reward.worker import RewardWorker
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden/code_tests.jsonl").read_text().splitlines()]
 WHY_NOT = sandbox.why_not_strong()
 needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
 TESTS = "assert add(1, 2) == 3\nassert add(0, 0) == 0\nassert add(-1, -1) == -2\nassert add(2, 2) == 4"
+MORE = """
+assert abs(add(1, 2) - 3) < 1e-6
+assert 3 in [add(1, 2)] and add(1, 2) < 4 and add(1, 2) % 2
+assert 3 in add([1], [2, 3])
+assert sorted([add(3, 1)]) == sorted([4]) and set([add(1, 2)]) == {3} and len(str(add(1, 2))) == len("3")
+assert math.isclose(add(1, 2), 3)
+def test_sum():
+    import unittest
+    unittest.TestCase().assertEqual(add(1, 2), 3)
+    assert all(add(i, 1) == i + 1 for i in range(10))
+test_sum()
+"""
 LONG_S = 30.0  # nothing here needs it
 
 
@@ -98,6 +117,23 @@ def add(a, b):
     "def add(a, b): return 77",
     "kills whoever it can": "import os\ndef add(a, b):\n    for pid in range(2, 12):\n"
     "        try: pid != os.getpid() and os.kill(pid, 9)\n        except OSError: pass\n    return 77",
+    "a distance of 0 to everything": "class Z:\n    def __sub__(s, o): return 0.0\n    __lt__ = __and__ = __mod__ = "
+    "lambda s, o: True\ndef add(a, b): return Z()",
+    "a container of everything": "class Z:\n    def __contains__(s, o): return True\ndef add(a, b): return Z()",
+    "serves builtins of its own": """
+import __main__ as m
+link = m.Link(100, 101)
+def yes(*a, **k): return True
+def add(*a, **k): return 77
+names = "abs len sorted set all any isinstance tuple list round sum max min str type range map zip __import__"
+offered = {"__builtins__": dict.fromkeys(names.split(), yes), **dict.fromkeys(names.split(), yes)}
+link.send(({"add": add, **offered}, {}))
+while True:
+    _, what, args, named = link.receive()
+    link.serve(what, args, named)
+""",
+    "a math of its own": "class math: isclose = lambda *a, **k: True\ndef add(a, b): return 77",
+    "a unittest of its own": "class unittest: TestCase = object\ndef add(a, b): return 77",
     "builtins of its own": "def abs(x): return 0\ndef all(x): return True\ndef add(a, b): return 77",
     "a pickle with code in it": "class P:\n    def __reduce__(s):\n"
     "        return (exec, ('import os; os.write(1, b\"1111\")',))\n"
@@ -113,7 +149,26 @@ STRONG_ONLY = ("kills whoever it can",)  # in the weak form it could hit process
 def test_a_cheat_passes_nothing(level, name):
     if level == "limits" and name in STRONG_ONLY:
         pytest.skip("only the strong form protects other processes")
-    assert score(CHEATS[name], sandbox=level, timeout_s=10.0) == 0.0
+    assert score(CHEATS[name], TESTS + MORE, sandbox=level, timeout_s=10.0) == 0.0
+
+
+def test_a_right_program_passes_what_no_cheat_does():
+    assert score("import math\ndef add(a, b): return a + b", TESTS + MORE) == 1.0
+
+
+def test_verdicts_cannot_be_written_where_we_have_many_files_open():
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        spray = SPRAY.replace("256", "1400")
+        assert score(spray + "def add(a, b): return 77", sandbox="limits", timeout_s=10.0) == 0.0
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+
+
+def test_the_program_may_not_replace_a_method_of_the_tests():
+    tests = "class T:\n    def right(self, x): return x == 3\nt = T()\nadd(t, 1)\nassert t.right(77)"
+    assert score("def add(t, b):\n    t.right = lambda x: True", tests) == 0.0
 
 
 def test_a_hostile_pickle_is_refused_by_the_tests_process():
@@ -185,6 +240,12 @@ POSSIBLE = [
     "assert half(1) == 0.5 and point() == (1, 2) and LIMIT == 3 and math.isclose(math.pi, 3.14159, rel_tol=1e-3)",
     "try:\n    bad(ValueError)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'no'",
     "x = object(); assert echo(x) is x",
+    "row = []; row.append(row); got = echo(row)\nassert got[0] is got",
+    "import collections, datetime, decimal\nfor x in [range(1, 9, 2), slice(1, None), 2j, int, ValueError, "
+    "datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2, 3), datetime.time(4), "
+    "datetime.date(2020, 1, 2), collections.deque([1], 3), collections.OrderedDict(b=1, a=(2,)), "
+    "decimal.Decimal('1.50'), collections.Counter('aab'), bytearray(b'x'), frozenset({(1,)}), None, '\\ud800', "
+    "10**5000, {1: [{2}]}]:\n    got = echo([x])[0]\n    assert (type(got), got) == (type(x), x)",
     "n = float('nan'); assert echo(n) != echo(n) and echo(1e400) == float('inf') and echo(2 + 1j) == 2 + 1j",
     "assert echo(b'x') == b'x' and echo({1, (2, 3)}) == {1, (2, 3)} and type(echo(True)) is bool",
     "def check(candidate):\n    for n in range(20):\n        assert candidate(n) == n\ncheck(echo)",
@@ -207,6 +268,43 @@ def test_a_statement_that_only_prepares_and_fails_ends_the_tests():
 def test_tests_that_were_reached_in_time_count():
     program = "def f(n):\n    while n: pass\n    return 0"
     assert score(program, "assert f(0) == 0\nassert f(1) == 0\nassert f(0) == 0", timeout_s=2.0) == 1 / 3
+
+
+def test_all_pairs_of_a_program_share_its_seconds():
+    pairs = [{"input": str(n), "output": "1"} for n in range(8)]
+    program = "import time\nif input() != '0': time.sleep(600)\nprint(1)"
+    begin = time.monotonic()
+    assert score(program, pairs, timeout_s=1.0) == 1 / 8
+    assert time.monotonic() - begin < 7.0  # with a second each it would be more
+
+
+def test_a_slow_program_is_0_and_never_failed_whatever_timeout_s_and_reward_timeout_s_are():
+    pairs = [{"input": "", "output": "1"}] * 3
+    for tests in (pairs, "assert f()"):
+        reward = reward_config("code_tests", timeout_s=2.0, kwargs={"timeout_s": 5.0, "tests": tests})
+        worker = RewardWorker(reward.functions, settings=settings(reward))
+        begin = time.monotonic()
+        (result,) = worker.score([RewardRequest((0, 0), "p", "while True: pass", {})])
+        assert (result.scores, result.failed) == ((0.0,), False)
+        assert time.monotonic() - begin < 5.0
+
+
+def test_where_starting_takes_all_the_time_it_is_an_error_and_no_0(monkeypatch):
+    import rltrain.rewards.code_tests as module
+
+    def slow(*args, **named):
+        time.sleep(0.2)
+        return sandbox.SandboxResult("ok", "1", "", 0, 0.01)
+
+    monkeypatch.setattr(module, "run", slow)
+    with pytest.raises(SandboxError, match="of 9 pairs of tests were run in time"):
+        code_tests("p", "print(1)", tests=[{"input": "", "output": "1"}] * 9, reward_timeout_s=0.8)
+
+
+def reward_config(path: str, *, timeout_s: float, kwargs: dict):
+    config = compose([])[0].reward
+    function = replace(config.functions[0], name="code", path=path, kwargs=kwargs)
+    return replace(config, functions=[function], timeout_s=timeout_s)
 
 
 def test_all_or_nothing_knows_no_halves():

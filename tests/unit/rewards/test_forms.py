@@ -102,7 +102,7 @@ def test_an_option_that_is_no_parameter_is_refused_unless_the_function_takes_any
     with pytest.raises(ConfigError) as caught:
         loading.check_columns(few, "mine", [], {"levle": 2})
     assert str(caught.value) == (
-        "reward function 'mine': kwargs.levle: it has no such parameter; it takes response, level"
+        "reward function 'mine': kwargs.levle: it has no such parameter; did you mean level?; it takes response, level"
     )
     loading.check_columns(any_option, "mine", [], {"levle": 2})
 
@@ -157,7 +157,11 @@ def test_one_bad_sample_of_a_batch_fails_alone(path):
 
 def test_a_batch_that_returns_another_number_of_scores_is_an_error(path):
     results = RewardWorker([function(path, "lists")]).score(requests("a", "short", answer="x"))
-    assert scores(results) == [2.0, 1.0]  # by itself, one score is right
+    assert scores(results) == ["failed", "failed"]  # none can be told from another
+    assert {r.error for r in results} == {
+        "reward function 'lists' returned 1 scores for 2 samples: one each, in their order"
+    }
+    assert module_of(path)["sizes"] == [2]  # and nothing is called again
     for wrong, said in (([1.0], "returned 1 scores for 2 samples"), (1.0, "returned float: a batched function")):
         with pytest.raises(loading.ScoreError, match=said):
             loading.as_scores(wrong, 2)

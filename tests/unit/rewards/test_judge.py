@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
         whole = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [message]}
         content = said[0] if said else reply if isinstance(reply, dict) else whole
-        body = json.dumps(content).encode()
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {**headers, "Content-Type": "application/json", "Content-Length": len(body)}.items():
             self.send_header(name, str(value))
@@ -135,12 +135,31 @@ def test_an_answer_without_a_number_is_failed_and_never_0(answer):
     assert result.message == f"no number in the judge's answer, which begins {answer!r}"
 
 
-@pytest.mark.parametrize("body", [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"choices": []},
+        *(
+            {"choices": [{"message": {"content": content}}]}
+            for content in (None, 5, [{"type": "text", "text": "Score: 3"}])
+        ),
+    ],
+)
 def test_what_is_no_completion_is_failed(body):
     with serving(lambda _: body) as server:
         result = ask(server)
     assert result.failed
     assert "no chat completion" in result.message or "no number" in result.message
+
+
+@pytest.mark.parametrize("body", [b"\xff<html>", b"{", b"", b'{"choices": "\xff"}'])
+def test_a_body_that_cannot_be_read_is_failed_in_the_judges_own_words(body):
+    with serving(lambda _: (200, {}, body)) as server:
+        result = ask(server, retries=0)
+    assert result.failed
+    assert result.message.startswith(f"{server.url}: ")
+    assert "\n" not in result.message
 
 
 def test_columns_go_into_a_question_of_ones_own_and_braces_in_values_stay_as_they_are():

@@ -12,7 +12,8 @@ import numpy
 import pytest
 
 from rltrain.errors import ConfigError
-from rltrain.rewards.loading import ScoreError, absolute, bind, call, check_columns, load_function
+from rltrain.rewards.loading import BUILTIN as BUILTIN_NAMES
+from rltrain.rewards.loading import ScoreError, absolute, bind, call, check_aggregation, check_columns, load_function
 from rltrain.schema import RewardFunctionConfig
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
@@ -96,7 +97,26 @@ def test_what_does_not_exist_is_named_with_its_nearest_neighbour(tmp_path):
 
 @pytest.mark.parametrize("path", ["score", "mine.py", ":score", "package.module:", ""])
 def test_a_path_without_a_function_is_refused(path):
-    assert "no function is named; use package.module:function or file.py:function" in error_of(path)
+    assert "no function is named; use package.module:function, file.py:function, or one of" in error_of(path)
+
+
+def test_what_comes_with_rltrain_has_a_short_name():
+    assert load_function("exact_answer") is load_function(f"{BUILTIN}:exact_answer")
+    assert {load_function(name).__name__ for name in BUILTIN_NAMES} == set(BUILTIN_NAMES)
+    assert "did you mean math_answer?" in error_of("math_anser")
+
+
+def test_a_directory_is_no_function_and_its_place_is_named(tmp_path):
+    assert f"reward.models=[{tmp_path}]" in error_of(str(tmp_path))
+
+
+def test_an_aggregation_of_no_known_name_gets_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"reward\.aggregation=normalise_then_sum.* did you mean normalize_then_sum\?"
+    ):
+        check_aggregation("normalise_then_sum")
+    with pytest.raises(ConfigError, match=r"^reward\.aggregation 'no\.py:f'"):
+        check_aggregation("no.py:f")
 
 
 def test_a_file_without_functions_says_so(tmp_path):

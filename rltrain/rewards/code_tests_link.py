@@ -1,0 +1,356 @@
+"""Two processes that use each other's objects, of which one may be an enemy; see `rltrain.rewards.code_tests_inside`.
+
+Plain data crosses by value; whatever else stays where it is, and the other process gets a `Far` in its place. What the
+tests' process receives can only be plain data, whatever the program's process sends: no object of the program, with an
+equality of its own, gets in, and no message can have a function called or an object changed.
+"""
+
+import builtins
+import importlib
+import io
+import operator
+import os
+import pickle
+import sys
+from typing import Any
+
+_BASIC = frozenset(
+    {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
+)  # what a pickle can hold without naming anything
+_VALUES = {  # other plain data: attributes that its constructor takes in this order, where that is how it is made
+    "builtins.complex": "real imag",
+    "builtins.range": "start stop step",
+    "builtins.slice": "start stop step",
+    "collections.Counter": "",
+    "collections.OrderedDict": "",
+    "collections.defaultdict": "",
+    "collections.deque": "",
+    "datetime.date": "year month day",
+    "datetime.datetime": "year month day hour minute second microsecond tzinfo",
+    "datetime.time": "hour minute second microsecond tzinfo",
+    "datetime.timedelta": "days seconds microseconds",
+    "datetime.timezone": "",
+    "decimal.Decimal": "",
+    "fractions.Fraction": "numerator denominator",
+}
+_PARTS: dict[str, Any] = {  # and where it is not
+    "collections.Counter": lambda counts: (dict(dict.items(counts)),),
+    "collections.OrderedDict": lambda table: (dict(table.items()),),
+    "collections.defaultdict": lambda table: (table.default_factory, dict(dict.items(table))),
+    "collections.deque": lambda row: ([*row], row.maxlen),
+    "datetime.timezone": lambda zone: zone.__getinitargs__(),
+    "decimal.Decimal": lambda number: (str(number),),
+}
+_BASES = {  # how to make plain data of a subclass of plain data, without asking the subclass
+    int: int.__int__,
+    float: float.__float__,
+    str: lambda text: "".join((text,)),
+    bytes: lambda text: bytes.__getitem__(text, slice(None)),
+    tuple: lambda row: (*tuple.__iter__(row),),
+    list: lambda row: [*list.__iter__(row)],
+    dict: lambda table: dict(dict.items(table)),
+    set: lambda members: {*set.__iter__(members)},
+    frozenset: lambda members: frozenset(frozenset.__iter__(members)),
+}
+# Never between an object of the program and plain data: its own arithmetic would make any number right.
+_BETWEEN_TWO = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lt", "le", "gt", "ge",
+)  # fmt: skip
+_OF_ONE = ("neg", "pos", "abs", "getitem", "setitem", "delitem")
+_BY_PYTHON = (iter, next, len, str, repr)
+_DOES = {
+    "call": lambda function, *args, **named: function(*args, **named),
+    "get": getattr,
+    "set": setattr,
+    "module": lambda name: sys.modules[name],
+    **{function.__name__: function for function in _BY_PYTHON},
+    **{name: getattr(operator, name) for name in ("eq", *_BETWEEN_TWO, *_OF_ONE)},
+}
+_FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
+
+
+class Raised(Exception):
+    """An exception of the other process that is none of Python's own."""
+
+
+class Far:
+    """An object of the other process. Equal to nothing here; two of them are as equal as the other process says."""
+
+    def __init__(self, link: "Link", number: int) -> None:
+        vars(self).update(_link=link, _number=number)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call it over there."""
+        return self._link.ask("call", self, *args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._link.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.ask("set", self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Far) and self._link.ask("eq", self, other) is True)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _forwarded(name: str) -> Any:
+    def forward(self: Far, *args: Any) -> Any:
+        if name in _BETWEEN_TWO and not all(isinstance(arg, Far) for arg in args):
+            return NotImplemented
+        return self._link.ask(name, self, *args)
+
+    return forward
+
+
+for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_PYTHON)):
+    setattr(Far, f"__{_name.strip('_')}__", _forwarded(_name))
+
+
+class Link:
+    """One end of the two pipes. Each request waits for its answer, and serves what the other end asks meanwhile."""
+
+    def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
+        """Take the two descriptors; `trusted` names the module whose objects alone the other end may look into."""
+        self._reads, self._writes, self._trusted = reads, writes, trusted
+        self._mine: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._far: dict[int, Far] = {}
+
+    def ask(self, what: str, *args: Any, **named: Any) -> Any:
+        """Have the other process do something, and return what came of it, or raise what it raised."""
+        self.send(("ask", what, args, named))
+        while True:
+            match self.receive():
+                case "ask", asked, tuple(given), dict(others):
+                    self.serve(asked, given, others)
+                case "raised", str(kind), str(text):
+                    raise _exception(kind, text)
+                case "answer", result, tuple(after):
+                    for old, new in zip(args, after, strict=False):
+                        _renew(old, new)
+                    return result
+                case _:
+                    os._exit(4)
+
+    def serve(self, what: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Do what the other process asks for."""
+        try:
+            if self._trusted is not None:
+                self._check(what, args)
+            result = _DOES[what](*args, **named)
+            self.send(("answer", result, args if any(type(arg) in _RENEWED for arg in args) else ()))
+        except BaseException as error:
+            self.send(("raised", type(error).__name__, str(error)))
+
+    def _check(self, what: str, args: tuple[Any, ...]) -> None:
+        if what not in _FOR_THE_PROGRAM:
+            raise PermissionError(f"a program may not ask for '{what}'")
+        if what not in ("get", "set"):
+            return
+        owner, name = type(args[0]), args[1]
+        if owner.__module__ != self._trusted or type(name) is not str or name.startswith("_"):
+            raise AttributeError(name)
+        if what == "set" and callable(getattr(owner, name, None)):
+            raise AttributeError(f"a program may not replace the method '{name}'")
+
+    def send(self, message: object) -> None:
+        """Write a message with its length in front."""
+        buffer = io.BytesIO()
+        _Out(buffer, self).dump(message)
+        data = buffer.getvalue()
+        left = memoryview(len(data).to_bytes(8, "little") + data)
+        while left:
+            left = left[os.write(self._writes, left) :]
+
+    def receive(self) -> Any:
+        """Read one message. If the other process has gone, or sends what is none, this one ends: nothing passes."""
+        size = int.from_bytes(self._read(8), "little")
+        if size > _LONGEST:
+            os._exit(4)
+        try:
+            return _In(io.BytesIO(self._read(size))).built(self)
+        except Exception:
+            os._exit(4)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            if not (more := os.read(self._reads, min(size - len(data), 1 << 20))):
+                os._exit(4)
+            data += more
+        return bytes(data)
+
+    def number(self, thing: object) -> int:
+        """Remember an object that the other process will refer to."""
+        if id(thing) not in self._numbers:
+            self._numbers[id(thing)] = len(self._mine)
+            self._mine.append(thing)
+        return self._numbers[id(thing)]
+
+    def far(self, number: int) -> Far:
+        """Return what stands for the other process's object of this number."""
+        return self._far.setdefault(number, Far(self, number))
+
+    def mine(self, number: int) -> Any:
+        """Return the object of this process that was given this number."""
+        return self._mine[range(len(self._mine))[number]]
+
+
+class _Out(pickle.Pickler):
+    """Pickles basic data in the ordinary way, and for anything else a description of basic data."""
+
+    def __init__(self, file: io.BytesIO, link: Link) -> None:
+        super().__init__(file, protocol=5)
+        self._link = link
+
+    def persistent_id(self, thing: Any) -> tuple[Any, ...] | None:
+        kind = type(thing)
+        if kind in _BASIC:
+            return None
+        if kind is Far:
+            return "mine", vars(thing)["_number"]
+        if isinstance(thing, type):
+            name = f"{thing.__module__}.{thing.__qualname__}"
+            return ("type", name) if _plain_type(name) is thing else ("far", self._link.number(thing))
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if _plain_type(name) is kind and (parts := _parts(name, thing)) is not None:
+            return "value", name, parts
+        for base, plain in _BASES.items():
+            if isinstance(thing, base):
+                return "basic", plain(thing)
+        return "far", self._link.number(thing)
+
+
+class _Described:
+    """What is to be made of a description, once all of the message is there. It has nothing that could be set."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+
+class _In(pickle.Unpickler):
+    """Reads a message that may come from an enemy.
+
+    Its pickle can name nothing, so it has no function to call and no object to change. Only then are descriptions
+    replaced, by what the code here can make.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._described = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name}: a message names nothing")
+
+    def persistent_load(self, words: Any) -> Any:
+        self._described = True
+        return _Described(words)
+
+    def built(self, link: Link) -> Any:
+        message = self.load()
+        return _built(message, link, {}) if self._described else message
+
+
+def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Replace descriptions; `done` has by identity what was met, which stays alive, and what came of it."""
+    kind = type(thing)
+    if kind not in (list, dict, set, tuple, frozenset, _Described):
+        return thing
+    if id(thing) in done:
+        return done[id(thing)][1]
+    if kind in (list, dict, set):
+        done[id(thing)] = (thing, thing)
+    if kind is _Described:
+        result = _made(link, *_built(thing.words, link, done))
+    elif kind is dict:
+        result, items = thing, [(_built(key, link, done), _built(value, link, done)) for key, value in thing.items()]
+        thing.clear()
+        thing.update(items)
+    else:
+        members = [_built(member, link, done) for member in thing]
+        result = members if kind is list else kind(members)
+        if kind in (list, set):
+            thing.clear()
+            (thing.extend if kind is list else thing.update)(members)
+            result = thing
+    done[id(thing)] = (thing, result)
+    return result
+
+
+def _made(link: Link, what: str, *words: Any) -> Any:
+    match what, *words:
+        case "far" | "mine", int(number):
+            return getattr(link, what)(number)
+        case "type", str(name):
+            found = _plain_type(name)
+        case "basic", basic if type(basic) in _BASIC:
+            return basic
+        case "value", str(name), tuple(parts) if name in _VALUES and _fit(name, parts):
+            kind: Any = _plain_type(name)
+            return kind(*parts)
+        case _:
+            found = None
+    if found is None:
+        raise pickle.UnpicklingError("no such description")
+    return found
+
+
+def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
+    """What a value is made of; None if that is no plain data either."""
+    parts = _PARTS[name](thing) if name in _PARTS else tuple(getattr(thing, part) for part in _VALUES[name].split())
+    return parts if _fit(name, parts) else None
+
+
+def _fit(name: str, parts: tuple[Any, ...]) -> bool:
+    """Whether a constructor gets what it is for, and nothing that it would call."""
+    kinds = [type(part) for part in parts]
+    if name in ("collections.Counter", "collections.OrderedDict"):
+        return kinds == [dict]
+    if name == "collections.deque":
+        return kinds in ([list, int], [list, type(None)])
+    if name == "collections.defaultdict":
+        return len(kinds) == 2 and kinds[1] is dict
+    times = ("datetime.timedelta", "datetime.timezone")
+    return all(kind in (int, float, str, type(None)) or f"{kind.__module__}.{kind.__name__}" in times for kind in kinds)
+
+
+def _plain_type(name: str) -> type | None:
+    """The type of plain data, or the exception of Python's own, that has this name."""
+    module, _, own = name.rpartition(".")
+    if name in _VALUES:
+        return getattr(importlib.import_module(module), own)
+    found = getattr(builtins, own, None) if module == "builtins" else None
+    return found if found in _BASIC or _builtin_exception(own) is found else None
+
+
+_LONGEST = 1 << 30
+_RENEWED = (list, dict, set, bytearray)
+
+
+def _renew(old: Any, new: Any) -> None:
+    """Repeat on our side what the other process did to an argument."""
+    if type(old) is not type(new) or type(old) not in _RENEWED:
+        return
+    old.clear()
+    old.extend(new) if isinstance(old, list | bytearray) else old.update(new)
+
+
+def _exception(name: str, text: str) -> Exception:
+    try:
+        if (kind := _builtin_exception(str(name))) is not None:
+            return kind(text)
+    except TypeError:  # UnicodeDecodeError wants more
+        pass
+    return Raised(f"{name}: {text}")
+
+
+def _builtin_exception(name: str) -> type[Exception] | None:
+    kind = getattr(builtins, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None

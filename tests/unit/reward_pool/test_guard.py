@@ -1,0 +1,54 @@
+"""The guard of a reward process, in a process of its own: it ends whatever lies below it."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.guard import GuardedWorker
+from workers.reward.messages import RewardRequest
+
+function = RewardFunctionConfig(name="score", path=sys.argv[1], weight=1.0, gate=False, kwargs={})
+guard = GuardedWorker([function], memory_mb=64)
+guard.ping()
+for response in sys.argv[2:]:
+    print(guard.score([RewardRequest((0, 0), "p", response, {})], deadline_s=float(response.partition(" ")[0])))
+    guard.ping()
+guard.stop()
+"""
+REWARDS = """
+import mmap, os, time
+KEPT = []
+
+def score(response):
+    if "share" in response:
+        KEPT.append(mmap.mmap(-1, 1 << 30))
+        for start in range(0, 256 << 20, 4096):
+            KEPT[-1][start] = 1
+        time.sleep(3600)
+    for descriptor in range(3, 64):
+        try:
+            if "half" in response:
+                os.write(descriptor, bytes([0, 1, 0, 0]))
+            if "forged" in response:
+                os.write(descriptor, bytes([0, 0, 0, 2]) + b"N.")  # None
+        except OSError:
+            pass
+    if "half" in response:
+        time.sleep(3600)
+    return 1.0
+"""
+
+
+def test_G2_shared_memory_forged_answers_and_half_of_one_cost_only_the_process(tmp_path):
+    (tmp_path / "own.py").write_text(REWARDS)
+    command = [sys.executable, "-c", SCRIPT, f"{tmp_path}/own.py:score", "60 share", "60 forged", "1 half", "60 fine"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110)
+    good = "[RewardResult(key=(0, 0), scores=(1.0,), failed=False, error='', failed_function=-1)]"
+    assert done.stdout.splitlines() == [
+        "Ended(timed_out=False, reason='ended its process (shared memory beyond reward.memory_mb)')",
+        'Ended(timed_out=False, reason="wrote where its process\'s answers go")',
+        "Ended(timed_out=True, reason='did not answer in time')",
+        good,
+    ]

@@ -1,0 +1,192 @@
+"""What reward functions raise and return that nobody expects, and what is refused before anything runs."""
+
+import signal
+
+import pytest
+
+from rltrain.compose import compose
+from rltrain.errors import ConfigError
+from rltrain.rewards import loading
+from rltrain.schema import RewardFunctionConfig
+from workers.reward.messages import RewardRequest
+from workers.reward.worker import RewardWorker
+
+RAISES = """
+import asyncio
+
+class Own(BaseException): pass
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+WHAT = {
+    "cancelled": asyncio.CancelledError(), "own": Own("mine"), "generator": GeneratorExit(), "mute": Mute(),
+    "group": BaseExceptionGroup("several", [Own("one")]), "exit": SystemExit(3),
+}
+
+def plain(response):
+    return raised(response)
+
+async def awaited(response):
+    if response == "ctrl-c":
+        raise KeyboardInterrupt
+    if response == "itself":
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+    if response == "stop":
+        asyncio.get_running_loop().stop()
+    return raised(response)
+
+def lists(prompts, responses):
+    return [raised(response) for response in responses]
+
+async def async_lists(prompts, responses):
+    if "itself" in responses:
+        asyncio.current_task().cancel()
+        return [len(r) for r in responses]
+    if "ctrl-c" in responses:
+        raise KeyboardInterrupt
+    return [raised(response) for response in responses]
+
+def raised(response):
+    if response in WHAT:
+        raise WHAT[response]
+    return len(response)
+
+async def stubborn(response):
+    while response == "stay":
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+    return len(response)
+
+class Shy:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+def shy(prompts, responses):
+    return [Shy() if r == "shy" else 1.0 for r in responses]
+"""
+SAID = {
+    "cancelled": "CancelledError", "own": "Own: mine", "generator": "GeneratorExit",
+    "group": "BaseExceptionGroup: several",
+    "mute": "Mute: its text cannot be had: __str__ raised RuntimeError", "exit": "3",
+}  # fmt: skip
+
+
+def function(path, name: str, **kwargs) -> RewardFunctionConfig:
+    return RewardFunctionConfig(name=name, path=f"{path}:{name}", weight=1.0, gate=False, kwargs=kwargs)
+
+
+def requests(*responses: str) -> list[RewardRequest]:
+    return [RewardRequest((0, n), "p", text, {}) for n, text in enumerate(responses)]
+
+
+def scores(results) -> list:
+    return ["failed" if r.failed else r.scores[0] if len(r.scores) == 1 else r.scores for r in results]
+
+
+@pytest.fixture
+def raising(tmp_path):
+    (tmp_path / "raising.py").write_text(RAISES)
+    return tmp_path / "raising.py"
+
+
+@pytest.mark.parametrize("form", ["plain", "awaited", "lists", "async_lists"])
+@pytest.mark.parametrize("what", SAID)
+def test_G2_whatever_is_raised_is_failed_with_its_name_and_the_others_are_scored(raising, form, what):
+    worker = RewardWorker([function(raising, form)])
+    results = worker.score(requests("abc", what, "a"))
+    assert scores(results) == [3.0, "failed", 1.0]
+    assert results[1].error.startswith(f"reward function '{form}' ")
+    assert SAID[what] in results[1].error
+    assert scores(worker.score(requests("ab"))) == [2.0]  # the event loop is still there
+
+
+@pytest.mark.parametrize(("form", "what"), [("awaited", "ctrl-c"), ("awaited", "itself"), ("async_lists", "ctrl-c"),
+                                            ("async_lists", "itself")])  # fmt: skip
+def test_G2_an_async_function_can_neither_end_the_loop_nor_cancel_its_caller(raising, form, what):
+    worker = RewardWorker([function(raising, form)])
+    assert scores(worker.score(requests(what))) == ["failed"]
+    assert scores(worker.score(requests("ab"))) == [2.0]
+
+
+def test_an_async_function_that_stops_the_loop_stops_no_other(raising):
+    worker = RewardWorker([function(raising, "awaited")])
+    assert scores(worker.score(requests("abc", "stop", "a"))) == [3.0, 4.0, 1.0]
+
+
+def test_ctrl_c_of_the_user_goes_through(raising, monkeypatch):
+    worker = RewardWorker([function(raising, "plain")])
+    monkeypatch.setattr(worker._functions[0], "bound", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        worker.score(requests("a"))
+
+
+def test_an_async_function_that_goes_on_when_it_is_cancelled_is_left_behind(raising, monkeypatch):
+    monkeypatch.setattr("workers.reward.worker._CANCEL_S", 0.2)
+    results = RewardWorker([function(raising, "stubborn")]).score(requests("abc", "stay", "a"), limit_s=0.2)
+    assert scores(results) == [3.0, "failed", 1.0]
+    assert results[1].error == "reward function 'stubborn' did not return within 0.2 s, nor when it was cancelled"
+
+
+def test_a_result_that_cannot_be_shown_fails_alone(raising):
+    assert scores(RewardWorker([function(raising, "shy")]).score(requests("a", "shy"))) == [1.0, "failed"]
+
+
+# What is refused before anything runs
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def score(prompt, response): yield 1.0", "'score' has a yield"),
+        ("async def score(prompt, response): yield 1.0", "'score' has a yield"),
+        ("class Own(BaseException): pass\nraise Own('x')", "does not import (Own: x)"),
+        ("class Own(Exception):\n    def __str__(self): raise ValueError\nraise Own", "does not import (Own: its text"),
+    ],
+)
+def test_a_function_that_cannot_score_is_refused_in_one_line(tmp_path, code, said):
+    (tmp_path / "odd.py").write_text(code)
+    with pytest.raises(ConfigError) as caught:
+        loading.load_function(f"{tmp_path}/odd.py:score")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_to_which_nothing_would_be_passed_is_refused():
+    def blind(*args): ...
+    def wrapped(*args, **kwargs): ...
+    def named(response, *others): ...
+
+    with pytest.raises(ConfigError, match=r"'mine' takes \*args, to which nothing is passed"):
+        loading.check_columns(blind, "mine", [])
+    loading.check_columns(wrapped, "mine", [])
+    loading.check_columns(named, "mine", [])
+
+
+def test_a_device_is_no_reward_file():
+    with pytest.raises(ConfigError, match="/dev/null is no ordinary file; name a Python file"):
+        loading.load_function("/dev/null:score")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ("name: ''", "name ''"),
+        ("name: a/b", "name 'a/b'"),
+        ("name: a b", "name 'a b'"),
+        ("weight: 1e39", "weight of 'plain' is 1e+39: outside float32's range"),
+        ("weight: -1e39", "weight of 'plain' is -1e+39"),
+        ("kwargs: {prompt: x}", "reward.functions[0].kwargs.prompt: must be the name of an option"),
+        ("kwargs: {responses: x}", "reward.functions[0].kwargs.responses: must be"),
+        ("kwargs: {1: x}", "reward.functions[0].kwargs.1: must be"),
+    ],
+)
+def test_a_function_config_that_makes_no_sense_is_refused(changes, said):
+    with pytest.raises(ConfigError) as caught:
+        compose([f"reward.functions=[{{path: 'x.py:plain', {changes}}}]"])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
