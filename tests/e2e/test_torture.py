@@ -1,7 +1,6 @@
 """G2, G3, G4, C4, C5, B8 through the whole program: it trains while one reward call in twenty does its worst."""
 
 import importlib.util
-import math
 
 import pyarrow.parquet as pq
 import pytest
@@ -60,8 +59,7 @@ def check(row: dict) -> None:
         return
     applies, tail = len(row["response"]) % 2 == 0, float(row["response"][-1:].isdigit())
     assert row["reward_error"] == ""
-    assert components[0] == first  # G3
-    assert components[1] == tail if applies else math.isnan(components[1])
+    assert components == {"bad": first, "tail": tail if applies else None}  # G3
     assert row["score"] == first + (WEIGHT * tail if applies else 0.0)  # G4
 
 

@@ -227,12 +227,11 @@ def test_G3_scores_belong_to_their_samples_and_never_more_are_under_way_than_all
 
 def test_requests_leave_no_faster_than_the_rate_and_retries_count():
     with serving(lambda n: (500, {"retry-after-ms": "1"}) if n == 1 else "Score: 1") as server:
+        began = time.monotonic()
         results = worker(server.url, requests_per_minute=600).score(requests(5))
     assert [result.scores for result in results] == [(1.0,)] * 5
     assert len(server.times) == 6
-    gaps = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
-    assert server.times[-1] - server.times[0] >= 0.45
-    assert min(gaps) > 0.05
+    assert all(arrived - began >= 0.1 * number for number, arrived in enumerate(server.times))
 
 
 def test_in_a_worker_a_judge_that_fails_makes_its_sample_failed_and_one_that_hangs_is_cancelled():
