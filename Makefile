@@ -12,10 +12,10 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check mutants clean
+.PHONY: help setup demo test check mutants bench bench-gpu clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
 setup: $(READY)  ## Make .venv from the locked requirements
 	@:
@@ -65,6 +65,23 @@ mutants: setup  ## Change rltrain/algorithms at random, COUNT times, and count t
 	@cd $(MUTANTS)/copy && PATH=$(abspath $(BIN)):$$PATH $(TEST_ENV) ../venv/bin/cosmic-ray exec \
 	tests/mutation/cosmic-ray.toml ../session.sqlite
 	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py report $(MUTANTS)/session.sqlite
+
+# TRL has an environment of its own: the same locked packages, and what it needs besides.
+TRL := build/trl
+$(TRL)/.ready: docker/requirements-cpu.txt
+	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	@echo "installing TRL into $(TRL) (a minute or two, the first time)"
+	@$(TRL)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-cpu.txt
+	@$(TRL)/bin/python -m pip install -qq --disable-pip-version-check -c docker/requirements-cpu.txt \
+	'trl==1.16.*' accelerate datasets
+	@touch $@
+
+BENCH := TRL_VENV=$(abspath $(TRL)) $(BIN)/python -m tests.benchmarks
+bench: setup $(TRL)/.ready  ## Benchmarks against TRL, a plain loop and each part's limit: make bench ARGS="trl phases"
+	@$(BENCH) $(ARGS)
+
+bench-gpu: setup  ## Benchmarks of training, generation and sync on a GPU
+	@$(BIN)/python -m tests.benchmarks --gpu $(ARGS)
 
 clean:  ## Remove .venv, caches and builds; results in outputs/ stay
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

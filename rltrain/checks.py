@@ -55,6 +55,10 @@ def check(config: Config) -> None:
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
     check_limits(config, _model_config(config.model.path))
+    if config.model.lora is not None:
+        from workers.lora import adapter_parameters
+
+        adapter_parameters(config.model.path, config.model.lora)
 
 
 def check_cluster(config: Config, resources: Mapping[str, float]) -> None:

@@ -1,4 +1,9 @@
-"""Prompts in, finished batches out: ships groups to the engines, answers to the reward workers, and waits for both."""
+"""Prompts in, finished batches out: ships groups to the engines, answers to the reward workers, and waits for both.
+
+One driver for synchronous and asynchronous runs: `answers` ships what the staleness bound allows and waits for the
+oldest groups only, `scored` waits for their scores, and `advance`, called while the training ranks compute, keeps
+answers and scores moving meanwhile.
+"""
 
 import time
 from collections import Counter
@@ -10,7 +15,7 @@ import torch
 from rltrain.algorithms import required_columns
 from rltrain.data import Prompt, PromptOrder, PromptSet
 from rltrain.errors import RewardError
-from rltrain.prompt_groups import Group, PromptGroups, requests_of
+from rltrain.prompt_groups import Group, PromptGroups, State, requests_of
 from rltrain.protocol import DataProto, jagged
 from rltrain.reward_models import RewardModel, with_model_scores
 from rltrain.schema import Config, RewardFunctionConfig, RewardModelConfig
@@ -60,38 +65,63 @@ class Collector:
             samples_per_prompt=config.rollout.samples_per_prompt,
             prompts_per_step=config.trainer.prompts_per_step,
             max_staleness=config.trainer.max_staleness,
+            steps=config.trainer.total_steps,
             greedy_baseline="baseline_rewards" in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         )
+        self.in_flight = [self.groups]
+        self.step = _Step(places=0, refills=0)
 
     def collect(self, version: int) -> DataProto:
+        """Answers with their scores, for who has nothing to do in between."""
+        return self.scored(self.answers(version))
+
+    def answers(self, version: int) -> DataProto:
         """The next `prompts_per_step` groups, sampled with weights at most `max_staleness` versions before `version`.
 
-        With dynamic sampling, groups without spread are replaced while the step may generate more, and left out after
-        that; so there may be fewer groups. A batch of one group without spread trains nothing. `meta_info` then has
-        metrics of all groups that were generated.
-
-        Raises RewardError when more samples failed than `reward.max_failed_fraction` allows.
+        Their scores may still be under way: `scored` adds them. With dynamic sampling, groups without spread are
+        replaced while the step may generate more, and left out after that; so there may be fewer groups.
         """
         wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
-        step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
+        self.step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
         self._draw(version)
-        while not (groups := self.groups.take(step.places)):
-            self._pump(self.groups)
+        while True:
             if batches:
-                self._drop_flat(step)
+                self._drop_flat(self.step)
                 self._draw(version)
+            groups = self.groups.answered(self.step.places)
+            if groups and (not batches or all(group.state is State.READY for group in groups)):
+                break
+            self._pump()
+        oldest = min(group.shipped for group in groups)
+        assert version - oldest <= self.groups.max_staleness, f"a group of version {oldest} is too old for {version}"
+        return answers_of(groups)
+
+    def scored(self, batch: DataProto) -> DataProto:
+        """Adds to a batch from `answers` its scores, as soon as all are there.
+
+        A batch of one group without spread trains nothing. With dynamic sampling `meta_info` has metrics of all groups
+        that were generated. Raises RewardError when more samples failed than `reward.max_failed_fraction` allows.
+        """
+        step, components = self.step, self.config.reward.components
+        while not (groups := self.groups.take(step.places)):
+            self._pump()
         with_model_scores(groups, self.models)
-        batch = to_batch(groups, self.config.reward.components)
+        batch = with_scores(batch, groups, components)
         if self.groups.greedy_baseline:
             batch = self._with_baselines(batch, groups)
         generated = list((step.seen | {group.uid: group for group in groups}).values())
         self._check_failures(generated, batch)
-        if batches:
+        if self.config.algorithm.dynamic_sampling:
             batch = self._without_flat(batch)
             batch.meta_info["reward/mean_generated"] = _mean_score(generated, self.config)
             batch.meta_info["rollout/groups_dropped"] = float(len(step.dropped))
-            batch.meta_info["rollout/groups_missing"] = float(wanted - step.places)
+            batch.meta_info["rollout/groups_missing"] = float(self.config.trainer.prompts_per_step - step.places)
         return batch
+
+    def advance(self) -> None:
+        """Pass on what there is, without waiting."""
+        if self.rollout.pending or self.rewards.pending:
+            self._pump(wait=False)
 
     def _draw(self, version: int) -> None:
         """Add and ship as many new groups as the state allows."""
@@ -100,19 +130,24 @@ class Collector:
 
     def _drop_flat(self, step: "_Step") -> None:
         """Drop the finished groups without spread, unless the step would have none at all."""
-        fresh = [group for group in self.groups.ready() if group.uid not in step.seen]
-        with_model_scores(fresh, self.models)
-        for group in fresh:
-            step.seen[group.uid] = group
-            the_last = step.places == 1 and not step.refills
-            if the_last or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
-                continue
-            self.groups.drop(group.uid, replace=step.refills > 0)
-            step.dropped.add(group.uid)
-            if step.refills:
-                step.refills -= 1
-            else:
-                step.places -= 1
+        while fresh := self._unseen(step):
+            with_model_scores(fresh, self.models)
+            for group in fresh:
+                step.seen[group.uid] = group
+                the_last = step.places == 1 and not step.refills
+                if the_last or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
+                    continue
+                self.groups.drop(group.uid, replace=step.refills > 0)
+                step.dropped.add(group.uid)
+                if step.refills:
+                    step.refills -= 1
+                else:
+                    step.places -= 1
+
+    def _unseen(self, step: "_Step") -> list[Group]:
+        """Finished groups that this step would use, and that were not looked at; later steps look at their own."""
+        oldest = self.groups.oldest(step.places)
+        return [group for group in oldest if group.state is State.READY and group.uid not in step.seen]
 
     def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
         """Adds `baseline_rewards`: the greedy answer's score, shaped like the others. No score: rows are not valid."""
@@ -132,13 +167,16 @@ class Collector:
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
     def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
-        """One answer to each prompt, at the run's temperature or greedy; only while no group is in flight."""
-        assert not self.groups.groups, "an evaluation shares engines and reward workers with training"
-        once = PromptGroups(samples_per_prompt=1, prompts_per_step=len(prompts), max_staleness=0)
+        """One answer to each prompt, at the run's temperature or greedy, beside whatever is in flight for training."""
+        count = len(prompts)
+        once = PromptGroups(samples_per_prompt=1, prompts_per_step=count, max_staleness=0, steps=1, first_uid=-count)
         once.add(prompts)
+        self.in_flight.append(once)
         temperature = 0.0 if greedy else self.config.rollout.temperature
         self._ship(once, 0, temperature=temperature, seed=self.config.trainer.seed + EVAL_SEED)
-        groups = self._finish(once, len(prompts))
+        while not (groups := once.take(count)):
+            self._pump()
+        self.in_flight.remove(once)
         with_model_scores(groups, self.models)
         batch = to_batch(groups, self.config.reward.components)
         self._check_failures(groups, batch)
@@ -149,23 +187,19 @@ class Collector:
         if shipped := groups.ship(version):
             self.rollout.submit([requests_of(g, temperature=temperature, max_tokens=limit, seed=seed) for g in shipped])
 
-    def _finish(self, groups: PromptGroups, count: int) -> list[Group]:
-        while not (taken := groups.take(count)):
-            self._pump(groups)
-        return taken
-
-    def _pump(self, groups: PromptGroups) -> None:
+    def _pump(self, *, wait: bool = True) -> None:
         """Pass finished answers on to be scored, and scores on to their groups."""
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
         # Reward workers that have finished are given more only from here: while they work, look often.
-        wait_s = 0.01 if self.rewards.pending else 0.05
+        wait_s = 0.0 if not wait else 0.01 if self.rewards.pending else 0.05
         answers = self.rollout.poll(wait_s) if self.rollout.pending else []
-        requests = [groups.generated(answer) for answer in answers]
+        requests = [groups.generated(answer) for answer in answers for groups in self.in_flight]
         self.rewards.submit([request for request in requests if request is not None])
-        for result in self.rewards.poll(0.0 if self.rollout.pending else 0.5):
-            groups.scored(result)
-            if result.failed:
-                self._stop_early(groups)
+        for result in self.rewards.poll(0.5 if wait and not self.rollout.pending else 0.0):
+            for groups in self.in_flight:
+                groups.scored(result)
+                if result.failed and result.key[0] in groups.groups:
+                    self._stop_early(groups)
 
     def _stop_early(self, groups: PromptGroups) -> None:
         """Do not wait for the rest for long where more have failed already than the whole step may."""
@@ -214,46 +248,65 @@ def _mean_score(groups: Sequence[Group], config: Config) -> float:
     return float(scores.mean()) if len(scores) else 0.0
 
 
+def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
+    """Answered groups as a batch, rows by (uid, sample); or, with `baseline`, their greedy answers, one row a group."""
+    rows = [(group, group.completions[number]) for group, number in _rows(groups, baseline=baseline)]
+    responses = jagged([completion.token_ids for _, completion in rows], torch.int64)
+    batch = DataProto.from_dict(
+        {
+            "prompts": jagged([group.prompt.ids for group, _ in rows], torch.int64),
+            "responses": responses,
+            "rollout_log_probs": jagged([c.log_probs for _, c in rows], torch.float32),
+            "policy_version": jagged([c.versions for _, c in rows], torch.int64),
+            "uid": torch.tensor([group.uid for group, _ in rows]),
+        },
+        {
+            "finish_reason": [c.finish_reason for _, c in rows],
+            "prompt_text": [group.prompt.text for group, _ in rows],
+            "response_text": [c.text for _, c in rows],
+        },
+    )
+    return batch.with_values("responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool))
+
+
+def with_scores(
+    batch: DataProto, groups: Sequence[Group], components: Sequence[RewardFunctionConfig | RewardModelConfig], *,
+    baseline: bool = False,
+) -> DataProto:  # fmt: skip
+    """Adds to the answers of these groups their scores. A failed or unscored row is not valid and trains nothing."""
+    results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
+    nan = float("nan")
+    matrix = torch.tensor(
+        [[nan if s is None or r.failed else s for s in r.scores] for r in results], dtype=torch.float32
+    )
+    totals = weighted_sum(matrix, components)
+    columns = DataProto.from_dict(
+        {
+            "valid": ~totals.isnan(),
+            "failed": torch.tensor([r.failed for r in results]),
+            "scores": totals.nan_to_num(0.0),
+            "reward_components": matrix,
+            "failed_function": torch.tensor([r.failed_function for r in results]),
+        },
+        {"reward_error": [r.error for r in results]},
+    )
+    return place_scores(batch.union(columns))
+
+
 def to_batch(
     groups: Sequence[Group], components: Sequence[RewardFunctionConfig | RewardModelConfig], *, baseline: bool = False
 ) -> DataProto:
-    """Finished groups as a batch, rows by (uid, sample); or, with `baseline`, their greedy answers, one row a group.
+    """Finished groups as a batch; see `answers_of` and `with_scores`."""
+    return with_scores(answers_of(groups, baseline=baseline), groups, components, baseline=baseline)
 
-    A failed or unscored row is not valid and trains nothing.
-    """
-    rows = [
-        (group, group.completions[number], group.results[number])
+
+def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]:
+    """The (group, number of an answer) of each row, by (uid, number)."""
+    return [
+        (group, number)
         for group in sorted(groups, key=lambda g: g.uid)
         for number in (range(group.samples, group.size) if baseline else range(group.samples))
     ]
-    nan = float("nan")
-    matrix = torch.tensor(
-        [[nan if s is None or r.failed else s for s in r.scores] for _, _, r in rows], dtype=torch.float32
-    )
-    uid = torch.tensor([group.uid for group, _, _ in rows])
-    totals = weighted_sum(matrix, components)
-    valid = ~totals.isnan()
-    batch = DataProto.from_dict(
-        {
-            "prompts": jagged([group.prompt.ids for group, _, _ in rows], torch.int64),
-            "responses": jagged([c.token_ids for _, c, _ in rows], torch.int64),
-            "rollout_log_probs": jagged([c.log_probs for _, c, _ in rows], torch.float32),
-            "policy_version": jagged([c.versions for _, c, _ in rows], torch.int64),
-            "uid": uid,
-            "valid": valid,
-            "failed": torch.tensor([r.failed for _, _, r in rows]),
-            "scores": totals.nan_to_num(0.0),
-            "reward_components": matrix,
-            "failed_function": torch.tensor([r.failed_function for _, _, r in rows]),
-        },
-        {
-            "finish_reason": [c.finish_reason for _, c, _ in rows],
-            "prompt_text": [group.prompt.text for group, _, _ in rows],
-            "response_text": [c.text for _, c, _ in rows],
-            "reward_error": [r.error for _, _, r in rows],
-        },
-    )
-    return place_scores(batch)
 
 
 def place_scores(batch: DataProto) -> DataProto:

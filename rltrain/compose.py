@@ -22,11 +22,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.errors import ConfigError
-from rltrain.schema import Config
+from rltrain.schema import ALL_LINEAR, Config
 from rltrain.typed import keys, parse, require, unknown_key
 
 # Below these a key is a knob of the chosen function: rltrain.checks knows which exist, the schema does not.
 KNOBS = ("algorithm.advantage", "algorithm.loss")
+WHOLE = "model.lora"  # a mapping of the command line replaces that of the chosen file
 
 EXAMPLES = (
     ("algorithm=ppo trainer.total_steps=60", "another algorithm, half the steps"),
@@ -115,6 +116,9 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
     if isinstance(reward, dict):
         reward["functions"] = _reward_functions(reward.get("functions"))
         reward["models"] = _reward_models(reward.get("models"))
+    model = values.get("model")
+    if isinstance(model, dict):
+        model["lora"] = _lora(model.get("lora"))
     config = parse(Config, values)
     return config, to_yaml(config)
 
@@ -180,6 +184,8 @@ def _accept(text: str) -> list[str]:
     if key in KNOBS:
         require(isinstance(override.value(), dict), f"'{plain}': must be a mapping, as in {key}={{name:value}}")
         return [f"~{key}", f"++{plain}"]
+    if key == WHOLE:
+        return [f"{key}=null", plain]
     return [f"++{plain}" if is_knob else plain]
 
 
@@ -247,3 +253,14 @@ def _reward_model(model: Any) -> Any:
         raise ConfigError(f"reward.models: {model!r} names no directory; write DIR or {{path:DIR,weight:0.5}}")
     name = Path(given["path"]).name or "reward_model"
     return {"name": name, "weight": 1.0, "gate": False, "prompt_template": None} | given
+
+
+def _lora(lora: Any) -> Any:
+    """Spell out adapters: on all linear layers by default, and alpha twice the rank, so that they weigh 2."""
+    if lora is None:
+        return None
+    if not isinstance(lora, dict) or "rank" not in lora:
+        raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
+    rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
+    twice = 2 * rank if isinstance(rank, int | float) else rank  # what is wrong with a rank is said of the rank
+    return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}

@@ -214,9 +214,15 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
             parameters = sum(p.numel() for p in tiny_model().parameters())
     else:
         parameters = parameter_count(Path(config.model.path).expanduser())
+    adapters = None
+    if config.model.lora is not None:
+        from workers.lora import adapter_parameters
+
+        adapters = adapter_parameters(config.model.path, config.model.lora)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts = Facts(
-        path=config.model.path, parameters=parameters, train_prompts=train_prompts, val_prompts=val_prompts,
+        path=config.model.path, parameters=parameters, adapters=adapters, train_prompts=train_prompts,
+        val_prompts=val_prompts,
         needs_critic=needs_critic(config.algorithm), devices=f"{gpus} GPUs" if gpus else f"{os.cpu_count()} CPU cores",
         on_gpu=gpus > 0,
         reward_models={model.name: parameter_count(Path(model.path).expanduser()) for model in config.reward.models},

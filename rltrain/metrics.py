@@ -64,6 +64,15 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
     return metrics
 
 
+def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
+    """How many weight versions the tokens are behind those that are trained now: mean and largest."""
+    behind = version - batch.values("policy_version")
+    return {
+        "rollout/staleness_mean": float(behind.float().mean()) if len(behind) else 0.0,
+        "rollout/staleness_max": float(behind.max()) if len(behind) else 0.0,
+    }
+
+
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
     """How far the engine's log-probs are from the actor's for the same tokens and weights (invariant E1).
 

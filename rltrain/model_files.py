@@ -83,11 +83,17 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be shared out evenly; "
         f"use a divisor of {heads}",
     )
+    size, pairs = config.placement.sequence_ranks, model.get("num_key_value_heads") or heads
+    require(
+        not isinstance(heads, int) or (heads % size == 0 and (pairs % size == 0 or size % pairs == 0)),
+        f"placement.sequence_ranks={size}: the model's {heads} attention heads over {pairs} key-value heads cannot be "
+        "shared out evenly; use a divisor of both, or 1",
+    )
     _check_attention(config.model.path, longest, model)
 
 
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
-    """Refuse attention that the trainer does not compute: its log-probs would be those of another model."""
+    """Refuse attention and logits that training does not compute: its log-probs would be another model's."""
     window = _window(model)
     require(
         not isinstance(window, int) or longest <= window,
@@ -95,11 +101,9 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
         f"rollout.max_response_length = {longest}, and training attends to everything; use at most {window} together, "
         "or another model",
     )
-    cap = model.get("attn_logit_softcapping")
-    require(
-        cap is None,
-        f"model.path={path}: its attn_logit_softcapping={cap}, and training does not cap attention; use another model",
-    )
+    for key, what in (("attn_logit_softcapping", "attention"), ("final_logit_softcapping", "logits")):
+        cap = model.get(key)
+        require(cap is None, f"model.path={path}: its {key}={cap}, and training does not cap {what}; use another model")
 
 
 def _window(model: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.algorithm_config import AlgorithmConfig, NormalizationConfig
-from rltrain.schema import REWARD_MODEL, Config
+from rltrain.schema import ALL_LINEAR, REWARD_MODEL, Config
 
 _WIDEST, _FRAME = 100, 15  # columns of the panel, at most, and of its borders and labels
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -25,6 +25,7 @@ class Facts:
     Attributes:
         path: directory of the model.
         parameters: number of them; None where the files do not tell.
+        adapters: number of their parameters; None where all of the model is trained.
         train_prompts: number of them; None before they are loaded.
         val_prompts: prompts of one evaluation; None where there is none.
         needs_critic: whether the advantage estimator reads values.
@@ -35,6 +36,7 @@ class Facts:
 
     path: str
     parameters: int | None = None
+    adapters: int | None = None
     train_prompts: int | None = None
     val_prompts: int | None = None
     needs_critic: bool = False
@@ -182,7 +184,16 @@ def _knobs(knobs: dict[str, Any]) -> str:
 def _model(config: Config, facts: Facts) -> str:
     size = f"; {_size(facts.parameters)} parameters" if facts.parameters else ""
     name = "built-in tiny model" if config.model.path == "builtin" else facts.path
-    return f"{name}{size}; {config.model.dtype}"
+    return f"{name}{size}; {config.model.dtype}{_adapters(config, facts)}"
+
+
+def _adapters(config: Config, facts: Facts) -> str:
+    lora = config.model.lora
+    if lora is None:
+        return ""
+    layers = "all linear layers" if lora.targets == [ALL_LINEAR] else ", ".join(lora.targets)
+    size = f": {_size(facts.adapters)} parameters" if facts.adapters else ""
+    return f"; trained are adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {layers}{size}"
 
 
 def _size(parameters: int) -> str:
@@ -220,6 +231,9 @@ def _memory(config: Config, facts: Facts) -> str:
     shard = facts.parameters / config.placement.actor_ranks
     trained = shard * (_MASTER + _GRADIENT + _ADAM)
     by_role = {"actor": trained, "reference": shard * _MASTER, "critic": trained}
+    if facts.adapters is not None:
+        of_adapters = facts.adapters / config.placement.actor_ranks
+        by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)
     for name, parameters in facts.reward_models.items():
         by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / config.placement.actor_ranks * _MASTER
     roles = config.roles(needs_critic=facts.needs_critic)

@@ -48,23 +48,28 @@ class PromptGroups:
         samples_per_prompt: G.
         prompts_per_step: P, groups that one training step uses.
         max_staleness: how many weight versions old a group may be when it is trained on.
+        steps: training steps of the run: no group is added that none of them would use.
         greedy_baseline: whether each group has one greedy answer besides its samples.
+        first_uid: number of the first group; collections whose groups are in flight together share no number.
     """
 
     def __init__(
-        self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int, greedy_baseline: bool = False
-    ) -> None:
+        self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int, steps: int,
+        greedy_baseline: bool = False, first_uid: int = 0,
+    ) -> None:  # fmt: skip
         self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
-        self.max_staleness, self.greedy_baseline = max_staleness, greedy_baseline
+        self.max_staleness, self.steps, self.greedy_baseline = max_staleness, steps, greedy_baseline
         self.groups: dict[int, Group] = {}
-        self.used = self.dropped = self._next_uid = 0
+        self.used = self.dropped = 0
+        self._next_uid = first_uid
 
     def wanted(self, version: int) -> int:
         """How many new groups may be added so that none will be older than `max_staleness` when it is used.
 
         At weight version v the next group used belongs to step v; groups up to step v + max_staleness may be in flight.
         """
-        return max(0, (version + self.max_staleness + 1) * self.prompts_per_step - self.used - len(self.groups))
+        last = min(version + self.max_staleness + 1, self.steps)
+        return max(0, last * self.prompts_per_step - self.used - len(self.groups))
 
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Add one pending group a prompt."""
@@ -120,17 +125,25 @@ class PromptGroups:
         self.dropped += 1
         self.used += not replace
 
-    def ready(self) -> list[Group]:
-        """Groups that wait to be taken, oldest first."""
-        return [self.groups[uid] for uid in sorted(self.groups) if self.groups[uid].state is State.READY]
+    def oldest(self, count: int) -> list[Group]:
+        """The `count` groups that are next to be used, or as many as there are, whatever their state."""
+        return [self.groups[uid] for uid in sorted(self.groups)[:count]]
+
+    def answered(self, count: int) -> list[Group]:
+        """The oldest `count` groups, when all their answers are there, scored or not. Else an empty list."""
+        return self._oldest_in(count, {State.SCORING, State.READY})
 
     def take(self, count: int) -> list[Group]:
         """The oldest `count` groups, when all of them are ready; they are used from then on. Else an empty list."""
-        oldest = sorted(self.groups)[:count]
-        if len(oldest) < count or any(self.groups[uid].state is not State.READY for uid in oldest):
-            return []
-        self.used += count
-        return [self.groups.pop(uid) for uid in oldest]
+        taken = self._oldest_in(count, {State.READY})
+        self.used += len(taken)
+        for group in taken:
+            del self.groups[group.uid]
+        return taken
+
+    def _oldest_in(self, count: int, states: set[State]) -> list[Group]:
+        found = self.oldest(count)
+        return found if len(found) == count and all(group.state in states for group in found) else []
 
 
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int) -> list[Request]:

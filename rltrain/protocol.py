@@ -17,25 +17,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nested import nested_tensor_from_jagged
 
-from rltrain.jagged import (
-    Frozen,
-    Packed,
-    freeze,
-    jagged,
-    join_rows,
-    offsets_in,
-    offsets_of,
-    pack,
-    positions,
-    row_numbers,
-    same,
-    share_offsets,
-    take_rows,
-    thaw,
-    values_in,
-)
+from rltrain.columns import Column, column_of, gather, same, share_offsets
+from rltrain.jagged import jagged, offsets_of, positions, row_numbers
+from rltrain.wire import Packet, Text, objects, receive, send
 
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
@@ -79,9 +64,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
 class DataProto:
     """A batch of B rows: tensors, Python objects and facts about the whole. Methods return new batches.
 
+    A batch that came from another process still lies in memory that other readers share. It is read there, and never
+    written: `[rows]` copies these rows of every column, `values` and the like copy their column, `batch` copies all.
+
     Attributes:
-        batch: tensors by column name, each (B, ...) dense or (B, j) jagged.
-        non_tensor_batch: object arrays (B,) by column name.
         meta_info: facts about the batch as a whole.
     """
 
@@ -89,7 +75,22 @@ class DataProto:
         rows = {len(column) for column in non_tensor_batch.values()} | {int(batch.batch_size[0])}
         if len(rows) != 1:
             raise ValueError(f"columns have {sorted(rows)} rows: all columns of a batch must have the same number")
-        self.batch, self.non_tensor_batch, self.meta_info = batch, non_tensor_batch, meta_info
+        columns = share_offsets({key: column_of(cast(Tensor, column)) for key, column in batch.items()})
+        self._fill(columns, dict(non_tensor_batch), rows.pop(), meta_info)
+
+    def _fill(
+        self, columns: dict[str, Column], others: dict[str, np.ndarray | Text], rows: int, meta_info: dict[str, Any]
+    ) -> None:
+        self._columns, self._others, self._rows, self.meta_info = columns, others, rows, meta_info
+        self._table: TensorDict | None = None
+
+    @classmethod
+    def _of(
+        cls, columns: Mapping[str, Column], others: Mapping[str, Any], rows: int, meta_info: Mapping[str, Any]
+    ) -> Self:
+        made = cls.__new__(cls)
+        made._fill(dict(columns), dict(others), rows, dict(meta_info))
+        return made
 
     @classmethod
     def from_dict(
@@ -106,29 +107,58 @@ class DataProto:
             raise ValueError(f"columns differ in rows: {sizes}; all columns of a batch must have the same number")
         if twice := tensors.keys() & non_tensors.keys():
             raise ValueError(f"{sorted(twice)} are tensors and objects at once; give each column its own name")
-        others = {name: _objects(column) for name, column in non_tensors.items()}
-        return cls(_table(tensors, next(iter(sizes.values()), 0)), others, dict(meta_info or {}))
+        columns = share_offsets({name: column_of(column) for name, column in tensors.items()})
+        others = {name: objects(column) for name, column in non_tensors.items()}
+        return cls._of(columns, others, next(iter(sizes.values()), 0), meta_info or {})
+
+    @property
+    def batch(self) -> TensorDict:
+        """The tensors by column name, each (B, ...) dense or (B, j) jagged. What is set in it is set in this batch."""
+        if self._table is None:
+            tensors = {key: column.whole() for key, column in self._columns.items()}
+            self._table = TensorDict(tensors, batch_size=[self._rows])
+        return self._table
+
+    @property
+    def non_tensor_batch(self) -> dict[str, Any]:
+        """The object arrays (B,) by column name. What is set in it is set in this batch."""
+        for key, column in self._others.items():
+            if isinstance(column, Text):
+                self._others[key] = column.strings()
+        return self._others
+
+    @property
+    def _tensors(self) -> dict[str, Column]:
+        """The columns of `batch`, also after something was set in it."""
+        if self._table is not None:
+            known = {id(column.tensor): column for column in self._columns.values()}
+            found = {
+                key: known.get(id(tensor)) or column_of(cast(Tensor, tensor)) for key, tensor in self._table.items()
+            }
+            if found != self._columns:  # columns are equal when they are the same object
+                self._columns = share_offsets(found)
+        return self._columns
 
     def __len__(self) -> int:
-        return int(self.batch.batch_size[0])
+        return self._rows
 
     def __repr__(self) -> str:
         return f"DataProto({len(self)} rows; {', '.join(self.keys())})"
 
     def __contains__(self, key: str) -> bool:
-        return key in self.batch.keys() or key in self.non_tensor_batch  # noqa: SIM118 (a TensorDict is no dict)
+        return key in self._tensors or key in self._others
 
     def keys(self) -> list[str]:
         """Names of all columns."""
-        return [*self.batch.keys(), *self.non_tensor_batch]
+        return [*self._tensors, *self._others]
 
     def offsets(self, column: str) -> Tensor:
         """Offsets (B + 1,) of a jagged column."""
-        return offsets_in(self._jagged(column))
+        return self._jagged(column)[1]
 
     def values(self, column: str) -> Tensor:
         """All rows of a jagged column one after the other, (N,)."""
-        return values_in(self._jagged(column))
+        return self._jagged(column)[0].own()
 
     def lengths(self, column: str) -> Tensor:
         """Row lengths (B,) of a jagged column."""
@@ -139,11 +169,13 @@ class DataProto:
 
         Raises ValueError when there are more or fewer values than in `like`.
         """
-        offsets, total = self.offsets(like), len(self.values(like))
+        column, offsets = self._jagged(like)
         for name, values in columns.items():
-            if len(values) != total:
-                raise ValueError(f"{len(values)} values for '{name}', {total} in '{like}': give one a token")
-        return self._with({name: nested_tensor_from_jagged(values, offsets) for name, values in columns.items()})
+            if len(values) != len(column.values):
+                raise ValueError(
+                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one a token"
+                )
+        return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
     def with_padded(self, like: str, **columns: Tensor) -> Self:
         """This batch with further jagged columns, given as (B, T) in the padded view of the column `like`."""
@@ -163,9 +195,9 @@ class DataProto:
 
     def select(self, keys: Iterable[str]) -> Self:
         """Only these columns. Raises KeyError for one that is not there."""
-        keys = self._known(keys)
-        tensors = self.batch.select(*[key for key in keys if key not in self.non_tensor_batch])
-        return type(self)(tensors, {k: c for k, c in self.non_tensor_batch.items() if k in keys}, dict(self.meta_info))
+        keys, columns = self._known(keys), self._tensors
+        others = {key: column for key, column in self._others.items() if key in keys}
+        return self._of({key: columns[key] for key in keys if key in columns}, others, len(self), self.meta_info)
 
     def pop(self, keys: Iterable[str]) -> tuple[Self, Self]:
         """(taken, rest): the batch with these columns, and the batch without them."""
@@ -177,39 +209,46 @@ class DataProto:
         self._known(names)
         if len({names.get(key, key) for key in self.keys()}) != len(self.keys()):
             raise ValueError(f"rename {dict(names)} gives two columns one name; columns are {self.keys()}")
-        tensors = {names.get(key, key): column for key, column in self._tensors().items()}
-        others = {names.get(key, key): column for key, column in self.non_tensor_batch.items()}
-        return type(self)(_table(tensors, len(self)), others, dict(self.meta_info))
+        columns = {names.get(key, key): column for key, column in self._tensors.items()}
+        others = {names.get(key, key): column for key, column in self._others.items()}
+        return self._of(columns, others, len(self), self.meta_info)
 
     def union(self, other: "DataProto") -> Self:
         """Both batches' columns. Raises ValueError when rows differ, or one column or fact has different values."""
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same rows")
         for key in set(self.keys()) & set(other.keys()):
-            if not same(self._column(key), other._column(key)):
+            if not self._same(other, key):
                 raise ValueError(f"union: column '{key}' differs between the two; rename or pop one of them first")
         for key in set(self.meta_info) & set(other.meta_info):
             ours, theirs = self.meta_info[key], other.meta_info[key]
             if ours != theirs:
                 raise ValueError(f"union: meta_info['{key}'] is {ours} in one and {theirs} in the other")
-        merged = self._with({key: column for key, column in other._tensors().items() if key not in self})
-        merged.non_tensor_batch.update(other.non_tensor_batch)
+        merged = self._with({key: column for key, column in other._tensors.items() if key not in self})
+        merged._others.update(other._others)
         merged.meta_info.update(other.meta_info)
         return merged
 
     @classmethod
-    def concat(cls, parts: Sequence["DataProto"]) -> Self:
-        """The rows of all parts, in order. Raises ValueError when their columns differ or there is no part."""
+    def concat(cls, parts: Sequence["DataProto"], *, rows: Tensor | None = None) -> Self:
+        """The rows of all parts, in order; with `rows`, int64, these of them, in this order. Copies them once.
+
+        Raises ValueError when the parts' columns differ or there is no part.
+        """
         if not parts:
             raise ValueError("concat of no batches: give at least one")
-        first = parts[0]
+        kinds = parts[0]._kinds()
         for part in parts:
-            if part._kinds() != first._kinds():
-                raise ValueError(f"concat: columns differ, {first._kinds()} and {part._kinds()}")
-        others = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
-        tensors = join_rows([part._tensors() for part in parts])
+            if part._kinds() != kinds:
+                raise ValueError(f"concat: columns differ, {kinds} and {part._kinds()}")
+        total = sum(map(len, parts))
+        index = None if rows is None else row_numbers(rows, total).numpy()
+        columns = gather([part._tensors for part in parts], index)
+        others = {key: np.concatenate([p.non_tensor_batch[key] for p in parts]) for key in parts[0]._others}
+        if index is not None:
+            others, total = {key: column[index] for key, column in others.items()}, len(index)
         meta_info = {key: value for part in parts for key, value in part.meta_info.items()}
-        return cls(_table(tensors, sum(map(len, parts))), others, meta_info)
+        return cls._of(share_offsets(columns), others, total, meta_info)
 
     def chunk(self, chunks: int) -> list[Self]:
         """`chunks` batches whose sizes differ by at most one row; raises ValueError when there are fewer rows."""
@@ -233,15 +272,20 @@ class DataProto:
         return self[torch.as_tensor(rows, dtype=torch.int64)]
 
     def __getitem__(self, rows: slice | int | Tensor | np.ndarray | Sequence[int] | Sequence[bool]) -> Self:
-        index = row_numbers(rows, len(self))
-        others = {key: column[index.numpy()] for key, column in self.non_tensor_batch.items()}
-        return type(self)(_table(take_rows(self._tensors(), index), len(index)), others, dict(self.meta_info))
+        index = row_numbers(rows, len(self)).numpy()
+        others = {key: c.take(index) if isinstance(c, Text) else c[index] for key, c in self._others.items()}
+        return self._of(share_offsets(gather([self._tensors], index)), others, len(index), self.meta_info)
 
     def to(self, device: str | torch.device) -> Self:
         """This batch with its tensors on `device`."""
-        moved = pack(self._tensors()).map(lambda tensor: tensor.to(device)).unpack()
-        batch = TensorDict(moved, batch_size=[len(self)])
-        return type(self)(batch, dict(self.non_tensor_batch), dict(self.meta_info))
+        families: dict[int, Tensor] = {}
+        moved = {}
+        for key, column in self._tensors.items():
+            offsets = column.offsets
+            if offsets is not None:
+                offsets = families.setdefault(id(offsets), offsets.to(device))
+            moved[key] = Column(column.own().to(device), offsets)
+        return self._of(moved, self._others, len(self), self.meta_info)
 
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
         """(batch, added): rows repeated from the start until the number of rows is a multiple of `divisor`."""
@@ -254,33 +298,39 @@ class DataProto:
 
     def save(self, path: str | Path) -> None:
         """Write tensors, and objects and facts as JSON, to one file that `load` reads without unpickling code."""
-        tensors, families = pack(self._tensors())
+        families: dict[int, Tensor] = {}
+        tensors = {}
+        for key, column in self._tensors.items():
+            family = -1
+            if column.offsets is not None:
+                families[id(column.offsets)] = column.offsets
+                family = list(families).index(id(column.offsets))
+            tensors[key] = (column.own(), family)
         others = json.dumps({key: column.tolist() for key, column in self.non_tensor_batch.items()})
-        torch.save({"tensors": tensors, "families": families, "rows": len(self), "others": others,
+        torch.save({"tensors": tensors, "families": list(families.values()), "rows": len(self), "others": others,
                     "meta": json.dumps(self.meta_info)}, path)  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote."""
         stored = torch.load(path, weights_only=True)
-        others = {key: _objects(column) for key, column in json.loads(stored["others"]).items()}
-        tensors = Packed(stored["tensors"], stored["families"]).unpack()
-        return cls(TensorDict(tensors, batch_size=[stored["rows"]]), others, json.loads(stored["meta"]))
+        families = stored["families"]
+        columns = {
+            key: Column(values, families[family] if family >= 0 else None)
+            for key, (values, family) in stored["tensors"].items()
+        }
+        others = {key: objects(column) for key, column in json.loads(stored["others"]).items()}
+        return cls._of(columns, others, stored["rows"], json.loads(stored["meta"]))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = (freeze(self._tensors()), len(self), self.non_tensor_batch, self.meta_info)
-        return _rebuild, (type(self), *state)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (type(self), len(self), self.meta_info, *send(self._tensors, self._others, protocol))
 
-    def _with(self, tensors: Mapping[str, Tensor]) -> Self:
-        batch = _table({**self._tensors(), **tensors}, len(self))
-        return type(self)(batch, dict(self.non_tensor_batch), dict(self.meta_info))
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {str(key): cast(Tensor, column) for key, column in self.batch.items()}
+    def _with(self, columns: Mapping[str, Column]) -> Self:
+        return self._of(share_offsets({**self._tensors, **columns}), self._others, len(self), self.meta_info)
 
     def _kinds(self) -> dict[str, str]:
-        kinds = {key: "jagged" if column.is_nested else "dense" for key, column in self._tensors().items()}
-        return dict(sorted({**kinds, **dict.fromkeys(self.non_tensor_batch, "objects")}.items()))
+        kinds = {key: "dense" if column.offsets is None else "jagged" for key, column in self._tensors.items()}
+        return kinds | dict.fromkeys(self._others, "objects")
 
     def _known(self, keys: Iterable[str]) -> list[str]:
         keys = list(keys)
@@ -289,26 +339,21 @@ class DataProto:
                 raise KeyError(f"no column '{key}'; there are {', '.join(self.keys())}")
         return keys
 
-    def _column(self, key: str) -> Any:
+    def _same(self, other: "DataProto", key: str) -> bool:
+        if key in self._tensors and key in other._tensors:
+            return same(self._tensors[key], other._tensors[key])
+        if key in self._tensors or key in other._tensors:
+            return False
+        ours, theirs = self.non_tensor_batch[key], other.non_tensor_batch[key]
+        return ours is theirs or ours.tolist() == theirs.tolist()
+
+    def _jagged(self, key: str) -> tuple[Column, Tensor]:
         self._known([key])
-        return self.non_tensor_batch[key] if key in self.non_tensor_batch else self.batch[key]
-
-    def _jagged(self, key: str) -> Tensor:
-        column = self._column(key)
-        if not isinstance(column, Tensor) or not column.is_nested:
+        column = self._tensors.get(key)
+        if column is None or column.offsets is None:
             raise ValueError(f"column '{key}' is not jagged")
-        return column
+        return column, column.offsets
 
 
-def _table(columns: Mapping[str, Tensor], rows: int) -> TensorDict:
-    return TensorDict(share_offsets(columns), batch_size=[rows])
-
-
-def _objects(column: Sequence[Any]) -> np.ndarray:
-    return np.fromiter(column, dtype=object, count=len(column))  # np.array would unpack rows that are lists
-
-
-def _rebuild(
-    kind: type[DataProto], frozen: Frozen, rows: int, others: dict[str, np.ndarray], meta: dict[str, Any]
-) -> DataProto:
-    return kind(TensorDict(thaw(frozen), batch_size=[rows]), others, meta)
+def _rebuild(kind: type[DataProto], rows: int, meta_info: dict[str, Any], *packet: Any) -> DataProto:
+    return kind._of(*receive(Packet(*packet)), rows, meta_info)

@@ -13,6 +13,7 @@ from rltrain.algorithm_config import AlgorithmConfig
 from rltrain.typed import at_least, require
 
 REWARD_MODEL = "reward_model"  # role of a training rank, followed by the name of the model
+ALL_LINEAR = "all-linear"  # among LoRA's targets: every linear layer but the last
 _LARGEST_WEIGHT = 3.4e38  # float32 holds no more
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
@@ -43,7 +44,11 @@ class TrainerConfig:
             f"{self.prompts_per_minibatch}: every mini-batch holds the same number of prompts; try "
             f"trainer.prompts_per_minibatch={_largest_divisor(self.prompts_per_step, self.prompts_per_minibatch)}",
         )
-        require(self.max_staleness == 0, f"max_staleness={self.max_staleness}: training is synchronous only; use 0")
+        require(
+            not (self.deterministic and self.max_staleness),
+            f"max_staleness={self.max_staleness}: when weights change under an answer is a matter of timing; use 0 "
+            "with deterministic=true",
+        )
         require(self.resume == "never", f"resume={self.resume}: runs cannot be resumed yet; use trainer.resume=never")
 
 
@@ -52,11 +57,37 @@ def _largest_divisor(total: int, at_most: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters, arXiv 2106.09685: of each target, W is frozen and W + alpha / rank * B A trained."""
+
+    given_whole = True  # one key, whose value is a mapping
+
+    rank: int
+    alpha: float
+    targets: list[str]  # ends of names of linear layers, or all-linear alone
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "rank")
+        require(self.alpha > 0, f"alpha must be > 0, got {self.alpha:g}: adapters that weigh nothing learn nothing")
+        targets, hint = self.targets, f"name layers, as in [q_proj,v_proj], or {ALL_LINEAR}"
+        require(bool(targets) and all(targets), f"targets={targets}: names no layer; {hint}")
+        require(len(set(targets)) == len(targets), f"targets={targets}: names one twice; {hint}")
+        require(
+            ALL_LINEAR not in targets or len(targets) == 1,
+            f"targets={targets}: {ALL_LINEAR} has all of them already; {hint} alone",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model; `dtype` is that of the engine and of the trainer's matrix products (master weights stay float32)."""
 
     path: str
     dtype: Literal["float32", "bfloat16"]
+    activation_checkpointing: bool
+    cpu_offload: bool
+    compile: bool
+    lora: LoRAConfig | None  # null: all weights are trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +270,8 @@ class PlacementConfig:
     launcher: Literal["ray", "inprocess"]
     address: str  # of the Ray cluster; `local` starts one for this run
     actor_ranks: int
+    shard_ranks: int | None  # ranks that one copy of a model is sharded over; null: all
+    sequence_ranks: int  # ranks that share out the tokens of one pack
     rollout_replicas: int
     reward_workers: int
     share_ranks: bool  # actor, reference and critic of a rank live in one process
@@ -247,6 +280,16 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "actor_ranks", "rollout_replicas", "reward_workers")
+        require(
+            self.shard_ranks is None or (self.shard_ranks >= 1 and self.actor_ranks % self.shard_ranks == 0),
+            f"shard_ranks={self.shard_ranks} does not divide actor_ranks={self.actor_ranks}: every copy of a model is "
+            "sharded over as many ranks; use a divisor, or null for one copy over all",
+        )
+        require(
+            self.sequence_ranks >= 1 and self.actor_ranks % self.sequence_ranks == 0,
+            f"sequence_ranks={self.sequence_ranks} does not divide actor_ranks={self.actor_ranks}: ranks share out the "
+            "tokens of a pack in groups of equal size; use a divisor, or 1",
+        )
         threads = self.threads_per_worker
         require(threads is None or threads >= 1, f"threads_per_worker must be >= 1 or null, got {threads}")
         require(self.start_timeout_s > 0, f"start_timeout_s must be > 0, got {self.start_timeout_s}")
@@ -275,12 +318,14 @@ class Config:
 
     def __post_init__(self) -> None:
         longest = self.rollout.max_prompt_length + self.rollout.max_response_length
+        ranks = self.placement.sequence_ranks
         for role in ("actor", "critic"):
             budget = getattr(self, role).max_tokens_per_microbatch
+            shared, least = f", which {ranks} ranks share" if ranks > 1 else "", -(-longest // ranks)
             require(
-                budget >= longest,
+                budget * ranks >= longest,
                 f"{role}.max_tokens_per_microbatch={budget} is below the longest possible row, "
-                f"rollout.max_prompt_length + rollout.max_response_length = {longest}; use at least {longest}",
+                f"rollout.max_prompt_length + rollout.max_response_length = {longest}{shared}; use at least {least}",
             )
         require(
             self.placement.launcher == "ray" or self.rollout.engine != "vllm",
@@ -324,6 +369,12 @@ class Config:
         """The roles of the training ranks; whether there is a critic is known to the advantage estimator."""
         models = [f"{REWARD_MODEL} {model.name}" for model in self.reward.models]
         return ["actor", *["reference"] * self.algorithm.needs_reference, *["critic"] * needs_critic, *models]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and training ranks share devices and never compute at once: who waits needs no memory."""
+        placement = self.placement
+        return placement.launcher == "ray" and placement.share_ranks and not self.trainer.max_staleness
 
     @property
     def sequences_per_step(self) -> int:

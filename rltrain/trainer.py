@@ -1,9 +1,9 @@
 """One training step on one page, and the loop around it.
 
-A step is: sample groups with the current weights and score them; compute log-probs under the reference and the actor,
-and values; turn scores into token rewards and advantages, and say what is trained on; update critic and actor over
-mini-batches; send the new weights to the engines. `Trainer` holds its workers by argument, so fakes, one process and a
-cluster run the same code.
+A step is: take the next groups of answers; compute log-probs under the reference and the actor, and values, while the
+last scores come in; turn scores into token rewards and advantages, and say what is trained on; update critic and
+actor over mini-batches; send the new weights to the engines. `Trainer` holds its workers by argument, so fakes, one
+process and a cluster run the same code.
 """
 
 import logging
@@ -23,10 +23,11 @@ from rltrain.credit import (
 )
 from rltrain.data import Prompt
 from rltrain.errors import LogProbError, RewardError
-from rltrain.metrics import Timer, log_prob_gap, sample_metrics
+from rltrain.metrics import Timer, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from rltrain.tracking import Tracker
+from workers.dispatch import PLAN_METRICS
 from workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ class Trainer:
         self.needs_actor_pass = needs_actor_pass(config)
         self.step = 0
         self.engine_checked = False
+        for group in (actor, reference, critic):
+            if group is not None:
+                group.meanwhile(collector.advance)
 
     def fit(self) -> None:
         """Train to the last step, evaluating before, after and as often as the config says; then export the model."""
@@ -84,8 +88,8 @@ class Trainer:
         """One step: metrics, and the batch that was trained on."""
         config, timer = self.config, Timer()
         with timer("generate"):
-            batch = self.collect()
-        metrics = sample_metrics(batch, [component.name for component in config.reward.components])
+            batch = self.collector.answers(version=self.step)
+            self.collector.rollout.sleep()
         if self.reference is not None:
             with timer("ref_log_probs"):
                 batch = batch.union(self.rows(self.reference, "compute_log_probs", batch))
@@ -94,6 +98,10 @@ class Trainer:
         if self.critic is not None:
             with timer("values"):
                 batch = batch.union(self.rows(self.critic, "compute_values", batch))
+        with timer("rewards"):
+            batch = self.scored(batch)
+        metrics = sample_metrics(batch, [component.name for component in config.reward.components])
+        metrics |= staleness_metrics(batch, self.step)
         with timer("advantages"):
             batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
             batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
@@ -120,10 +128,10 @@ class Trainer:
             self.sync_weights()
         return metrics | gap_metrics | reward_metrics | advantage_metrics | mask_metrics | timer.metrics(batch), batch
 
-    def collect(self) -> DataProto:
-        """The next groups; where too many rewards failed, the samples are kept for a look at them."""
+    def scored(self, batch: DataProto) -> DataProto:
+        """Adds the scores; where too many rewards failed, the samples are kept for a look at them."""
         try:
-            return self.collector.collect(version=self.step)
+            return self.collector.scored(batch)
         except RewardError as error:
             if error.batch is None:
                 raise
@@ -165,14 +173,14 @@ class Trainer:
 
     def sync_weights(self) -> None:
         """Send the actor's weights to the engines as version `step`; raises SyncError unless they compute with them."""
-        pending = self.actor.start("export", self.step, self.config.rollout.verify_sync)
-        self.collector.rollout.load(pending[0], self.step)
-        self.actor.wait(pending[1:])
+        self.collector.rollout.load(self.actor, self.step, check=self.config.rollout.verify_sync)
 
     def evaluate(self) -> None:
         """Accuracy on the validation prompts, sampled and greedy."""
         if not self.val_prompts:
             return
+        if self.collector.rollout.asleep:
+            self.sync_weights()
         metrics = {}
         for kind in ("sampled", "greedy"):
             batch = self.collector.evaluate(self.val_prompts, greedy=kind == "greedy")
@@ -185,4 +193,4 @@ class Trainer:
 
 
 def _named(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    return {f"{role}/{name}": value for name, value in metrics.items()}
+    return {f"perf/{role}_{name}" if name in PLAN_METRICS else f"{role}/{name}": v for name, v in metrics.items()}

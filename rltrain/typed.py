@@ -58,11 +58,15 @@ def _likeness(key: str, name: str) -> float:
 
 
 def keys(kind: type, prefix: str = "") -> list[str]:
-    """The dotted names of every leaf key below the dataclass `kind`, unions with None included."""
+    """The dotted names of every leaf key below the dataclass `kind`, unions with None included.
+
+    What is set with one key, as a mapping or a list of mappings, is a leaf too: a class says so by `given_whole`.
+    """
     found: list[str] = []
     for name, hint in get_type_hints(kind).items():
         kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
-        inner = next((t for t in kinds if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
+        sections = (t for t in kinds if isinstance(t, type) and dataclasses.is_dataclass(t))
+        inner = next((t for t in sections if not getattr(t, "given_whole", False)), None)
         found += keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return found
 

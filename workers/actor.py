@@ -13,22 +13,22 @@ from rltrain.algorithms import (
     POLICY_LOSSES,
     aggregate_loss,
     columns_of,
-    full_kl,
     kl_estimate,
     loss_functions,
     own_knobs,
     required_columns,
     rollout_diagnostics,
 )
-from rltrain.errors import LogProbError
+from rltrain.errors import ConfigError, LogProbError
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.dispatch import Minibatch, UpdateResult
-from workers.forward import Pack, PolicyOutput, load_model, microbatch, policy_output, row_pass, unpack
-from workers.fsdp import Optimizer, full, named_tensors, shard, tied_names
-from workers.weight_sync import Bucket, buckets_of
+from workers.forward import Pack, load_model, microbatch, policy_output, row_pass, unpack
+from workers.fsdp import Optimizer, device, full, shard
+from workers.lora import adapt, adapter_tensors, merged_tensors, save_adapter
+from workers.sync.buckets import Bucket
+from workers.sync.sender import AdapterSender, Offer, Sender
 
-FULL_KL_CHUNK = 1024  # response tokens whose distributions over the vocabulary are held at once
 # Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's (invariant D1).
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
@@ -43,17 +43,27 @@ class ActorWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config, self.path = config, Path(path)
-        self.model = shard(load_model(AutoModelForCausalLM, path), dtype=config.model.dtype)
+        model = load_model(AutoModelForCausalLM, path)
+        if config.model.lora:
+            model = adapt(model, config.model.lora, seed=config.trainer.seed)
+        self.model = shard(model, config)
         self.model.eval()  # no dropout: the policy that is trained is the one that samples
-        self.optimizer = Optimizer(list(self.model.parameters()), config.actor, config.optimizer_steps)
+        self.optimizer = Optimizer(
+            [p for p in self.model.parameters() if p.requires_grad], config.actor, config.optimizer_steps
+        )
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
         # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded
         # as the reference computes with it, or the KL of a policy to itself would not be 0.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
-            head = full(self.model.get_output_embeddings().weight.detach())
-            self.ref_head = head.to(getattr(torch, config.model.dtype), copy=True)
+            head = self.model.get_output_embeddings()
+            if head.bias is not None:
+                raise ConfigError(
+                    f"model.path={path}: its last layer has a bias, and the exact KL (full=true) is of layers without "
+                    "one; use an estimator, full=false"
+                )
+            self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """What the policy before the update says of these rows, in the order of the micro-batches.
@@ -65,25 +75,18 @@ class ActorWorker:
 
         def columns(part: DataProto, packed: Pack) -> dict[str, Tensor]:
             output = policy_output(
-                self.model, packed, temperature=temperature, entropies="entropies" in self.required, hidden=in_reward
-            )
-            found = {"old_log_probs": output.log_probs}
-            if output.entropies is not None:
-                found["entropies"] = output.entropies
-            return found | ({"full_kl": self._full_kl(part, output)} if in_reward else {})
+                self.model, packed, temperature=temperature, entropies="entropies" in self.required,
+                reference=self._reference(part) if in_reward else None,
+            )  # fmt: skip
+            found = {"old_log_probs": output.log_probs, "entropies": output.entropies, "full_kl": output.full_kl}
+            return {name: values for name, values in found.items() if values is not None}
 
         return row_pass(columns, batch, microbatches)
 
-    def _full_kl(self, part: DataProto, output: PolicyOutput) -> Tensor:
-        """The exact KL to the reference (R,) at each response token of a pack."""
-        assert output.hidden is not None, "the forward pass was asked for its hidden states"
+    def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
+        """The reference's hidden states (R, H) at the response tokens of these rows, and its head (V, H)."""
         assert self.ref_head is not None, "the config asks for the exact KL"
-        head = self.model.get_output_embeddings().weight
-        ref_hidden = part.values("ref_hidden").to(output.hidden.device)
-        return full_kl(
-            output.hidden, head, ref_hidden, self.ref_head, temperature=self.config.rollout.temperature,
-            chunk_size=FULL_KL_CHUNK,
-        )  # fmt: skip
+        return part.values("ref_hidden").to(device()), self.ref_head
 
     def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
         """One optimizer step a mini-batch. Raises LogProbError where the first mini-batch breaks invariant D1."""
@@ -98,6 +101,8 @@ class ActorWorker:
                 self._check_same_policy(result)
             result.tokens += minibatch.num_tokens
             result.steps.append(self.optimizer.step(trained=minibatch.num_tokens > 0))
+        if self.config.takes_turns:
+            torch.cuda.empty_cache()  # the engine wakes next, on the same device; nothing happens without a GPU
         return result
 
     def _backward(
@@ -107,7 +112,8 @@ class ActorWorker:
         algorithm, mask = self.config.algorithm, columns["mask"]
         output = policy_output(
             self.model, packed, temperature=self.config.rollout.temperature,
-            entropies=entropy_coef > 0 or algorithm.entropy_target is not None, hidden=algorithm.kl_loss.full,
+            entropies=entropy_coef > 0 or algorithm.entropy_target is not None,
+            reference=self._reference(part) if algorithm.kl_loss.full else None,
         )  # fmt: skip
         columns["log_probs"] = unpack(output.log_probs, mask)
         columns.setdefault(
@@ -115,8 +121,8 @@ class ActorWorker:
         )  # on the one step of a batch: the same policy
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
-        if algorithm.kl_loss.full:
-            columns["full_kl"] = unpack(self._full_kl(part, output), mask)
+        if output.full_kl is not None:
+            columns["full_kl"] = unpack(output.full_kl, mask)
         loss, parts, sums = actor_loss(
             columns, algorithm, entropy_coef=entropy_coef, num_tokens=minibatch.num_tokens,
             num_sequences=minibatch.num_sequences, max_response_length=self.config.rollout.max_response_length,
@@ -136,16 +142,29 @@ class ActorWorker:
                 f"above {limit:g}: the same weights must give the same log-probs, so forward passes differ; report this"
             )
 
-    def export(self, version: int, check: bool) -> list[Bucket] | None:
-        """The weights as buckets for the engines, on rank 0; None on the others. A collective."""
-        return buckets_of(
-            named_tensors(self.model), aliases=tied_names(self.model), version=version, dtype=self.config.model.dtype,
-            check=check,
-        )  # fmt: skip
+    def start_export(self, path: str | None, version: int, check: bool) -> Offer:
+        """Begin to send the weights, through a file at `path` if there is one; `check` adds the proofs of E5."""
+        kind = AdapterSender if self.config.model.lora else Sender
+        self.sender = kind(self.model, version=version, dtype=self.config.model.dtype, check=check)
+        return self.sender.offer(path)
+
+    def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
+        """This rank's part of a bucket, once the ones before it that had its room are `_loaded`."""
+        return self.sender.write(number, path)
+
+    def end_export(self) -> None:
+        """Everything was sent, or the sync broke off."""
+        self.sender.close()
+        del self.sender  # it refers to the parameters
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter once, whole and float32, adapters merged, on every rank. A collective."""
+        return dict(merged_tensors(self.model))
 
     def save(self, path: str) -> None:
-        """Write the model in Hugging Face form (rank 0). A collective."""
-        state = dict(named_tensors(self.model))
+        """Write the model in Hugging Face form (rank 0); adapters are merged, and beside it too. A collective."""
+        state = self.weights()
+        adapters = {name: full(tensor) for name, tensor in adapter_tensors(self.model).items()}
         if torch.distributed.get_rank() == 0:
             Path(path).mkdir(parents=True, exist_ok=True)
             self.model.config.dtype = "float32"
@@ -154,6 +173,8 @@ class ActorWorker:
             self.model.save_pretrained(path, state_dict={name: tensor.cpu() for name, tensor in state.items()})
             if (self.path / "generation_config.json").is_file():
                 shutil.copy(self.path / "generation_config.json", path)
+            if adapters:
+                save_adapter(self.model, adapters, Path(path) / "adapter", self.path)
 
 
 def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:

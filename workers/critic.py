@@ -26,7 +26,7 @@ class CriticWorker:
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
         setattr(model, name, nn.Linear(head.in_features, 1, bias=False))
         nn.init.zeros_(model.get_submodule(name).weight)
-        self.model = shard(model, dtype=config.model.dtype)
+        self.model = shard(model, config)
         self.model.eval()  # no dropout: the value of a state must not depend on chance
         self.optimizer = Optimizer(list(self.model.parameters()), config.critic, config.optimizer_steps)
 

@@ -9,6 +9,8 @@ from rltrain.algorithms import effective_sample_size
 from rltrain.batching import Rows, plan_minibatch
 from rltrain.protocol import DataProto
 
+PLAN_METRICS = ("filler_fraction", "idle_fraction")  # of `plan_metrics`: of planning, not of training
+
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -48,29 +50,61 @@ class UpdateResult:
     first_tokens: int = 0
 
 
-def split_rows(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[Rows]]:
-    """Micro-batches of each rank for a pass over all rows."""
-    return plan_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens)
+def split_rows(
+    lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
+) -> list[list[Rows]]:
+    """Micro-batches of each rank for a pass over all rows; `work` as in `plan_minibatch`."""
+    return plan_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
 
 
 def split_minibatches(
-    batch: DataProto, lengths: Sequence[int], minibatches: Sequence[Rows], ranks: int, max_tokens: int
+    batch: DataProto,
+    lengths: Sequence[int],
+    minibatches: Sequence[Rows],
+    ranks: int,
+    max_tokens: int,
+    *,
+    work: Sequence[int] | None = None,
 ) -> list[list[Minibatch]]:
-    """Each rank's mini-batches, all with the counts of the whole."""
+    """Each rank's mini-batches, all with the counts of the whole; `work` as in `plan_minibatch`.
+
+    Rows without a trained token are in no micro-batch: they would add exactly zero (invariant A6).
+    """
     trained = torch.segment_reduce(batch.values("response_mask").float(), "sum", offsets=batch.offsets("response_mask"))
     plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for rows in minibatches:
         counts = trained[rows]
-        parts = plan_minibatch(lengths, rows, ranks, max_tokens)
+        needed = [row for row, count in zip(rows, counts.tolist(), strict=True) if count]
+        parts = plan_minibatch(lengths, needed, ranks, max_tokens, work=work)
         for plan, part in zip(plans, parts, strict=True):
             plan.append(Minibatch(rows, part, int(counts.sum()), int((counts > 0).sum())))
     return plans
 
 
+def plan_metrics(plans: Sequence[Sequence[Minibatch]], lengths: Sequence[int], work: Sequence[int]) -> dict[str, float]:
+    """What a plan of an update costs beyond what is needed.
+
+    `filler_fraction`: of the tokens that go through the model, those of rows that stand in where a rank has none.
+    `idle_fraction`: of the ranks' time, by estimated work, what they wait for the slowest in each micro-batch.
+    """
+    stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
+    needed = filler = busy = elapsed = 0
+    for ranks in zip(*plans, strict=True):
+        for passes in zip(*(minibatch.microbatches for minibatch in ranks), strict=True):
+            needed += sum(lengths[row] for rows in passes for row in rows)
+            filler += sum(lengths[stand_in] for rows in passes if not rows) if stand_in is not None else 0
+            costs = [sum(work[row] for row in rows) for rows in passes]
+            busy, elapsed = busy + sum(costs), elapsed + len(costs) * max(costs)
+    return {
+        "filler_fraction": filler / max(needed + filler, 1),
+        "idle_fraction": 1 - busy / elapsed if elapsed else 0.0,
+    }
+
+
 def collect_rows(parts: Sequence[DataProto], plan: Sequence[Sequence[Rows]]) -> DataProto:
     """The ranks' rows in the order of the batch that was split."""
     order = torch.tensor([row for rank in plan for rows in rank for row in rows])
-    return DataProto.concat(parts).reorder(order.argsort())
+    return DataProto.concat(parts, rows=order.argsort())
 
 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:

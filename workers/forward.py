@@ -1,8 +1,9 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, no padding in any linear layer.
 
-Rows are laid end to end as one sequence of N tokens. Attention is ours, registered with transformers under `PACKED`:
-rows of similar length are attended together, each bucket one causal sdpa call over a small right-padded view, so no
-mask is ever built and no row can see another. Everything else in the model works on the N real tokens.
+Rows are laid end to end as one sequence of N tokens. Attention is ours, registered with transformers under `PACKED`.
+On GPUs, in 16 bits, one kernel takes all rows. Elsewhere rows of similar length are attended together, each bucket one
+causal sdpa call over a small right-padded view. So no mask is ever built and no row can see another. Everything else in
+the model works on the N real tokens.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from rltrain.algorithms import full_kl
 from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
 from workers.fsdp import device
+from workers.head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
+from workers.sequence import (
+    Sequence,
+    gather,
+    heads_of_all_tokens,
+    sequence_group_of,
+    split,
+    tokens_of_all_heads,
+)
+from workers.varlen import kernel_for
 
 PACKED = "rltrain_packed"
 PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are read as they are, never padded
@@ -37,16 +49,20 @@ class Pack:
     Attributes:
         input_ids: (1, N) prompt and response ids; the last response token predicts nothing and is left out.
         position_ids: (1, N), restarting in each row.
-        buckets: how attention groups the rows.
+        buckets: how attention groups the rows where it does.
+        offsets: (rows + 1,) int32, where each row begins, and where the last one ends.
         predicting: (R,) where in the pack each response token is predicted; R response tokens in all.
         targets: (R,) the response tokens.
+        sequence: the ranks that share out the tokens; then all but `buckets` and `offsets` are this rank's own slice.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     buckets: tuple[Bucket, ...]
+    offsets: Tensor
     predicting: Tensor
     targets: Tensor
+    sequence: Sequence | None = None
 
 
 def pack(batch: DataProto) -> Pack:
@@ -59,7 +75,9 @@ def pack(batch: DataProto) -> Pack:
     at = (starts[:-1] + prompt_lengths).repeat_interleave(response_lengths) + positions(response_lengths)
     is_input = positions(response_lengths) < (response_lengths - 1).repeat_interleave(response_lengths)
     ids[at[is_input]] = batch.values("responses")[is_input]
-    return Pack(ids[None], positions(lengths)[None], _buckets(lengths), at - 1, batch.values("responses"))
+    return Pack(
+        ids[None], positions(lengths)[None], _buckets(lengths), starts.int(), at - 1, batch.values("responses")
+    )  # fmt: skip
 
 
 def _buckets(lengths: Tensor) -> tuple[Bucket, ...]:
@@ -83,8 +101,8 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
         return packed
     buckets = tuple(Bucket(b.index.to(device), b.real.to(device)) for b in packed.buckets)
     return Pack(
-        packed.input_ids.to(device), packed.position_ids.to(device), buckets, packed.predicting.to(device),
-        packed.targets.to(device),
+        packed.input_ids.to(device), packed.position_ids.to(device), buckets, packed.offsets.to(device),
+        packed.predicting.to(device), packed.targets.to(device),
     )  # fmt: skip
 
 
@@ -114,23 +132,37 @@ def packed_attention(
         raise ValueError(
             "this model's attention uses a soft cap, sinks or a window shorter than its rows: not supported"
         )
-    heads, tokens = query.shape[1:3]
-    out = query.new_zeros(tokens, heads, value.size(-1))
+    if packed.sequence is not None:
+        query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
-    for bucket in packed.buckets:
+    kernel = None if dropout else kernel_for(q, v)
+    if kernel is not None:
+        out = kernel(q, k, v, packed.offsets, longest, scaling)
+    else:
+        out = _in_buckets(q, k, v, packed.buckets, scaling=scaling, dropout=dropout)
+    return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
+
+
+def _in_buckets(
+    q: Tensor, k: Tensor, v: Tensor, buckets: tuple[Bucket, ...], *, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attention (N, H, D), rows of similar length at a time."""
+    tokens, heads = q.shape[:2]
+    out = q.new_zeros(tokens, heads, v.size(-1))
+    for bucket in buckets:
         rows, length = bucket.index.shape
         flat = bucket.index.reshape(-1)
         parts = (t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v))
         attended = F.scaled_dot_product_attention(
-            *parts, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=key.size(1) != heads
+            *parts, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=k.size(1) != heads
         )
         attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
-        if len(packed.buckets) == 1 and bool(bucket.real.all()):
+        if len(buckets) == 1 and bool(bucket.real.all()):
             out = attended.index_select(0, _inverse(flat))
         else:
             real = bucket.real.reshape(-1)
             out = out.index_copy(0, flat[real], attended[real])
-    return out[None], None
+    return out
 
 
 def _inverse(permutation: Tensor) -> Tensor:
@@ -153,41 +185,70 @@ def load_model(kind: type, path: str, **kwargs: Any) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What a policy says of the R response tokens of a pack.
+    """What a policy says of the R response tokens of a pack; in float32, or float64 for a model in float64.
 
     Attributes:
-        log_probs: (R,) of each token under softmax(logits / temperature), float32, in nats.
+        log_probs: (R,) of each token under softmax(logits / temperature), in nats.
         entropies: (R,) of that distribution, where asked for.
-        hidden: (R, H) the last hidden states that the tokens are predicted from, where asked for.
+        full_kl: (R,) the exact KL from that distribution to the reference's, where asked for.
+        hidden: (R, H) the states that the last layer predicts the tokens from, where asked for.
     """
 
     log_probs: Tensor
     entropies: Tensor | None
+    full_kl: Tensor | None
     hidden: Tensor | None
 
 
 def policy_output(
-    model: nn.Module, packed: Pack, *, temperature: float, entropies: bool = False, hidden: bool = False
+    model: nn.Module,
+    packed: Pack,
+    *,
+    temperature: float,
+    entropies: bool = False,
+    hidden: bool = False,
+    reference: tuple[Tensor, Tensor] | None = None,
 ) -> PolicyOutput:
-    """One forward pass of a causal language model over a pack; the optional parts cost memory and are asked for."""
-    states: list[Tensor] = []
-    hook = model.base_model.register_forward_hook(lambda _, __, out: states.append(out[0])) if hidden else None
-    logits = model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
-        logits_to_keep=packed.predicting, packed=packed,
-    ).logits[0]  # fmt: skip
-    if hook is not None:
-        hook.remove()
-    log_softmax = F.log_softmax(logits.float() / temperature, dim=-1)
+    """One forward pass of a causal language model over a pack; what is optional costs time and is asked for.
+
+    `reference` has the hidden states (R, H') and the head (V, H') of the model that the exact KL is taken to. Logits
+    are never held as a whole: all of this is computed in chunks, in the place of the model's last layer.
+    """
+    whole, sequence = packed, sequence_group_of(model)
+    if sequence is not None:
+        packed, here = split(whole, sequence)
+        reference = None if reference is None else (reference[0][here], reference[1])
+    scale, states = logit_scale(model), list[Tensor]()
+    knobs: dict[str, Any] = {"temperature": temperature / scale}
+
+    def columns(of_all: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        states.append(of_all[0])
+        found = token_log_probs(states[0], weight, packed.targets, bias=bias, entropies=entropies, **knobs)
+        kl = None if reference is None else full_kl(states[0], weight, *reference, **knobs)
+        probe = torch.full_like(found[0], PROBE)
+        return torch.stack([column / scale for column in (*found, kl, probe) if column is not None])
+
+    with replaced_head(model, columns):
+        out = model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
+            logits_to_keep=packed.predicting, packed=packed,
+        ).logits  # fmt: skip
+    log_probs, *others, probe = out.unbind()
+    check_probe(probe, model)
+    kept = states[0] if hidden else None
+    if packed.sequence is not None:
+        log_probs, *others = (gather(column, whole, packed.sequence) for column in (log_probs, *others))
+        kept = None if kept is None else gather(kept, whole, packed.sequence)
     return PolicyOutput(
-        log_softmax.gather(1, packed.targets[:, None])[:, 0],
-        -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None,
-        states[0][0, packed.predicting] if states else None,
-    )
+        log_probs, others[0] if entropies else None, None if reference is None else others[-1], kept
+    )  # fmt: skip
 
 
 def response_values(model: nn.Module, packed: Pack) -> Tensor:
     """The critic's value (R,) of the state in which each response token was chosen, float32."""
+    whole, sequence = packed, sequence_group_of(model)
+    if sequence is not None:
+        packed, _ = split(whole, sequence)
     logits = model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -195,7 +256,8 @@ def response_values(model: nn.Module, packed: Pack) -> Tensor:
         use_cache=False,
         packed=packed,
     ).logits[0]
-    return logits[packed.predicting, 0].float()
+    values = logits[packed.predicting, 0].float()
+    return values if packed.sequence is None else gather(values, whole, packed.sequence)
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
@@ -203,13 +265,18 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
+def stand_in(batch: DataProto) -> list[int]:
+    """What a rank computes where it has no rows: the cheapest of the batch."""
+    return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
+
+
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
     """The rows, their pack and their response columns in the padded view (B, T), on this rank's device.
 
-    The columns carry `mask`, True at response tokens, and `response_mask`, True at trained ones. No rows at all: the
-    batch's first row with nothing trained, so that this rank takes part in the collectives and adds exactly zero.
+    The columns carry `mask`, True at response tokens, and `response_mask`, True at trained ones. No rows at all: one
+    that stands in with nothing trained, so that this rank takes part in the collectives and adds exactly zero.
     """
-    part = batch[rows or [0]]
+    part = batch[rows or stand_in(batch)]
     mask = part.padding_mask("responses")
     tensors = dict(part.batch.items())
     names = [name for name in tensors if COLUMNS.get(name, ("",))[0] == "response" and name not in PACKED_COLUMNS]
@@ -229,7 +296,7 @@ def row_pass(
     """
     parts, names = [], set[str]()
     for rows in microbatches:
-        part = batch[rows or [0]]
+        part = batch[rows or stand_in(batch)]
         columns = {name: values.cpu() for name, values in function(part, to_device(pack(part), device())).items()}
         kept = columns if rows else {name: values[:0] for name, values in columns.items()}
         parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))

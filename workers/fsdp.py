@@ -1,5 +1,6 @@
 """Sharding with FSDP2, the optimizer, its schedule, and full tensors out of shards."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -8,16 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from rltrain.errors import NumericsError
-from rltrain.schema import OptimizerConfig
+from rltrain.errors import ConfigError, NumericsError
+from rltrain.schema import Config, OptimizerConfig
+from workers.sequence import sequence_group
 
 
-def data_parallel_mesh() -> DeviceMesh:
-    """A one-dimensional mesh over all ranks of this process group."""
-    return init_device_mesh(device().type, (dist.get_world_size(),))
+def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
+    """The ranks of this process group: parameters are sharded over `shard_ranks` of them and replicated over the rest.
+
+    None shards over all.
+    """
+    ranks = dist.get_world_size()
+    if shard_ranks is None or shard_ranks == ranks:
+        return init_device_mesh(device().type, (ranks,))
+    assert ranks % shard_ranks == 0, "checked with the config"
+    return init_device_mesh(device().type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
 def device() -> torch.device:
@@ -25,20 +35,34 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def shard(model: nn.Module, *, dtype: str) -> nn.Module:
-    """Shard a model in place over all ranks, each decoder layer on its own.
+def shard(model: nn.Module, config: Config) -> nn.Module:
+    """Shard a model in place over the ranks, each decoder layer on its own, as `config.model` and placement say.
 
-    Master weights, gradients and their reduction stay float32; with `dtype` bfloat16 the matrix products use it.
+    Master weights, gradients and their reduction stay float32; with `model.dtype` bfloat16 matrix products use it.
+    Where ranks share out the tokens of a pack, `model.sequence` is their group.
+    Raises ConfigError for what these ranks cannot do.
     """
-    compute = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    compute = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     options: dict[str, Any] = {
-        "mesh": data_parallel_mesh(),
+        "mesh": sharding_mesh(config.placement.shard_ranks),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
     }
-    layer_names = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
-        if type(module).__name__ in layer_names:
-            fully_shard(module, **options)
+    if config.model.cpu_offload:
+        if device().type == "cpu":
+            raise ConfigError("model.cpu_offload=true: these ranks have no GPU to offload from; use false")
+        options["offload_policy"] = CPUOffloadPolicy()
+    model.sequence = sequence_group(config.placement.sequence_ranks)
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for layer in layers:
+        if config.model.activation_checkpointing:  # hooks of FSDP stay outside what is computed again
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if config.model.compile:
+            layer.compile(dynamic=True)
+    if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
+        return model.to(device())  # there is nothing to share out, and nothing to convert
+    for layer in layers:
+        fully_shard(layer, **options)
     return fully_shard(model, **options)
 
 
@@ -72,7 +96,7 @@ class Optimizer:
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
         self.parameters, self.config, self.total_steps, self.steps = parameters, config, total_steps, 0
         self.adamw = torch.optim.AdamW(
-            parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+            parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
         )
 
     def lr(self) -> float:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.errors import ConfigError, WorkerError
+from rltrain.model_files import text_config
 from rltrain.schema import REWARD_MODEL, Config
+from rltrain.work import RowWork, row_work
 from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
 from workers.host import Host
 from workers.reward.pool import RewardPool
@@ -106,6 +108,8 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     pending = [
         (rollout, build(rollout, "rollout", "workers.rollout.worker:RolloutWorker", config, path, list(stop_ids)))
     ]
+    if config.takes_turns and _has_gpus():
+        rollout.wait(pending.pop()[1])  # an engine measures what is free on its device: nobody else takes any meanwhile
     for group in dict.fromkeys(training.values()):
         if isinstance(group, RayHosts):
             meet(group, loopback=config.placement.address == "local")
@@ -113,11 +117,21 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
         pending.append((hosts, build(hosts, role, ROLES[role.partition(" ")[0]], config, paths.get(role, path))))
     for hosts, calls in pending:
         hosts.wait(calls)
-    groups = {role: WorkerGroup(hosts, role) for role, hosts in training.items()}
+    groups = {
+        role: WorkerGroup(
+            hosts, role, work_of(role, paths.get(role, path)), sequence_ranks=config.placement.sequence_ranks
+        )
+        for role, hosts in training.items()
+    }
     return Workers(
-        RolloutPool(rollout), rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
-        [groups[role] for role in models],
+        RolloutPool(rollout, sleeps=config.takes_turns), rewards, groups["actor"], groups.get("reference"),
+        groups.get("critic"), [groups[role] for role in models],
     )  # fmt: skip
+
+
+def work_of(role: str, path: str) -> RowWork:
+    """What this role's model computes for a row; only policies have a head over the vocabulary."""
+    return row_work(text_config(path), head=role in ("actor", "reference"))
 
 
 def build(hosts: Hosts, role: str, path: str, *arguments: Any) -> list[Any]:
@@ -135,8 +149,12 @@ def ray_hosts(config: Config, count: int, *, gpus: int, concurrency: int = 1) ->
     import ray
 
     cores = os.cpu_count() or 1
-    threads = config.placement.threads_per_worker or max(1, cores // count)
-    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    # Synchronous groups take turns; others compute while the engines do.
+    beside = (
+        count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
+    )
+    threads = config.placement.threads_per_worker or max(1, cores // beside)
+    has_gpus = _has_gpus()
     share = 0.5 if config.placement.share_ranks else 1.0  # engine and trainer of a shared device get half of it each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus:
@@ -156,6 +174,12 @@ def meet(hosts: RayHosts, *, loopback: bool) -> None:
         actor.join.remote(rank, hosts.size, address, COLLECTIVE_TIMEOUT_S) for rank, actor in enumerate(hosts.actors)
     ]
     hosts.wait(calls)
+
+
+def _has_gpus() -> bool:
+    import ray
+
+    return ray.cluster_resources().get("GPU", 0) > 0
 
 
 def _gpus_of_engine(config: Config) -> int:

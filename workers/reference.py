@@ -19,7 +19,7 @@ class ReferenceWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config = config
-        self.model = shard(load_model(AutoModelForCausalLM, path), dtype=config.model.dtype)
+        self.model = shard(load_model(AutoModelForCausalLM, path), config)
         self.model.eval().requires_grad_(False)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:

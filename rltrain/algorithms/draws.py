@@ -20,6 +20,14 @@ def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
     return _shift(_hash(_hash(_hash(key) + row) + token), 11).double() * 2.0**-53
 
 
+def stream_draws(streams: Tensor, tokens: Tensor) -> Tensor:
+    """The number in [0, 1) of token `tokens` (N,) of the stream with seed `streams` (N,), as (N,) float64.
+
+    h(h(stream) + token) / 2^64, with h as in `uniform_draws`.
+    """
+    return _shift(_hash(_hash(streams) + tokens), 11).double() * 2.0**-53
+
+
 def _hash(state: Tensor) -> Tensor:
     """SplitMix64's output at each int64 state; products wrap around as in unsigned arithmetic."""
     mixed = state + _signed(0x9E3779B97F4A7C15)

@@ -13,7 +13,6 @@ from rltrain.schema import Config
 from workers.group import Hosts, LocalHosts, WorkerGroup
 from workers.host import Host
 from workers.placement import ROLES, build, meet, ray_hosts
-from workers.weight_sync import tensors_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # ranks, token budget
@@ -65,8 +64,8 @@ def workers_of(hosts: Hosts, config: Config, path: str, roles=("actor",)) -> dic
 
 
 def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
-    buckets = actor.wait(actor.start("export", 0, False))[0]
-    return {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
+    weights = actor.wait(actor.start("weights"))[0]
+    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 # Selectors
@@ -95,7 +94,8 @@ def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_b
         for got, expected in zip(history, first, strict=True):
             assert got["selected_fraction"] == expected["selected_fraction"]
             for key, value in expected.items():
-                assert got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+                of_the_plan = key in {"filler_fraction", "idle_fraction"}
+                assert of_the_plan or got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
         for key, tensor in weights.items():
             assert (others[key] - tensor).abs().max() < 1e-4, key
 

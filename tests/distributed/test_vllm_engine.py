@@ -1,7 +1,10 @@
 """vLLM behind the engine interface, in a process of its own as in a run: sections E and B of the invariants."""
 
+import itertools
 import json
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,14 @@ from rltrain.compose import compose
 from rltrain.errors import SyncError
 from rltrain.prompt_groups import stream_seed
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from workers.fsdp import tied_names
 from workers.group import RayHosts
 from workers.placement import build, ray_hosts
 from workers.rollout.messages import Completion, Request
-from workers.weight_sync import Bucket, buckets_of
+from workers.sync.buckets import Bucket, join
+from workers.sync.sender import Sender
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group")]
+NUMBERS = itertools.count()
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
 
 
@@ -53,10 +57,25 @@ def requests(count: int, *, temperature: float = 1.0, seed: int = 0, uid: int = 
 
 
 def buckets(model: torch.nn.Module, version: int = 1) -> list[Bucket]:
-    named = ((name, p.detach()) for name, p in model.named_parameters())
-    made = buckets_of(named, aliases=tied_names(model), version=version, dtype="float32", check=True)
-    assert made is not None
-    return made
+    sender = Sender(model, version=version, dtype="float32", check=True)
+    return [join([sender.write(number, None)]) for number in range(len(sender.plan))]
+
+
+def load(hosts: RayHosts, sent: list[Bucket]) -> None:
+    name = f"sync {next(NUMBERS)}"
+    hosts.call("rollout", "start_load", [(name, sent[0].version)])
+    for bucket in sent:
+        hosts.call("rollout", "load_bucket", [(name, None, bucket)])
+    hosts.call("rollout", "finish_load", [(name, None)])
+
+
+def disguised(sent: list[Bucket], name: str, factor: float) -> list[Bucket]:
+    """The same weights, but the sender claims another product of this matrix."""
+    for bucket in sent:
+        bucket.pieces = [
+            replace(p, probe=p.probe + factor * abs(p.probe).max()) if p.name == name else p for p in bucket.pieces
+        ]
+    return sent
 
 
 def shaken(start: str, scale: float, seed: int = 0) -> torch.nn.Module:
@@ -78,7 +97,7 @@ def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completi
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 def test_E1_engine_log_probs_are_log_softmax_of_logits_over_temperature(hosts, start, temperature):
     model = AutoModelForCausalLM.from_pretrained(start)
-    hosts.call("rollout", "load", [(buckets(model), 1)])
+    load(hosts, buckets(model))
     asked = requests(16, temperature=temperature)
     got = answers(hosts, asked)
     for request in asked:
@@ -112,7 +131,7 @@ def test_E5_a_bucket_with_one_corrupted_byte_is_refused(hosts, start):
     bad[0].data = bad[0].data.copy()
     bad[0].data[1234] ^= 0x40
     with pytest.raises(SyncError, match=r"the bytes of 'model.embed_tokens.weight' are not those"):
-        hosts.call("rollout", "load", [(bad, 7)])
+        load(hosts, bad)
 
 
 def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
@@ -126,20 +145,22 @@ def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
 
     ray.get(victim.actors[0].__ray_call__.remote(forget_heads))
     with pytest.raises(SyncError, match=r"does not compute with the actor's 'lm_head.weight'"):
-        victim.call("rollout", "load", [(buckets(shaken(start, 0.05)), 2)])
+        load(victim, buckets(shaken(start, 0.05)))
 
 
 def test_E5_wrong_weights_in_any_single_tensor_are_caught(hosts, start):
     good = buckets(AutoModelForCausalLM.from_pretrained(start))
-    names = list(good[0].probes)
+    names = [name for bucket in good for name in bucket.probes()]
     model = AutoModelForCausalLM.from_pretrained(start)
     assert set(names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = good[0].aliases
     for name in names:
-        bad = buckets(AutoModelForCausalLM.from_pretrained(start), version=3)
-        bad[0].probes[name] = bad[0].probes[name] + 1e-3 * abs(bad[0].probes[name]).max()
-        with pytest.raises(SyncError, match=name):
-            hosts.call("rollout", "load", [(bad, 3)])
-    hosts.call("rollout", "load", [(good, 4)])
+        if name in tied:  # its proof is that of the tensor under its first name
+            continue
+        bad = disguised(buckets(AutoModelForCausalLM.from_pretrained(start), version=3), name, 1e-3)
+        with pytest.raises(SyncError, match="|".join([name, *(alias for alias in tied if tied[alias] == name)])):
+            load(hosts, bad)
+    load(hosts, good)
 
 
 def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_weights(hosts, start, tmp_path):
@@ -150,13 +171,64 @@ def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_weight
             shutil.copy(file, tmp_path)
     asked = [*requests(8, seed=3), Request((1, 0), PROMPT, 0.0, 16, 0)]
     before = answers(hosts, asked)  # fills the prefix cache with the old weights' keys and values
-    hosts.call("rollout", "load", [(buckets(new, version=6), 6)])
+    load(hosts, buckets(new, version=6))
     synced, fresh = answers(hosts, asked), answers(engine(str(tmp_path)), asked)
     assert {k: a.token_ids for k, a in synced.items()} == {k: a.token_ids for k, a in fresh.items()}
     for key, answer in synced.items():
         assert torch.allclose(torch.tensor(answer.log_probs), torch.tensor(fresh[key].log_probs), atol=1e-5)
         assert set(answer.versions) == {6}
     assert any(before[key].token_ids != answer.token_ids for key, answer in synced.items())
+
+
+def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(hosts, start):
+    """Loaded between two known steps: versions, log-probs and random streams; nothing of the prefix cache survives."""
+    models = {20: AutoModelForCausalLM.from_pretrained(start), 21: shaken(start, 0.05, seed=11)}
+    same = AutoModelForCausalLM.from_pretrained(start)
+    asked = [*requests(24, temperature=1.5, seed=8), *requests(1, temperature=0.6, uid=1)]
+
+    def interrupted(sent):
+        load(hosts, buckets(models[20], version=20))
+
+        def scenario(host):
+            engine = host.roles["rollout"].engine
+            engine.add(asked)
+            found = [answer for _ in range(4) for answer in engine.step()]
+            if sent:
+                engine.start_load()
+                for bucket in sent:
+                    engine.load_bucket(bucket)
+                engine.finish_load(sent[0].version)
+            while engine.busy:
+                found += engine.step()
+            return {answer.key: answer for answer in found}
+
+        # In the engine's own thread, which has nothing to do.
+        run = hosts.actors[0].__ray_call__.remote(lambda host: host.roles["rollout"]._run(lambda: scenario(host)))
+        return ray.get(run)
+
+    undisturbed, with_same = interrupted(None), interrupted(buckets(same, version=22))
+    assert {k: a.token_ids for k, a in with_same.items()} == {k: a.token_ids for k, a in undisturbed.items()}
+    found = interrupted(buckets(models[21], version=21))
+    assert set(found) == {request.key for request in asked}
+    assert any(found[key].token_ids != undisturbed[key].token_ids for key in found)
+    for request in asked:
+        answer = found[request.key]
+        assert answer.token_ids[:3] == undisturbed[request.key].token_ids[:3]
+        before = answer.versions.count(20)
+        assert answer.versions == [20] * before + [21] * (len(answer.versions) - before)
+        check_each_token(models, request, answer)
+    assert any(0 < answer.versions.count(20) < len(answer.versions) for answer in found.values())
+    again = answers(hosts, asked)  # the prompt's keys and values of the old weights are gone
+    for request in asked:
+        assert set(again[request.key].versions) == {21}
+        check_each_token(models, request, again[request.key])
+
+
+def check_each_token(models: dict[int, torch.nn.Module], request: Request, answer: Completion) -> None:
+    """Each token's log-prob is that of the weights of its version, on all that came before it."""
+    by_version = {version: trainer_log_probs(models[version], request, answer) for version in set(answer.versions)}
+    expected = [float(by_version[version][place]) for place, version in enumerate(answer.versions)]
+    assert answer.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 def test_E8_samples_have_their_own_streams_and_a_seed_reproduces_them(hosts):
@@ -174,17 +246,37 @@ def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(hosts):
     assert len(got) == 800
 
 
+def weights_in_the_middle(hosts: RayHosts, models: dict[int, torch.nn.Module]) -> None:
+    """E6 and E7 where nobody knows at which token the weights come: some time it is in the middle of answers."""
+    first, second = (buckets(model, version=version) for version, model in models.items())
+    for attempt in range(20):
+        asked = requests(16, temperature=1.5, seed=attempt)
+        load(hosts, first)
+        hosts.call("rollout", "submit", [(asked,)])
+        time.sleep(0.01 * (attempt + 1))
+        load(hosts, second)
+        found: dict[tuple[int, int], Completion] = {}
+        while len(found) < len(asked):
+            found |= {answer.key: answer for answer in hosts.call("rollout", "poll", [(5.0,)])[0]}
+        for request in asked:
+            check_each_token(models, request, found[request.key])
+        if any(len(set(answer.versions)) == 2 for answer in found.values()):
+            return
+    pytest.fail("no answer had tokens of two versions")
+
+
 def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_one_in_process(hosts, ray_here, start):
     """AsyncLLM with two tensor-parallel shards: the path for GPUs, run here on the CPU."""
     apart = engine(start, "rollout.vllm.process=async", "rollout.vllm.tensor_parallel_size=2")
     new = shaken(start, 0.05, seed=9)
     asked = requests(8, seed=2)
     for target in (hosts, apart):
-        target.call("rollout", "load", [(buckets(new, version=8), 8)])
+        load(target, buckets(new, version=8))
     here, there = answers(hosts, asked), answers(apart, asked)
     assert {k: a.token_ids for k, a in here.items()} == {k: a.token_ids for k, a in there.items()}
+    weights_in_the_middle(apart, {30: new, 31: shaken(start, 0.05, seed=12)})
     bad = buckets(new, version=9)
-    bad[0].probes["model.layers.1.self_attn.k_proj.weight"] += 1.0
+    disguised(bad, "model.layers.1.self_attn.k_proj.weight", 1.0)
     with pytest.raises(SyncError, match=r"k_proj"):
-        apart.call("rollout", "load", [(bad, 9)])
+        load(apart, bad)
     apart.call("rollout", "close", [()])

@@ -1,4 +1,5 @@
 import inspect
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 
 from rltrain import batching
 from rltrain.batching import balance, microbatches, minibatches, plan_minibatch
+from rltrain.work import RowWork
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
@@ -130,10 +132,69 @@ def test_A6_every_row_is_once_in_a_microbatch_within_budget_and_ranks_run_equall
     assert len(plan[0]) >= 1  # also without rows: every rank joins the collectives
 
 
+@given(lengths=st.lists(st.integers(1, 12), max_size=8), budget=st.integers(12, 30))
+@settings(deadline=None, max_examples=60)
+def test_there_are_as_few_micro_batches_as_first_fit_promises_against_the_best_of_all_ways(lengths, budget):
+    def fewest(left, bins):
+        if not left:
+            return len(bins)
+        placed = [[*bins[:k], b + left[0], *bins[k + 1 :]] for k, b in enumerate(bins) if b + left[0] <= budget]
+        return min(fewest(left[1:], tried) for tried in [*placed, [*bins, left[0]]])
+
+    found = len(microbatches(lengths, list(range(len(lengths))), budget))
+    assert found <= (11 * fewest(lengths, []) + 6) / 9
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), budget=st.integers(12, 40), data=st.data())
+@settings(deadline=None)
+def test_a_rank_has_an_empty_micro_batch_only_where_it_has_too_few_rows(lengths, ranks, budget, data):
+    work = data.draw(st.lists(st.integers(0, 99), min_size=len(lengths), max_size=len(lengths)))
+    for rank in plan_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work):
+        rows = sum(map(len, rank))
+        assert sum(not part for part in rank) == max(0, len(rank) - rows)
+        costs = [sum(work[row] for row in part) for part in rank]
+        assert costs == sorted(costs, reverse=True)  # so that ranks do their heaviest at the same time
+
+
+def test_a_rank_with_room_splits_its_micro_batch_rather_than_add_an_empty_one():
+    """Rank 0 has the costly row and what is left; rank 1 has tokens for two micro-batches."""
+    lengths, work = [4, 2, 2, 6, 6], [9, 1, 1, 6, 6]
+    plan = plan_minibatch(lengths, [0, 1, 2, 3, 4], 2, 8, work=work)
+    assert plan == [[[0], [1, 2]], [[3], [4]]]
+
+
+def test_micro_batches_of_a_rank_have_nearly_equal_work():
+    assert microbatches([10, 10, 1, 1], [0, 1, 2, 3], 20) == [[0, 2], [1, 3]]  # first fit: 20 and 2
+    assert microbatches([5, 5, 5, 5], [0, 1, 2, 3], 10, work=[9, 8, 2, 1]) == [[0, 3], [1, 2]]
+    assert microbatches([4, 4, 4], [0, 1, 2], 12, count=2) == [[0, 2], [1]]
+    assert microbatches([4, 4], [0, 1], 12, count=5) == [[0], [1]]
+
+
+def test_a_budget_that_only_first_fit_can_keep_is_kept():
+    """Even work would put 6 beside 4 and leave 5, 3 and 2 nowhere to go: two budgets of 10 are full to the last."""
+    lengths = [6, 5, 4, 3, 2]
+    found = microbatches(lengths, [0, 1, 2, 3, 4], 10, work=[1, 1, 9, 9, 9])
+    assert [sum(lengths[row] for row in part) for part in found] == [10, 10]
+
+
+def test_over_random_plans_no_budget_is_exceeded_and_ranks_have_equal_loads_and_wait_little():
+    """Rows of 32 to 512 tokens, log-uniform, 8 a rank and more; at 512 tokens attention is up to half of the work."""
+    source = random.Random(0)
+    for _ in range(100):
+        ranks, budget = source.choice((1, 2, 3, 4, 8, 16)), source.choice((512, 1024, 2048, 8192))
+        lengths = [int(32 * 16 ** source.random()) for _ in range(int(ranks * source.uniform(8, 32)))]
+        model = RowWork(token=1000, output=400, attention=((None, source.choice((0, 1, 4))),))
+        work = [model.of(length, length // 2) for length in lengths]
+        plan = plan_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work)
+        assert max(sum(lengths[row] for row in part) for rank in plan for part in rank) <= budget
+        loads = [sum(work[row] for part in rank for row in part) for rank in plan]
+        assert max(loads) <= 1.05 * max(sum(work) / ranks, *work)
+
+
 @given(lengths=LENGTHS, budget=st.integers(12, 40))
-def test_at_most_one_microbatch_is_less_than_half_full(lengths, budget):
+def test_micro_batches_are_at_least_half_full_on_average_but_for_one(lengths, budget):
     cuts = microbatches(lengths, list(range(len(lengths))), budget)
-    assert sum(2 * sum(lengths[row] for row in cut) < budget for cut in cuts) <= 1
+    assert 2 * sum(lengths) >= (len(cuts) - 1) * budget
 
 
 def test_the_module_is_pure():

@@ -55,6 +55,8 @@ def test_every_algorithm_passes(algorithm):
         (["data.train=builtin:sort"], "with the reward of task median: no answer would be right; use data=sort"),
         (["model.path=no"], "model.path=no: no such directory; give the folder of a model, or model.path=builtin"),
         (["rollout.max_response_length=1009"], "= 1025 tokens: the model has 1024 positions"),
+        (["model.lora={rank:4,targets:[q]}"], "model.lora.targets: no layer is called 'q'; the nearest is 'q_proj'"),
+        (["model.lora={rank:4,targets:lm_head}"], "'lm_head' is the last layer, whose log-probs have no adapter"),
         (["reward.functions=[no.such:score]"], "there is no module 'no'"),
         (["placement.actor_ranks=3"], "placement.actor_ranks=3: more than the 2 CPU cores of this machine; use fewer"),
         (["placement.rollout_replicas=3"], "placement.rollout_replicas=3: more than the 2 CPU cores"),

@@ -123,7 +123,7 @@ def test_E8_requests_carry_the_streams_of_the_runs_seed_and_evaluations_others()
     assert {request.max_tokens for request in engines.requests} == {made.config.rollout.max_response_length}
     engines.requests.clear()
     made.evaluate(PROMPTS[:2], greedy=False)
-    assert [request.seed for request in engines.requests] == [stream_seed(5 + EVAL_SEED, u, 0) for u in range(2)]
+    assert [request.seed for request in engines.requests] == [stream_seed(5 + EVAL_SEED, u, 0) for u in (-2, -1)]
 
 
 @pytest.mark.parametrize("greedy", [True, False])

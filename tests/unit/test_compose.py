@@ -10,7 +10,7 @@ import rltrain.compose
 from rltrain.checks import check
 from rltrain.compose import Args, choices, compose, config_dir, group_names, parse_args, usage
 from rltrain.errors import ConfigError
-from rltrain.schema import Config
+from rltrain.schema import Config, LoRAConfig
 from rltrain.typed import keys
 
 
@@ -175,6 +175,43 @@ def test_what_names_no_reward_function_is_refused(value):
     message = refusal(f"reward.functions={value}")
     assert message.startswith("reward.functions")
     assert "file.py:function" in message or "[my_reward.py:score]" in message
+
+
+def test_adapters_have_a_rank_and_by_default_all_linear_layers_and_alpha_twice_the_rank():
+    assert compose([])[0].model.lora is None
+    assert compose(["model.lora={rank:8}"])[0].model.lora == LoRAConfig(rank=8, alpha=16.0, targets=["all-linear"])
+    given, text = compose(["model.lora={rank:8}", "model.lora={rank:2,alpha:1,targets:[q_proj,v_proj]}"])
+    assert given.model.lora == LoRAConfig(rank=2, alpha=1.0, targets=["q_proj", "v_proj"])
+    assert yaml.safe_load(text)["model"]["lora"] == {"rank": 2, "alpha": 1.0, "targets": ["q_proj", "v_proj"]}
+    assert compose(["model.lora={rank:2,targets:down_proj}"])[0].model.lora.targets == ["down_proj"]
+    assert compose(["model.lora={rank:8}", "model.lora=null"])[0].model.lora is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("8", "model.lora=8: must be null, or a mapping with a rank, as in model.lora={rank:16}"),
+        ("{alpha:8}", "model.lora={'alpha': 8}: must be null, or a mapping with a rank"),
+        ("{rank:0}", "model.lora.rank must be >= 1, got 0"),
+        ("{rank:1.5}", "model.lora.rank=1.5: must be a whole number"),
+        ("{rank:true}", "model.lora.rank=True: must be a whole number"),
+        ("{rank:null}", "model.lora.rank=null: must be a whole number"),
+        ("{rank:8,alpha:0}", "model.lora.alpha must be > 0, got 0: "),
+        ("{rank:8,alpha:null}", "model.lora.alpha=null: must be a finite number"),
+        ("{rank:8,targets:[]}", "model.lora.targets=[]: names no layer; name layers, as in [q_proj,v_proj], or"),
+        ("{rank:8,targets:null}", "model.lora.targets=null: must be a list"),
+        ("{rank:8,targets:[q_proj,3]}", "model.lora.targets[1]=3: must be text"),
+        ("{rank:8,targets:[q,q]}", "model.lora.targets=['q', 'q']: names one twice"),
+        ("{rank:8,targets:[q,all-linear]}", "all-linear has all of them already"),
+        ("{rank:8,dropout:0.1}", "unknown config key 'model.lora.dropout'; the nearest known key is 'model.lora."),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused_in_one_line(value, message):
+    assert refusal(f"model.lora={value}").startswith(message) or message in refusal(f"model.lora={value}")
+
+
+def test_a_part_of_the_adapters_key_is_no_key():
+    assert "the nearest known key is 'model.lora'" in refusal("model.lora.rank=8")
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])

@@ -4,7 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.protocol import DataProto, jagged
-from workers.dispatch import Minibatch, UpdateResult, collect_rows, split_minibatches, split_rows, sum_updates
+from workers.dispatch import (
+    PLAN_METRICS,
+    Minibatch,
+    UpdateResult,
+    collect_rows,
+    plan_metrics,
+    split_minibatches,
+    split_rows,
+    sum_updates,
+)
 
 
 def batch(masks) -> DataProto:
@@ -24,8 +33,30 @@ def test_every_rank_gets_its_rows_and_the_counts_of_the_whole_minibatch():
     plans = split_minibatches(batch(MASKS), [4, 3, 1, 3], [[0, 1], [2, 3]], 2, 10)
     assert plans == [
         [Minibatch([0, 1], [[0]], 3, 1), Minibatch([2, 3], [[3]], 1, 1)],
-        [Minibatch([0, 1], [[1]], 3, 1), Minibatch([2, 3], [[2]], 1, 1)],
+        [Minibatch([0, 1], [[]], 3, 1), Minibatch([2, 3], [[]], 1, 1)],
     ]
+
+
+def test_A6_rows_without_a_trained_token_are_computed_by_nobody_and_stay_in_the_mini_batch():
+    plans = split_minibatches(batch(MASKS), [4, 3, 1, 3], [[0, 1, 2, 3], [1, 2]], 1, 10)
+    assert plans == [[Minibatch([0, 1, 2, 3], [[0, 3]], 4, 2), Minibatch([1, 2], [[]], 0, 0)]]
+
+
+def test_work_not_tokens_decides_which_rank_a_row_goes_to():
+    lengths, work = [4, 4, 4, 4], [9, 3, 3, 3]
+    full = batch([[1]] * 4)
+    assert split_rows(lengths, 2, 100, work=work) == [[[0]], [[1, 2, 3]]]
+    plans = split_minibatches(full, lengths, [[0, 1, 2, 3]], 2, 100, work=work)
+    assert [plan[0].microbatches for plan in plans] == [[[0]], [[1, 2, 3]]]
+
+
+def test_of_a_plan_it_is_said_what_stands_in_and_how_long_ranks_wait():
+    """Two ranks: 6 against 4 of work in the first micro-batch; one has no rows in the second, row 2 stands in."""
+    ranks = [[Minibatch([0, 1, 3], [[0], [3]], 9, 3)], [Minibatch([0, 1, 3], [[1], []], 9, 3)]]
+    found = plan_metrics(ranks, [6, 4, 1, 5], [6, 4, 1, 5])
+    assert found == pytest.approx({"filler_fraction": 1 / 16, "idle_fraction": 1 - 15 / (2 * 6 + 2 * 5)})
+    assert set(found) == set(PLAN_METRICS)
+    assert plan_metrics([[]], [], []) == {"filler_fraction": 0.0, "idle_fraction": 0.0}
 
 
 def test_ranks_without_rows_get_an_empty_microbatch():
@@ -46,7 +77,8 @@ def test_A4_counts_are_those_of_the_minibatch_for_any_split(masks, ranks, budget
     plans = split_minibatches(batch(masks), [len(mask) + 1 for mask in masks], minibatches, ranks, budget)
     for number, part in enumerate(minibatches):
         mine = [plan[number] for plan in plans]
-        assert sorted(row for own in mine for rows in own.microbatches for row in rows) == sorted(part)
+        needed = [row for row in part if any(masks[row])]
+        assert sorted(row for own in mine for rows in own.microbatches for row in rows) == sorted(needed)
         assert all(own.rows == part for own in mine)
         assert {own.num_tokens for own in mine} == {sum(sum(masks[row]) for row in part)}
         assert {own.num_sequences for own in mine} == {sum(any(masks[row]) for row in part)}

@@ -3,12 +3,13 @@ import pickle
 import pytest
 import ray
 import torch
-from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
 from rltrain import errors
 from rltrain.protocol import DataProto, jagged
-from workers.dispatch import UpdateResult
-from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup, row_lengths
+from rltrain.work import RowWork
+from workers.dispatch import PLAN_METRICS, UpdateResult
+from workers.group import LOOK_S, Hosts, LocalHosts, RayHosts, WorkerGroup, row_lengths
 from workers.host import Host
 
 
@@ -83,10 +84,27 @@ def test_a_pass_over_all_rows_comes_back_in_order_from_any_number_of_ranks(size,
 def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
     hosts, made = FakeHosts(size), batch()
     metrics = WorkerGroup(hosts, "actor").update(made, [[0, 3], [1, 2, 4]], max_tokens=100)
+    planned = {name: metrics.pop(name) for name in PLAN_METRICS}
+    assert all(0 <= value < 0.5 for value in planned.values())
+    assert (planned["idle_fraction"] == 0) == (size == 1)
     assert metrics == {"tokens_share": 1.0, "lr": 1.0}
     for number, rows in enumerate([[0, 3], [1, 2, 4]]):
         given = [row for worker in hosts.workers for part in worker.seen[0][1][number].microbatches for row in part]
         assert sorted(given) == rows
+
+
+def test_rows_go_to_ranks_by_the_work_of_the_groups_own_model():
+    """Where a row costs the square of its length, the longest has a rank of its own; by tokens it has company."""
+    lengths, square = [9, 5, 5, 5], RowWork(token=0, attention=((None, 2),))
+    made = DataProto.from_dict(
+        {"prompts": jagged([[1] * n for n in lengths], torch.int64), "responses": jagged([[2]] * 4, torch.int64)}
+    )
+    sizes = []
+    for work in (None, square):
+        hosts = FakeHosts(2)
+        WorkerGroup(hosts, "actor", work).rows("double", made, max_tokens=100)
+        sizes.append(sorted(sum(map(len, worker.seen[0][1])) for worker in hosts.workers))
+    assert sizes == [[2, 2], [1, 3]]
 
 
 def test_a_call_on_every_rank_has_the_same_arguments():
@@ -133,7 +151,7 @@ def of_worker(error: Exception) -> Exception:
 
 
 def raised_by_wait(monkeypatch, error: Exception) -> Exception:
-    def get(pending):
+    def get(pending, *, timeout):
         raise error
 
     monkeypatch.setattr(ray, "get", get)
@@ -162,6 +180,75 @@ def test_a_dead_worker_and_a_lost_object_are_worker_errors(monkeypatch):
     lost = raised_by_wait(monkeypatch, ObjectLostError("ab" * 28, None, "call site"))
     assert type(lost) is errors.WorkerError
     assert str(lost).startswith("ObjectLostError: ")
+
+
+# What else is done while ranks compute
+
+
+def waiting(monkeypatch, *, looks, end):
+    """What `meanwhile` was called with while Ray had no result for so many looks, and what `wait` did at the `end`."""
+    timeouts, calls = [], []
+
+    def get(pending, *, timeout):
+        timeouts.append(timeout)
+        if timeout and len(timeouts) <= looks:
+            raise GetTimeoutError("not yet")
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(ray, "get", get)
+    return RayHosts([]), timeouts, calls
+
+
+def test_while_ranks_compute_the_driver_looks_at_what_else_there_is_again_and_again(monkeypatch):
+    hosts, timeouts, calls = waiting(monkeypatch, looks=3, end=["a", "b"])
+    WorkerGroup(hosts, "actor").meanwhile(lambda: calls.append(len(timeouts)))
+    assert hosts.wait(["ref", "other"]) == ["a", "b"]
+    assert (calls, timeouts) == ([1, 2, 3], [LOOK_S] * 4)
+
+
+def test_with_nothing_else_to_do_it_waits_for_good(monkeypatch):
+    hosts, timeouts, _ = waiting(monkeypatch, looks=3, end=["a"])
+    assert hosts.wait(["ref"]) == ["a"]
+    assert timeouts == [None]
+
+
+@pytest.mark.parametrize("kind", [errors.RewardError, RuntimeError])
+def test_what_is_raised_meanwhile_comes_out_of_the_wait_as_it_is(monkeypatch, kind):
+    hosts, _, _ = waiting(monkeypatch, looks=9, end=["a"])
+
+    def fail():
+        raise kind("an engine died")
+
+    hosts.meanwhile = fail
+    with pytest.raises(kind, match=r"^an engine died$") as caught:
+        hosts.wait(["ref"])
+    assert caught.value.__context__ is None  # no talk of time-outs
+
+
+def test_one_ranks_error_ends_the_wait_though_the_others_go_on(monkeypatch):
+    """Ray's `get` raises as soon as one of the results is an error; its `wait` would wait for all."""
+    hosts, _, calls = waiting(monkeypatch, looks=2, end=of_worker(errors.SyncError("weights differ")))
+    hosts.meanwhile = lambda: calls.append("look")
+    monkeypatch.setattr(ray, "wait", lambda *args, **kwargs: pytest.fail("asks for all results"))
+    with pytest.raises(errors.SyncError, match="weights differ"):
+        hosts.wait(["failed", "hangs"])
+    assert calls == ["look"] * 2
+
+
+def test_ray_is_asked_once_for_the_first_and_once_for_all_that_have_ended(monkeypatch):
+    asked = []
+
+    def wait(pending, *, num_returns, timeout):
+        asked.append((num_returns, timeout))
+        return (["b"], ["a", "c"]) if len(asked) == 1 else (["c", "b"], ["a"])
+
+    monkeypatch.setattr(ray, "wait", wait)
+    assert RayHosts([]).first(["a", "b", "c"], 0.25) == [1, 2]
+    assert asked == [(1, 0.25), (3, 0)]
+    assert RayHosts([]).first([], 0.25) == []
+    assert LocalHosts(Host({}, verbose=True)).first(["a", "b"], 0.25) == [0, 1]
 
 
 def test_every_error_of_the_project_survives_pickling():

@@ -1,6 +1,6 @@
 import torch
 
-from rltrain.jagged import jagged, offsets_in, offsets_of, pack, positions, row_numbers, values_in
+from rltrain.jagged import jagged, offsets_in, offsets_of, positions, row_numbers, values_in
 
 
 def test_a_jagged_column_is_values_and_offsets():
@@ -14,15 +14,6 @@ def test_a_jagged_column_is_values_and_offsets():
 def test_positions_restart_in_each_row():
     assert positions(torch.tensor([2, 0, 3])).tolist() == [0, 1, 0, 1, 2]
     assert offsets_of(torch.tensor([2, 0, 3])).tolist() == [0, 2, 2, 5]
-
-
-def test_columns_with_equal_offsets_are_one_family():
-    rows = [[1, 2], [3]]
-    columns = {"a": jagged(rows, torch.int64), "dense": torch.zeros(2), "b": jagged(rows, torch.int64),
-               "c": jagged([[1], [2, 3]], torch.int64)}  # fmt: skip
-    tensors, families = pack(columns)
-    assert {name: family for name, (_, family) in tensors.items()} == {"a": 0, "dense": -1, "b": 0, "c": 1}
-    assert [offsets.tolist() for offsets in families] == [[0, 2, 3], [0, 1, 3]]
 
 
 def test_row_numbers_are_never_negative():

@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from rltrain.metrics import Timer, log_prob_gap, sample_metrics
+from rltrain.metrics import Timer, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.protocol import DataProto, jagged
 
 NAN = math.nan
@@ -93,6 +93,18 @@ def test_groups_that_were_dropped_or_are_missing_are_told_only_where_they_are_co
     told = {"reward/mean_generated": 0.25, "rollout/groups_dropped": 5.0, "rollout/groups_missing": 1.0}
     made.meta_info.update(told, temperature=0.7)
     assert sample_metrics(made, ["exact"]) == plain | told
+
+
+def test_the_age_of_tokens_is_counted_in_versions_behind_the_one_that_is_trained():
+    responses = jagged([[7, 7, 7], [], [7]], torch.int64)
+    made = DataProto.from_dict({"responses": responses}).with_values(
+        "responses", policy_version=torch.tensor([3, 4, 5, 2])
+    )
+    assert staleness_metrics(made, 5) == {"rollout/staleness_mean": 1.5, "rollout/staleness_max": 3.0}
+    empty = DataProto.from_dict({"responses": jagged([[]], torch.int64)}).with_values(
+        "responses", policy_version=torch.zeros(0, dtype=torch.int64)
+    )
+    assert staleness_metrics(empty, 5) == {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0}
 
 
 def test_a_nan_shows_in_the_gap():

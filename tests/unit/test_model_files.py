@@ -103,9 +103,12 @@ def test_a_window_that_is_long_enough_or_not_used_is_accepted(model):
     check_limits(compose([])[0], model | {"attn_logit_softcapping": None})
 
 
-def test_capped_attention_is_refused():
-    message = refusal(check_limits, compose([])[0], {"attn_logit_softcapping": 50.0})
-    assert "its attn_logit_softcapping=50.0, and training does not cap attention; use another model" in message
+@pytest.mark.parametrize(
+    ("key", "what"), [("attn_logit_softcapping", "attention"), ("final_logit_softcapping", "logits")]
+)
+def test_capped_attention_and_capped_logits_are_refused(key, what):
+    message = refusal(check_limits, compose([])[0], {key: 50.0})
+    assert f"its {key}=50.0, and training does not cap {what}; use another model" in message
 
 
 def test_heads_that_shards_cannot_share_are_refused(folder):

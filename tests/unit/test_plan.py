@@ -117,6 +117,16 @@ def test_a_model_of_ones_own_is_named_with_its_size(count, text):
     assert row("model", "model.path=/models/m", facts=facts) == f"/models/m; {text} parameters; float32"
 
 
+def test_with_adapters_only_they_have_gradients_and_optimizer_states():
+    facts = Facts(path="m", parameters=2**30, adapters=2**27, needs_critic=False)
+    lora = "model.lora={rank:16,targets:[q_proj,v_proj]}"
+    assert row("model", lora, facts=facts).endswith(
+        "; trained are adapters of rank 16, alpha 32, on q_proj, v_proj: 134M parameters"
+    )
+    assert "on all linear layers: 134M" in row("model", "model.lora={rank:16}", facts=facts)
+    assert row("memory", lora, facts=facts).startswith("a rank: actor 6.0 GB; an engine: weights 4.0 GB")
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_terminal_gets_a_frame_that_fits_it(width):
     out = StringIO()

@@ -1,9 +1,4 @@
-import random
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rltrain.data import Prompt
 from rltrain.prompt_groups import PromptGroups, State, requests_of, stream_seed
@@ -24,7 +19,7 @@ def score(uid: int, number: int, value: float = 1.0) -> RewardResult:
 
 
 def groups(*, samples: int = 2, per_step: int = 1, staleness: int = 0, prompts: int = 1, ship: bool = True):
-    made = PromptGroups(samples_per_prompt=samples, prompts_per_step=per_step, max_staleness=staleness)
+    made = PromptGroups(samples_per_prompt=samples, prompts_per_step=per_step, max_staleness=staleness, steps=99)
     made.add([prompt(n) for n in range(prompts)])
     if ship:
         made.ship(0)
@@ -152,18 +147,47 @@ def test_a_dropped_group_that_is_not_replaced_leaves_its_place_empty():
     assert (made.used, made.wanted(1)) == (3, 3)
 
 
-def test_ready_groups_are_told_oldest_first_and_stay():
+def test_answered_groups_are_told_oldest_first_before_their_scores_are_there_and_stay():
     made = groups(prompts=3)
-    assert made.ready() == []
-    finish(made, 2)
-    finish(made, 0)
-    assert [group.uid for group in made.ready()] == [0, 2]
-    assert [group.uid for group in made.ready()] == [0, 2]
-    assert sorted(made.groups) == [0, 1, 2]
+    for uid in (2, 1):
+        finish(made, uid)
+    assert made.answered(2) == []
+    made.generated(completion(0, 0))
+    made.scored(score(0, 0))
+    assert made.answered(2) == []  # the oldest still misses an answer
+    made.generated(completion(0, 1))
+    for _ in range(2):
+        assert [group.uid for group in made.answered(2)] == [0, 1]
+    assert [group.uid for group in made.answered(3)] == [0, 1, 2]
+    assert made.answered(4) == []
+    assert (sorted(made.groups), made.used, made.take(1)) == ([0, 1, 2], 0, [])
+
+
+def test_the_oldest_groups_are_told_whatever_their_state_as_many_as_there_are():
+    made = groups(prompts=3)
+    finish(made, 1)
+    made.generated(completion(2, 0))
+    made.reissue([2])
+    assert [(g.uid, g.state) for g in made.oldest(2)] == [(0, State.GENERATING), (1, State.READY)]
+    assert [g.uid for g in made.oldest(9)] == [0, 1, 2]
+    made.drop(0, replace=True)
+    assert [g.uid for g in made.oldest(2)] == [1, 2]
+
+
+def test_groups_may_be_numbered_from_below_zero_so_that_two_collections_share_no_number():
+    once = PromptGroups(samples_per_prompt=1, prompts_per_step=3, max_staleness=0, steps=1, first_uid=-3)
+    once.add([prompt(n) for n in range(3)])
+    assert [(g.uid, g.prompt.index) for g in once.ship(0)] == [(-3, 0), (-2, 1), (-1, 2)]
+    finish(once, -2)
+    assert once.generated(completion(0, 0)) is None  # of another collection
+    assert once.take(3) == []
+    finish(once, -1)
+    finish(once, -3)
+    assert [g.prompt.index for g in once.take(3)] == [0, 1, 2]
 
 
 def test_a_greedy_answer_is_one_more_request_at_temperature_zero_and_the_group_waits_for_it():
-    made = PromptGroups(samples_per_prompt=2, prompts_per_step=1, max_staleness=0, greedy_baseline=True)
+    made = PromptGroups(samples_per_prompt=2, prompts_per_step=1, max_staleness=0, steps=99, greedy_baseline=True)
     made.add([prompt()])
     (group,) = made.ship(0)
     assert (group.samples, group.size) == (2, 3)
@@ -184,7 +208,7 @@ def test_without_a_baseline_every_answer_is_sampled():
 
 @pytest.mark.parametrize(("staleness", "wanted"), [(0, [3, 3, 3]), (1, [6, 3, 3]), (3, [12, 3, 3])])
 def test_so_many_groups_are_wanted_at_each_version(staleness, wanted):
-    made = PromptGroups(samples_per_prompt=1, prompts_per_step=3, max_staleness=staleness)
+    made = PromptGroups(samples_per_prompt=1, prompts_per_step=3, max_staleness=staleness, steps=99)
     asked = []
     for version in range(3):
         asked.append(made.wanted(version))
@@ -198,131 +222,30 @@ def test_so_many_groups_are_wanted_at_each_version(staleness, wanted):
     assert asked == wanted
 
 
-# Any order of events
+@pytest.mark.parametrize(
+    ("staleness", "steps", "wanted"),
+    [(0, 3, [2, 2, 2, 0]), (1, 3, [4, 2, 0, 0]), (2, 3, [6, 0, 0, 0]), (5, 3, [6, 0, 0, 0]), (1, 1, [2, 0])],
+)
+def test_no_group_is_wanted_that_no_step_would_use(staleness, steps, wanted):
+    made, asked = PromptGroups(samples_per_prompt=1, prompts_per_step=2, max_staleness=staleness, steps=steps), []
+    for version in range(steps + 1):
+        asked.append(made.wanted(version))
+        made.add([prompt()] * asked[-1])
+        for group in made.ship(version):
+            finish(made, group.uid, version)
+        assert len(made.take(2)) == 2 * (version < steps)
+    assert asked == wanted
+    assert (made.used, made.groups) == (2 * steps, {})
 
 
-class Life(RuleBasedStateMachine):
-    """Engines, reward workers and a trainer that act in any order; the weights advance at each take."""
-
-    @initialize(
-        samples=st.integers(1, 3), per_step=st.integers(1, 3), staleness=st.integers(0, 3), greedy=st.booleans()
-    )
-    def start(self, samples, per_step, staleness, greedy):
-        self.groups = PromptGroups(
-            samples_per_prompt=samples, prompts_per_step=per_step, max_staleness=staleness, greedy_baseline=greedy
-        )
-        self.staleness, self.per_step, self.samples = staleness, per_step, samples + greedy
-        self.version = self.added = 0
-        self.generating: list[tuple[int, int, int]] = []  # (uid, number, version), copies and orphans too
-        self.scoring: list[tuple[int, int]] = []
-        self.used: list[int] = []
-        self.dropped: list[int] = []
-        self.empty_places = 0  # of groups that were dropped and not replaced
-
-    @rule()
-    def fill(self):
-        count = self.groups.wanted(self.version)
-        self.groups.add(prompt(self.added + n) for n in range(count))
-        self.added += count
-        for group in self.groups.ship(self.version):
-            missing = [number for number in range(group.size) if number not in group.completions]
-            self.generating += [(group.uid, number, self.version) for number in missing]
-
-    @precondition(lambda self: self.generating)
-    @rule(data=st.data())
-    def answer(self, data):
-        uid, number, version = self.generating.pop(data.draw(st.integers(0, len(self.generating) - 1)))
-        if request := self.groups.generated(completion(uid, number, version, f"{uid}/{number}/{version}")):
-            self.scoring.append(request.key)
-
-    @precondition(lambda self: self.scoring)
-    @rule(data=st.data())
-    def judge(self, data):
-        uid, number = self.scoring.pop(data.draw(st.integers(0, len(self.scoring) - 1)))
-        self.groups.scored(score(uid, number, value=100 * uid + number))
-
-    @precondition(lambda self: self.groups.groups)
-    @rule(data=st.data())
-    def engine_dies(self, data):
-        self.groups.reissue([data.draw(st.sampled_from(sorted(self.groups.groups)))])
-
-    @precondition(lambda self: self.groups.groups)
-    @rule(data=st.data())
-    def give_up(self, data):
-        """As dynamic sampling does: a group of the current step; the last place of a step is never left empty."""
-        places = self.places()
-        uid = data.draw(st.sampled_from(sorted(self.groups.groups)[:places]))
-        replace = places == 1 or data.draw(st.booleans())
-        self.groups.drop(uid, replace=replace)
-        self.dropped.append(uid)
-        self.empty_places += not replace
-
-    def places(self):
-        """Groups that the current step still takes."""
-        return (self.version + 1) * self.per_step - len(self.used) - self.empty_places
-
-    @rule()
-    def train(self):
-        taken = self.groups.take(self.places())
-        for group in taken:
-            assert set(group.completions) == set(group.results) == set(range(self.samples))
-            for number in range(self.samples):
-                answer, result = group.completions[number], group.results[number]
-                assert answer.key == result.key == (group.uid, number)
-                assert result.scores == (100 * group.uid + number,)
-                assert self.version - min(answer.versions) <= self.staleness, "older than max_staleness"
-            assert self.version - group.shipped <= self.staleness
-            self.used.append(group.uid)
-        self.version += bool(taken)
-
-    @invariant()
-    def none_is_lost_and_none_is_doubled(self):
-        if not hasattr(self, "groups"):
-            return
-        everywhere = [*self.used, *self.dropped, *self.groups.groups]
-        assert sorted(everywhere) == list(range(self.added))
-        assert self.used == sorted(self.used)
-        assert self.groups.used == len(self.used) + self.empty_places
-        assert self.groups.dropped == len(self.dropped)
-        assert len(self.groups.groups) <= (self.staleness + 1) * self.per_step
-
-    def teardown(self):
-        """Whatever happened, the run can go on: with the engines at work a further step comes about."""
-        if not hasattr(self, "groups"):
-            return
-        before, places = len(self.used), self.places()
-        self.fill()
-        while self.generating:
-            uid, number, version = self.generating.pop()
-            self.groups.generated(completion(uid, number, version))
-        for uid, group in self.groups.groups.items():
-            for number in range(group.size):
-                self.groups.scored(score(uid, number, value=100 * uid + number))
-        self.train()
-        assert len(self.used) == before + places
-
-
-Life.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
-test_groups_in_any_order_of_events = Life.TestCase
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
-def test_the_staleness_bound_is_reached_and_never_passed(staleness):
-    """Engines of random speed under a trainer that takes a step as soon as it can."""
-    draw, ages = random.Random(staleness), set()
-    made = PromptGroups(samples_per_prompt=2, prompts_per_step=2, max_staleness=staleness)
-    version, running = 0, []
-    while version < 60:
-        made.add([prompt()] * made.wanted(version))
-        running += [(group.uid, number, version) for group in made.ship(version) for number in range(2)]
-        draw.shuffle(running)
-        for uid, number, sampled in [running.pop() for _ in range(min(len(running), 3))]:
-            made.generated(completion(uid, number, sampled))
-            made.scored(score(uid, number))
-        if taken := made.take(2):
-            ages |= {version - v for group in taken for c in group.completions.values() for v in c.versions}
-            version += 1
-    assert max(ages) == staleness
+def test_a_group_dropped_in_the_last_step_is_replaced_and_one_without_a_replacement_is_not():
+    made = PromptGroups(samples_per_prompt=1, prompts_per_step=2, max_staleness=3, steps=1)
+    made.add([prompt()] * made.wanted(0))
+    made.drop(0, replace=True)
+    assert made.wanted(0) == 1
+    made.add([prompt()])
+    made.drop(1, replace=False)
+    assert made.wanted(0) == 0
 
 
 # Random streams

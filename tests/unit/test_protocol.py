@@ -354,18 +354,14 @@ def test_a_received_batch_does_not_alias_the_sender():
 
 
 def test_sending_takes_one_buffer_a_column_and_one_a_family_without_copying():
-    batch = example()
+    batch = example().pop(["name", "tools"])[1]
     stream, buffers = sent(batch)
     addresses = sorted(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0] for buffer in buffers)
     memory = [batch.values(key) for key in ("prompts", "responses", "response_mask")]
-    memory += [
-        batch.batch["uid"],
-        batch.batch["reward_components"],
-        batch.offsets("prompts"),
-        batch.offsets("responses"),
-    ]
+    memory += [batch.batch[key] for key in ("uid", "reward_components")]
+    memory += [batch.offsets(key) for key in ("prompts", "responses")]
     assert addresses == sorted(tensor.data_ptr() for tensor in memory)
-    assert len(stream) < 2000
+    assert len(stream) < 1000
 
 
 def test_a_sliced_batch_sends_only_its_own_rows():

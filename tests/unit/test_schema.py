@@ -18,7 +18,7 @@ from rltrain.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[2]
 # Their only value today; whoever makes more of them removes them here.
-FIXED = {"trainer.resume", "trainer.max_staleness"}
+FIXED = {"trainer.resume"}
 # These say what the config holds, or refuse it: a key that only they read would have no effect.
 TELLERS = {"schema.py", "algorithm_config.py", "plan.py", "checks.py", "algorithm_checks.py", "compose.py"}
 # Sections that are handed over whole, as keyword arguments of a function; and what it does not get from there.
@@ -122,7 +122,8 @@ def changed(values, key, value):
         ("reward.functions", "x:y", "reward.functions='x:y': must be a list"),
         ("algorithm.loss", [], "algorithm.loss=[]: must be a mapping"),
         ("rollout.temperature", 0, "rollout.temperature must be > 0, got 0.0"),
-        ("actor.max_tokens_per_microbatch", 31, "use at least 32"),
+        ("actor.max_tokens_per_microbatch", 31, "=31 is below the longest possible row, rollout.max_prompt_length"),
+        ("critic.max_tokens_per_microbatch", 31, "max_response_length = 32; use at least 32"),
         ("rollout.vllm.gpu_memory_utilization", 1.5, "must be in (0, 1], got 1.5"),
     ],
 )
@@ -204,3 +205,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
 def test_an_unknown_key_inside_a_section_is_refused_too(values):
     with pytest.raises(ConfigError, match=r"^unknown config key 'model.dtyp'; the nearest known key is 'model.dtype'$"):
         parse(Config, changed(values, "model.dtyp", "float32"))
+
+
+def test_a_run_that_shall_be_reproduced_is_synchronous():
+    assert compose(["trainer.max_staleness=3"])[0].trainer.max_staleness == 3
+    assert compose(["rollout=hf", "trainer.deterministic=true"])[0].trainer.deterministic
+    with pytest.raises(ConfigError, match=r"max_staleness=1: .* use 0 with deterministic=true"):
+        compose(["rollout=hf", "trainer.deterministic=true", "trainer.max_staleness=1"])

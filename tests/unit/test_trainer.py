@@ -30,18 +30,25 @@ class FakeCollector:
     """Also the rollout pool: it knows which weights it was given."""
 
     def __init__(self, log):
-        self.log, self.rollout = log, self
+        self.log, self.rollout, self.asleep, self.sleep = log, self, False, lambda: None
 
-    def collect(self, version):
-        self.log.append(f"collect {version}")
+    def answers(self, version):
+        self.log.append(f"answers {version}")
         return samples(version)
+
+    def scored(self, batch):
+        self.log.append("scored")
+        return batch
+
+    def advance(self):
+        raise AssertionError("nobody waits")
 
     def evaluate(self, prompts, *, greedy):
         self.log.append(f"evaluate {'greedy' if greedy else 'sampled'}")
         return samples(0)
 
-    def load(self, weights, version):
-        self.log.append(f"load {weights} as {version}")
+    def load(self, actor, version, *, check):
+        self.log.append(f"load {actor.role} as {version}, checked: {check}")
 
 
 class FakeGroup:
@@ -50,6 +57,9 @@ class FakeGroup:
     def __init__(self, role, log, **columns):
         self.role, self.log, self.columns = role, log, columns
         self.updates, self.arguments, self.entropies = [], [], []
+
+    def meanwhile(self, function):
+        self.log.append(f"{self.role} meanwhile {function.__name__}")
 
     def rows(self, method, batch, *, max_tokens):
         self.log.append(f"{self.role} {method} {max_tokens}")
@@ -62,25 +72,15 @@ class FakeGroup:
         self.arguments.append(arguments)
         return {"loss": 0.5, "entropy": self.entropies.pop(0) if self.entropies else 0.0}
 
-    def start(self, method, *args):
-        self.log.append(f"{self.role} start {method} {args}")
-        return ["weights", "rank 1"]
-
-    def wait(self, pending):
-        self.log.append(f"{self.role} wait {pending}")
-        return pending
-
 
 class FakeTracker:
     def __init__(self, log):
         self.log, self.steps, self.evals = log, [], []
+        self.log_failed = lambda step, batch: f"/run/{step}"
 
     def log_step(self, step, metrics, batch):
         self.log.append(f"log {step}")
         self.steps.append((metrics, batch))
-
-    def log_failed(self, step, batch):
-        return f"/run/{step}"
 
     def log_eval(self, step, metrics):
         self.evals.append((step, metrics))
@@ -110,26 +110,29 @@ def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None,
         critic=FakeGroup("critic", log, values=0.25) if critic else None,
         tracker=FakeTracker(log), exporter=FakeExporter(log), val_prompts=val,
     )  # fmt: skip
+    told = [f"{role} meanwhile advance" for role in ("actor", *["reference"] * reference, *["critic"] * critic)]
+    assert [log.pop(0) for _ in told] == told  # while these compute, answers and scores move on
     return made, log
 
 
-SYNC = ["actor start export (1, True)", "load weights as 1", "actor wait ['rank 1']"]
+SYNC = ["load actor as 1, checked: True"]
 
 
 # The phases of a step
 
 
-def test_a_grpo_step_without_reference_generates_scores_updates_and_syncs_in_this_order():
+def test_a_grpo_step_without_reference_generates_asks_the_actor_and_only_then_for_scores_updates_and_syncs():
     made, log = trainer()
     made.train_step()
-    assert log == ["collect 0", "actor compute_log_probs 1111", "actor update 1111", *SYNC]
+    assert log == ["answers 0", "actor compute_log_probs 1111", "scored", "actor update 1111", *SYNC]
 
 
 def test_a_grpo_step_with_reference_asks_it_before_the_update():
     made, log = trainer("algorithm.kl_loss.kl_loss_coef=0.1", reference=True)
     made.train_step()
     assert log == [
-        "collect 0", "reference compute_log_probs 1111", "actor compute_log_probs 1111", "actor update 1111", *SYNC
+        "answers 0", "reference compute_log_probs 1111", "actor compute_log_probs 1111", "scored", "actor update 1111",
+        *SYNC,
     ]  # fmt: skip
 
 
@@ -140,7 +143,7 @@ def test_a_ppo_step_updates_the_critic_before_the_actor_each_with_its_own_budget
     metrics, _ = made.train_step()
     asked = ["reference compute_log_probs 1111"] if reference else []
     assert log == [
-        "collect 0", *asked, "actor compute_log_probs 1111", "critic compute_values 2222",
+        "answers 0", *asked, "actor compute_log_probs 1111", "critic compute_values 2222", "scored",
         "critic update 2222", "actor update 1111", *SYNC,
     ]  # fmt: skip
     assert metrics["critic/loss"] == metrics["actor/loss"] == 0.5
@@ -183,11 +186,13 @@ def test_minibatches_are_shuffled_anew_each_step():
 def test_metrics_name_their_role_and_every_phase_is_timed():
     made, _ = trainer("algorithm=ppo", reference=True, critic=True)
     metrics, _ = made.train_step()
-    phases = ("generate", "old_log_probs", "ref_log_probs", "values", "advantages", "update_critic", "update_actor")
+    phases = (
+        "generate", "old_log_probs", "ref_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor"
+    )  # fmt: skip
     assert {f"timing/{phase}" for phase in (*phases, "sync_weights", "step")} == {k for k in metrics if "timing" in k}
     assert {
         "reward/mean", "reward/final_answer/mean", "reward/zero_spread_fraction", "rollout/log_prob_gap",
-        "critic/explained_variance", "perf/tokens_per_s",
+        "critic/explained_variance", "perf/tokens_per_s", "rollout/staleness_mean", "rollout/staleness_max",
     } <= metrics.keys()  # fmt: skip
 
 
@@ -197,11 +202,10 @@ def test_metrics_name_their_role_and_every_phase_is_timed():
 def test_weights_are_synced_before_the_first_step_and_after_each_update_with_the_next_version():
     made, log = trainer("rollout.verify_sync=false")
     made.fit()
-    assert [line for line in log if line.startswith(("collect", "load", "actor update", "log", "save"))] == [
-        "load weights as 0", "collect 0", "actor update 1111", "load weights as 1", "log 1",
-        "collect 1", "actor update 1111", "load weights as 2", "log 2", "save actor at the end",
+    assert [line for line in log if line.startswith(("answers", "load", "actor update", "log", "save"))] == [
+        "load actor as 0, checked: False", "answers 0", "actor update 1111", "load actor as 1, checked: False", "log 1",
+        "answers 1", "actor update 1111", "load actor as 2, checked: False", "log 2", "save actor at the end",
     ]  # fmt: skip
-    assert [line for line in log if "export" in line] == [f"actor start export ({n}, False)" for n in range(3)]
 
 
 def test_synchronous_training_never_sees_tokens_of_older_weights():
@@ -223,7 +227,7 @@ def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_th
         for kind in ("sampled", "greedy")
         for name, value in (("reward", 0.5), ("accuracy", 0.5), ("length", 1.0), ("failed_fraction", 0.0))
     }
-    assert log.index("load weights as 0") < log.index("evaluate sampled") < log.index("collect 0")
+    assert log.index("load actor as 0, checked: True") < log.index("evaluate sampled") < log.index("answers 0")
 
 
 def test_without_validation_prompts_nothing_is_evaluated():
@@ -259,7 +263,7 @@ def test_E1_engine_and_actor_that_disagree_stop_the_run_at_step_one(old, source)
         LogProbError, match=f"disagree by {gap} nats .* above rollout.max_log_prob_gap=0.4: .* check model"
     ):
         made.train_step()
-    assert log == ["collect 0", "actor compute_log_probs 1111"]  # nothing was trained
+    assert log == ["answers 0", "actor compute_log_probs 1111"]  # nothing was trained
 
 
 def test_E1_at_later_steps_the_gap_is_only_shown():
@@ -313,7 +317,7 @@ def test_E1_one_optimizer_step_a_step_does_not_save_the_engine_its_check():
     made, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=0.1", old=-1.25)
     with pytest.raises(LogProbError, match=r"disagree by 0\.25 nats"):
         made.train_step()
-    assert log == ["collect 0", "actor compute_log_probs 1111"]
+    assert log == ["answers 0", "actor compute_log_probs 1111"]
 
 
 # The coefficient of the entropy bonus
@@ -363,9 +367,8 @@ def test_a_selector_that_chooses_by_chance_gets_new_draws_each_step():
 
 class Engines:
     def __init__(self):
-        self.requests = []
-        self.load = lambda weights, version: None
-        self.pending = 0
+        self.requests, self.pending, self.sleep = [], 0, lambda: None
+        self.load = lambda actor, version, *, check: None
 
     def submit(self, groups):
         self.requests = [request for group in groups for request in group]

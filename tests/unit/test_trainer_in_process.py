@@ -3,14 +3,18 @@
 import pytest
 import torch
 
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.batching import minibatches
 from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import load_prompts
+from rltrain.prompt_groups import stream_seed
+from rltrain.protocol import DataProto, jagged
 from rltrain.scoring import zero_spread
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
 from workers.placement import start as start_workers
-from workers.weight_sync import tensors_of
+from workers.rollout.messages import Request
 
 BASE = [
     "placement=inprocess", "rollout=hf", "trainer.prompts_per_step=4", "rollout.samples_per_prompt=4",
@@ -49,8 +53,8 @@ def trainer(model, *overrides) -> Trainer:
 
 
 def weights(made: Trainer) -> dict[str, torch.Tensor]:
-    buckets = made.actor.wait(made.actor.start("export", made.step, False))[0]
-    return {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
+    weights = made.actor.wait(made.actor.start("weights"))[0]
+    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def run(made: Trainer, steps: int):
@@ -137,6 +141,90 @@ def test_a_step_whose_groups_all_score_the_same_moves_no_weight(start, tmp_path)
     assert metrics["rollout/groups_dropped"] == 7
     assert metrics["actor/grad_norm"] == 0
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# The loop
+
+
+def sequential(model, steps, *overrides):
+    """Sample, score, train, send the weights: one after the other, without trainer, collector, pools and credit."""
+    config = compose([*BASE, *overrides])[0]
+    workers = start_workers(config, model, [EOS_ID], needs_critic=False)
+    engine, samples, budget = (
+        workers.rollout.hosts.host.roles["rollout"].engine,
+        4,
+        config.actor.max_tokens_per_microbatch,
+    )
+    prompts = load_prompts(
+        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
+    )
+    trained = []
+    for step in range(steps):
+        current = workers.actor.wait(workers.actor.start("weights"))[0]
+        with torch.no_grad():
+            for name, parameter in engine.model.named_parameters():
+                parameter.copy_(current[name])
+        uids, answers = range(4 * step, 4 * step + 4), {}
+        for uid in uids:
+            engine.add([Request((uid, n), prompts[uid].ids, 1.0, 12, stream_seed(0, uid, n)) for n in range(samples)])
+            while engine.busy:
+                answers |= {answer.key: answer for answer in engine.step()}
+        keys = sorted(answers)
+        texts = char_tokenizer().batch_decode([answers[key].token_ids for key in keys], skip_special_tokens=True)
+        scores = torch.tensor(
+            [
+                0.0 if int(prompts[k[0]].text[0]) % 2 else sum(map(ord, t)) % 3.0
+                for k, t in zip(keys, texts, strict=True)
+            ]
+        )
+        batch = DataProto.from_dict(
+            {"prompts": jagged([prompts[uid].ids for uid, _ in keys], torch.int64),
+             "responses": jagged([answers[key].token_ids for key in keys], torch.int64),
+             "rollout_log_probs": jagged([answers[key].log_probs for key in keys], torch.float32),
+             "uid": torch.tensor([uid for uid, _ in keys])}
+        )  # fmt: skip
+        batch = batch.with_values(
+            "responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool)
+        )
+        mask = batch.padded("response_mask")
+        if step == 0:  # where the engine is checked the actor's own pass is the old policy
+            batch = batch.union(workers.actor.rows("compute_log_probs", batch, max_tokens=budget))
+        at_the_end = torch.nn.functional.one_hot(mask.sum(-1) - 1, mask.size(1)) * scores[:, None]
+        valid = torch.ones(len(keys), dtype=torch.bool)
+        advantages, _ = ADVANTAGE_ESTIMATORS.get("grpo")(at_the_end, mask, batch.batch["uid"], valid)
+        batch = batch.with_values("responses", advantages=advantages[mask])
+        plan = minibatches(batch.batch["uid"].tolist(), 1, 1, seed=0, step=step)
+        workers.actor.update(batch, plan, 0.0, max_tokens=budget)
+        trained.append((batch, scores))
+    return trained, workers.actor.wait(workers.actor.start("weights"))[0]
+
+
+def test_E7_at_staleness_zero_a_run_is_bitwise_a_plain_sequential_loop(start, reward):
+    settings = [reward, "trainer.deterministic=true", "trainer.seed=0", "data.shuffle=false", "rollout.temperature=1.0"]
+    _, batches, after = run(trainer(start, *settings), 3)
+    expected, weights_after = sequential(start, 3, *settings)
+    for step, (batch, (plain, scores)) in enumerate(zip(batches, expected, strict=True)):
+        assert torch.equal(batch.values("responses"), plain.values("responses"))
+        assert torch.equal(batch.batch["scores"], scores)
+        assert torch.equal(batch.values("advantages"), plain.values("advantages"))
+        assert set(batch.values("policy_version").tolist()) == {step}
+    assert set(after) == set(weights_after)
+    assert all(torch.equal(tensor, weights_after[name]) for name, tensor in after.items())
+    assert any(
+        not torch.equal(tensor, other)
+        for tensor, other in zip(after.values(), weights(trainer(start, *settings)).values(), strict=True)
+    )
+
+
+def test_with_staleness_one_every_group_is_trained_on_once_and_none_is_older_than_a_version(start, reward):
+    made = trainer(start, reward, "trainer.max_staleness=1", "trainer.total_steps=4")
+    metrics, batches, _ = run(made, 4)
+    assert [uid for batch in batches for uid in batch.batch["uid"].unique().tolist()] == list(range(16))
+    ages = [step - batch.values("policy_version") for step, batch in enumerate(batches)]
+    assert all(0 <= int(age.min()) <= int(age.max()) <= 1 for age in ages)
+    assert [step["rollout/staleness_max"] for step in metrics] == [float(age.max()) for age in ages]
+    assert max(step["rollout/staleness_max"] for step in metrics) == 1
+    assert (made.collector.groups.groups, made.collector.rollout.pending) == ({}, 0)
 
 
 # Every feature at once, and greedy baselines

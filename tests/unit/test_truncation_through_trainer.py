@@ -19,7 +19,6 @@ from workers.group import LocalHosts, WorkerGroup
 from workers.host import Host
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
-from workers.weight_sync import tensors_of
 
 PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
 LENGTHS = [2, 4, 3]  # of the answers to one prompt; answer 1 is cut, though others might be longer
@@ -29,7 +28,8 @@ class Engines:
     """Answer n to every prompt has LENGTHS[n] tokens; those in `cut` ended at the limit."""
 
     def __init__(self, cut):
-        self.cut, self.waiting, self.load = cut, [], lambda weights, version: None
+        self.cut, self.waiting, self.load = cut, [], lambda actor, version, *, check: None
+        self.sleep = lambda: None
 
     def submit(self, groups):
         self.waiting += [request for group in groups for request in group]
@@ -71,6 +71,9 @@ class FakeGroup:
 
     def __init__(self, **columns):
         self.columns = columns
+
+    def meanwhile(self, function):
+        """Never called: nothing is waited for."""
 
     def rows(self, method, batch, *, max_tokens):
         tokens = len(batch.values("responses"))
@@ -237,10 +240,10 @@ def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppresse
         hosts.host.build("actor", "workers.actor:ActorWorker", BASE, start)
         actor = WorkerGroup(hosts, "actor")
         trained(two_groups(score), actor=actor)
-        buckets = actor.wait(actor.start("export", 1, False))[0]
-        found.append({name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)})
+        weights = actor.wait(actor.start("weights"))[0]
+        found.append({name: tensor.clone() for name, tensor in weights.items()})
     hosts.host.build("actor", "workers.actor:ActorWorker", BASE, start)
-    first = actor.wait(actor.start("export", 1, False))[0]
-    untrained = {name: tensor.clone() for bucket in first for name, tensor in tensors_of(bucket)}
+    first = actor.wait(actor.start("weights"))[0]
+    untrained = {name: tensor.clone() for name, tensor in first.items()}
     assert all(torch.equal(found[0][name], found[1][name]) for name in untrained)
     assert any(not torch.equal(found[0][name], untrained[name]) for name in untrained)

@@ -15,7 +15,7 @@ class SomeUntrained(FakeCollector):
         super().__init__([])
         self.untrained = versions
 
-    def collect(self, version):
+    def answers(self, version):
         batch = samples(version)
         mask = batch.values("response_mask") & (version not in self.untrained)
         return batch.with_values("responses", response_mask=mask)

@@ -4,30 +4,31 @@ A request's tokens depend on its prompt, its seed and the weights only, never on
 rounding of batched matrix products; with `deterministic`, a batch is a prompt group, and answers are bitwise the same.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
+from rltrain.algorithms.draws import stream_draws
 from rltrain.schema import Config, RolloutConfig
+from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
 from workers.rollout.messages import Completion, Request
-from workers.weight_sync import Bucket, check_outputs, probe_vector, tensors_of
+from workers.sync.adapters import Adapters
+from workers.sync.buckets import Bucket, tensors_of, verify
+from workers.sync.checks import check_outputs, probe_vector
+from workers.sync.memory import Reader
 
-
-@dataclass
-class _Row:
-    request: Request
-    uniforms: Tensor  # (max_tokens,) float64: this answer's random numbers
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+# Shares of a batch. Both changes copy its cache, and rows that begin later than others make it wider and padded.
+SLACK = 0.1  # of rows that may be finished before they are dropped
+JOIN = 0.5  # of places that must be free before waiting requests are added that do not all find one
 
 
 class HFEngine:
-    """A batch at a time through a transformers model with a key-value cache.
+    """Batches through a transformers model with a key-value cache; when few answers are left, the next ones join them.
 
     Args:
         config: rollout settings.
@@ -41,14 +42,17 @@ class HFEngine:
         self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, deterministic: bool = False
     ) -> None:
         self.config, self.dtype, self.stop_ids, self.deterministic = config, dtype, set(stop_ids), deterministic
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="sdpa", trust_remote_code=False,
             local_files_only=True,
         ).to(self.device).eval()  # fmt: skip
+        self.model.set_attn_implementation(GROUPED)
         self.version = 0
+        self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
         self.waiting: list[Request] = []
-        self.rows: list[_Row] = []
+        self.batch: Batch | None = None
+        self.stale = False  # whether the running batch was computed with other weights
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -57,86 +61,105 @@ class HFEngine:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self.waiting or self.rows)
+        return bool(self.waiting or self.batch)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One token for every row of the running batch, or the start of the next batch; returns what finished."""
-        logits = self._decode() if self.rows else self._prefill()
-        temperatures = torch.tensor([row.request.temperature for row in self.rows], device=logits.device)
-        tokens, log_probs = sample(logits.float(), temperatures, self._uniforms())
-        for row, token, log_prob in zip(self.rows, tokens.tolist(), log_probs.tolist(), strict=True):
-            row.tokens.append(token)
-            row.log_probs.append(log_prob)
-        return self._retire()
+        """One token for every answer under way, and for those that there is place for now; returns what finished."""
+        batch, logits = self.batch, []
+        requests = self._admitted()
+        if batch:
+            live = batch.live.nonzero()[:, 0]
+            if len(live) < (1 if requests else 1 - SLACK) * len(batch.requests):
+                batch.take(live)
+            logits.append(self._again(batch) if self.stale else self._forward(batch, batch.width - 1))
+        self.stale = False
+        if requests:
+            new, first = self._prefill(requests)
+            logits.append(first)
+            if batch:
+                batch.join(new)
+            else:
+                batch = new
+        assert batch, "a step needs work"
+        draws = stream_draws(batch.rows[:, 3], batch.width - batch.rows[:, 1])
+        batch.append(*sample(torch.cat(logits).float(), batch.temperatures, draws), self.version)
+        done = batch.finish(self.stops)
+        self.batch = batch if not done or bool(batch.live.any()) else None
+        return done
 
-    def _prefill(self) -> Tensor:
-        count = self.config.max_concurrent_sequences
+    def _admitted(self) -> list[Request]:
+        """Take what starts now off the queue: all that waits where there is place, else some once few are under way."""
+        if not self.waiting:
+            return []
+        running = int(self.batch.live.sum()) if self.batch else 0
+        count = self.config.max_concurrent_sequences - running
         if self.deterministic:
             first = self.waiting[0].key[0]
-            count = min(count, sum(request.key[0] == first for request in self.waiting))
-        batch, self.waiting = self.waiting[:count], self.waiting[count:]
-        self.rows = [_Row(request, _stream(request)) for request in batch]
-        width = max(len(request.prompt_ids) for request in batch)
-        ids = torch.tensor([[0] * (width - len(r.prompt_ids)) + r.prompt_ids for r in batch])
-        self.mask = torch.tensor([[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch])
-        self.mask = self.mask.to(self.device)
-        self.cache = DynamicCache(config=self.model.config)
-        return self._forward(ids.to(self.device), (self.mask.cumsum(1) - 1).clamp(min=0))
+            count = 0 if running else min(count, sum(request.key[0] == first for request in self.waiting))
+        elif count < min(len(self.waiting), self.config.max_concurrent_sequences * JOIN):
+            return []
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
 
-    def _decode(self) -> Tensor:
-        last = torch.tensor([[row.tokens[-1]] for row in self.rows], device=self.device)
-        self.mask = F.pad(self.mask, (0, 1), value=1)
-        return self._forward(last, self.mask.sum(1, keepdim=True) - 1)
+    def _prefill(self, requests: Sequence[Request]) -> tuple[Batch, Tensor]:
+        """Start answers, each different prompt computed once; returns them and their next tokens' logits."""
+        prompts, which = different_prompts(requests)
+        computed, batch, index = new_batch(prompts, self.device), new_batch(requests, self.device), torch.tensor(which)
+        logits = self._forward(computed, 0)
+        batch.cache = computed.cache
+        batch.cache.batch_select_indices(index.to(self.device))
+        return batch, logits[index]
 
-    def _forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
-        mask = None if bool(self.mask.all()) else self.mask
+    def _again(self, batch: Batch) -> Tensor:
+        """Compute answers under way from their tokens, in a new cache."""
+        batch.cache = new_cache()
+        return self._forward(batch, 0)
+
+    def _forward(self, batch: Batch, first: int) -> Tensor:
+        """Run the columns from `first` on, which the cache lacks; logits (B, V) after the last one."""
         output = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=self.cache, use_cache=True,
-            logits_to_keep=1,
+            input_ids=batch.ids[:, first:], attention_mask=batch.mask(first), position_ids=batch.positions(first),
+            past_key_values=batch.cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
         return output.logits[:, -1]
 
-    def _uniforms(self) -> Tensor:
-        return torch.stack([row.uniforms[len(row.tokens)] for row in self.rows]).to(self.device)
-
-    def _retire(self) -> list[Completion]:
-        reasons = [self._reason(row) for row in self.rows]
-        keep = [number for number, reason in enumerate(reasons) if reason is None]
-        done = [
-            Completion(row.request.key, row.tokens, row.log_probs, reason, [self.version] * len(row.tokens))
-            for row, reason in zip(self.rows, reasons, strict=True)
-            if reason is not None
-        ]
-        if done and keep:  # finished rows are not computed further
-            index = torch.tensor(keep, device=self.device)
-            self.cache.batch_select_indices(index)
-            self.mask = self.mask[index]
-        self.rows = [self.rows[number] for number in keep]
-        return done
-
-    def _reason(self, row: _Row) -> str | None:
-        if row.tokens[-1] in self.stop_ids:
-            return "stop"
-        return "length" if len(row.tokens) == row.request.max_tokens else None
-
     def abort(self) -> None:
         """Drop all unfinished requests."""
-        self.waiting, self.rows = [], []
+        self.waiting, self.batch = [], None
+
+    def start_load(self) -> None:
+        """Make ready for new weights."""
+        self.reader, self.probes, self.adapters = Reader(), dict[str, np.ndarray](), Adapters(self.path)
 
     @torch.no_grad()
-    def load(self, buckets: Sequence[Bucket], version: int) -> None:
-        """Take these weights and check them; nothing is cached across batches."""
-        assert not self.busy, "weights change between steps only: staleness is bounded at ship time"
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Take these tensors. Raises SyncError when their bytes are not the sender's."""
+        data = self.reader.data(bucket)
+        verify(bucket, data)
+        self.probes |= bucket.probes()
+        if bucket.scale is not None:
+            self.adapters.take(bucket, data)
+        else:
+            self._copy(tensors_of(bucket, data))
+
+    def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         parameters = dict(self.model.named_parameters())
-        for bucket in buckets:
-            for name, tensor in tensors_of(bucket):
-                parameters[name].copy_(tensor)
-        self.version = version
-        outputs = layer_outputs(self.model) if any(bucket.probes for bucket in buckets) else {}
-        for bucket in buckets:
-            if bucket.probes:
-                check_outputs(outputs, bucket.probes, version=version, dtype=bucket.dtype)
+        for name, tensor in tensors:
+            parameters[name].copy_(tensor)
+
+    @torch.no_grad()
+    def finish_load(self, version: int) -> None:
+        """Check the weights; unfinished answers go on with them, computed anew."""
+        self.reader.close()
+        self._copy(self.adapters.merged())
+        self.version, self.stale = version, True
+        if self.probes:
+            check_outputs(layer_outputs(self.model), self.probes, version=version, dtype=self.dtype)
+
+    def sleep(self) -> bool:
+        """It keeps its weights: this engine is for machines on which nobody waits for their room."""
+        return False
 
     def settings(self, request: Request) -> dict[str, Any]:
         """What this engine samples with (invariant E2)."""
@@ -147,11 +170,6 @@ class HFEngine:
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-def _stream(request: Request) -> Tensor:
-    generator = torch.Generator().manual_seed(request.seed)
-    return torch.rand(request.max_tokens, generator=generator, dtype=torch.float64)
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,12 +184,12 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
         tokens (B,) int64 and log_probs (B,) float32, of the distribution that was sampled from.
     """
     greedy = temperatures == 0
-    log_probs = F.log_softmax(logits / torch.where(greedy, 1.0, temperatures)[:, None], dim=-1)
-    cumulative = log_probs.double().exp().cumsum(-1)
+    probabilities = (logits / torch.where(greedy, 1.0, temperatures)[:, None]).softmax(-1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     # Scaled to the sum that was computed, so that rounding never points past the last token.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
-    return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
+    return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
 
 
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -7,11 +7,8 @@ import asyncio
 import gc
 import pickle
 import queue
-import tempfile
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,15 +25,23 @@ from rltrain.errors import SyncError
 from rltrain.schema import Config, RolloutConfig
 from workers.rollout.messages import Completion, Request
 from workers.rollout.vllm_worker import BACKEND
-from workers.weight_sync import Bucket
+from workers.sync.buckets import Bucket
+from workers.sync.memory import as_file
 
 T = TypeVar("T")
+# Parameters are made for one request and nobody changes them: vLLM need not copy them deeply, where it offers that.
+OWN = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # prompt tokens of one engine step on CPU
+WEIGHTS, CACHE = "weights", "kv_cache"  # what vLLM gives up in its sleep, by the names that it wakes them by
+TO_HOST, DROPPED = 1, 2  # sleep levels: what becomes of the weights
 CPU_BLOCK = 32  # tokens of a KV block on CPU; vLLM's 128 leaves short prompts without prefix-cache hits
 
 
-def engine_arguments(config: RolloutConfig, path: str, dtype: str) -> dict[str, Any]:
-    """vLLM's arguments for this config: greedy defaults nowhere, log-probs of the distribution that is sampled from."""
+def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False) -> dict[str, Any]:
+    """vLLM's arguments for this config: greedy defaults nowhere, log-probs of the distribution that is sampled from.
+
+    `sleeps`: the engine can give up its memory on a GPU.
+    """
     assert config.vllm is not None, "vllm settings are there when the engine is vllm"
     arguments: dict[str, Any] = {
         "model": path,
@@ -54,7 +59,9 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str) -> dict[str, 
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
-        return arguments | {"gpu_memory_utilization": config.vllm.gpu_memory_utilization}
+        return arguments | {
+            "gpu_memory_utilization": config.vllm.gpu_memory_utilization, "enable_sleep_mode": sleeps,
+        }  # fmt: skip
     cache = config.vllm.kv_cache_mb << 20
     # A prompt cut in two makes vLLM rewind the random stream of its request, which CPU generators cannot do.
     arguments["enable_chunked_prefill"] = False
@@ -68,16 +75,20 @@ def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams
         temperature=request.temperature, top_p=1.0, top_k=0, min_p=0.0, seed=request.seed,
         max_tokens=request.max_tokens,
         logprobs=0, detokenize=False, stop_token_ids=list(stop_ids), ignore_eos=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY, **OWN,
     )  # fmt: skip
 
 
-def completion_of(output: RequestOutput, key: tuple[int, int], version: int) -> Completion:
-    """A finished answer in our terms."""
+def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
+    """A finished answer in our terms; weights that were never updated are version 0."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)
     log_probs = [step[token].logprob for token, step in zip(ids, answer.logprobs or [], strict=True)]
-    return Completion(key, ids, log_probs, answer.finish_reason or "abort", [version] * len(ids))
+    versions = [0] * len(ids)
+    for span in answer.weight_versions or []:
+        if span.version.isdecimal():
+            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+    return Completion(key, ids, log_probs, answer.finish_reason or "abort", versions)
 
 
 class InProcessVLLM:
@@ -88,15 +99,20 @@ class InProcessVLLM:
         path: model directory.
         dtype: of the weights, "float32" or "bfloat16".
         stop_ids: the model's end tokens.
+        sleep_level: what it gives up on a GPU when it is told to sleep, as `sleep_level` says; 0: nothing.
     """
 
-    def __init__(self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, sleep_level: int = 0
+    ) -> None:
         gc.collect()
         gc.freeze()
-        arguments = engine_arguments(config, path, dtype) | {"distributed_executor_backend": "uni"}
+        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
+        arguments["distributed_executor_backend"] = "uni"
+        self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-        self.stop_ids, self.version = list(stop_ids), 0
+        self.stop_ids = list(stop_ids)
         self.keys: dict[str, tuple[int, int]] = {}
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -115,23 +131,43 @@ class InProcessVLLM:
     def step(self) -> list[Completion]:
         """One token for every running request; returns those that finished."""
         done = [output for output in self.engine.step() if output.finished]
-        return [completion_of(output, self.keys.pop(output.request_id), self.version) for output in done]
+        return [completion_of(output, self.keys.pop(output.request_id)) for output in done]
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
         self.engine.abort_request(list(self.keys))
         self.keys.clear()
 
-    def load(self, buckets: Sequence[Bucket], version: int) -> None:
-        """Take these weights, check them, and forget what was cached with the old ones."""
-        assert not self.busy, "weights change between steps only: staleness is bounded at ship time"
+    def sleep(self) -> bool:
+        """Give up weights and caches until weights are loaded; False where it was not built to."""
+        if self.sleep_level:
+            assert not self.busy, "an engine with unfinished answers must not sleep"
+            self.engine.sleep(level=self.sleep_level)
+            self.asleep = {WEIGHTS, CACHE}
+        return self.sleep_level > 0
+
+    def _wake(self, what: str) -> None:
+        if what in self.asleep:
+            self.engine.wake_up([what])
+            self.asleep.remove(what)
+
+    def start_load(self) -> None:
+        """Make ready for new weights; of an engine that sleeps, only the room for these wakes."""
+        self._wake(WEIGHTS)
+        self.engine.collective_rpc("rltrain_reset")
         self.engine.collective_rpc("start_weight_update")
-        for bucket in buckets:
-            self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Take these tensors. Raises SyncError when their bytes are not the sender's."""
+        self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
+
+    def finish_load(self, version: int) -> None:
+        """Check the weights, and forget what was cached with the old ones, unfinished answers' too."""
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.collective_rpc("rltrain_check")
-        self.version = version
+        self._wake(CACHE)
+        self.engine.set_weight_version(str(version))
 
     def settings(self, request: Request) -> dict[str, Any]:
         """What the engine resolved for this request, after all its defaults (invariant E2)."""
@@ -148,13 +184,17 @@ class AsyncVLLM:
     Arguments as of `InProcessVLLM`. Answers arrive on an event loop in a thread; `step` hands them over.
     """
 
-    def __init__(self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int]) -> None:
-        self.stop_ids, self.version = list(stop_ids), 0
+    def __init__(
+        self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, sleep_level: int = 0
+    ) -> None:
+        self.stop_ids = list(stop_ids)
+        self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.keys: dict[str, tuple[int, int]] = {}
         self.answers: queue.Queue[Completion | BaseException] = queue.Queue()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
-        self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**engine_arguments(config, path, dtype))))
+        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
+        self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -174,7 +214,7 @@ class AsyncVLLM:
         try:
             async for output in self.engine.generate(prompt, sampling_params(request, self.stop_ids), _name(request)):
                 if output.finished:
-                    self.answers.put(completion_of(output, request.key, self.version))
+                    self.answers.put(completion_of(output, request.key))
         except Exception as error:
             self.answers.put(error)
 
@@ -202,23 +242,51 @@ class AsyncVLLM:
         self._run(self.engine.abort(list(self.keys)))
         self.keys.clear()
 
-    def load(self, buckets: Sequence[Bucket], version: int) -> None:
-        """Take these weights, check them, and forget what was cached with the old ones."""
-        assert not self.busy, "weights change between steps only: staleness is bounded at ship time"
+    def sleep(self) -> bool:
+        """Give up weights and caches until weights are loaded; False where it was not built to."""
+        if self.sleep_level:
+            assert not self.busy, "an engine with unfinished answers must not sleep"
+            self._run(self.engine.sleep(level=self.sleep_level))
+            self.asleep = {WEIGHTS, CACHE}
+        return self.sleep_level > 0
+
+    async def _wake(self, what: str) -> None:
+        if what in self.asleep:
+            await self.engine.wake_up([what])
+            self.asleep.remove(what)
+
+    def start_load(self) -> None:
+        """Make ready for new weights; generation pauses. Of an engine that sleeps, only the room for these wakes."""
+        self._sync(self._start_load())
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Take these tensors. Raises SyncError when their bytes are not the sender's."""
+        with as_file(bucket) as shared:
+            packed = pickle.dumps(shared)  # without the weights themselves
+            self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"packed": packed})))
+
+    def finish_load(self, version: int) -> None:
+        """Check the weights, forget what was cached with the old ones, unfinished answers' too, and go on."""
+        self._sync(self._finish_load(version))
+
+    def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
-            self._run(self._load(buckets))
+            self._run(coroutine)
         except Exception as error:  # from another process: its text is all that is left of its type
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
-        self.version = version
 
-    async def _load(self, buckets: Sequence[Bucket]) -> None:
+    async def _start_load(self) -> None:
+        await self._wake(WEIGHTS)
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+        await self.engine.collective_rpc("rltrain_reset")
         await self.engine.start_weight_update()
-        for bucket in buckets:
-            with shared_file(bucket) as path:
-                await self.engine.update_weights(WeightTransferUpdateRequest({"shared": path}))
-        await self.engine.finish_weight_update()
+
+    async def _finish_load(self, version: int) -> None:
+        await self.engine.finish_weight_update(str(version))
         await self.engine.reset_prefix_cache(reset_running_requests=True)
         await self.engine.collective_rpc("rltrain_check")
+        await self._wake(CACHE)
+        await self.engine.resume_generation()
 
     def settings(self, request: Request) -> dict[str, Any]:
         """What the engine resolved for this request, after all its defaults (invariant E2)."""
@@ -230,21 +298,20 @@ class AsyncVLLM:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-@contextmanager
-def shared_file(bucket: Bucket) -> Iterator[str]:
-    """The bucket as a file in shared memory, readable by this user only, for as long as the block runs."""
-    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.NamedTemporaryFile(prefix="rltrain-weights-", dir=folder) as file:
-        pickle.dump(bucket, file, protocol=5)
-        file.flush()
-        yield file.name
-
-
 def resolved_settings(processor: Any, params: SamplingParams, request: Request) -> dict[str, Any]:
     """The sampling parameters after vLLM's own processing of a request."""
     prompt = {"prompt_token_ids": request.prompt_ids}
     resolved = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
     return {name: getattr(resolved, name) for name in resolved.__struct_fields__}
+
+
+def sleep_level(config: Config) -> int:
+    """What the engine gives up while the training ranks compute: nothing where they have devices of their own.
+
+    The sync that wakes it brings every weight, so none is worth a copy; with adapters it brings only these, and the
+    weights that they are merged into wait in the host's memory.
+    """
+    return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 
 
 def _name(request: Request) -> str:
@@ -259,4 +326,4 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
         alone = config.rollout.vllm.tensor_parallel_size == 1 and not torch.cuda.is_available()
         process = "inprocess" if alone else "async"
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
-    return kind(config.rollout, path, config.model.dtype, stop_ids)
+    return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))

@@ -4,9 +4,9 @@ vLLM imports this module by name (`worker_extension_cls`) before it loads the mo
 """
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
@@ -26,11 +27,16 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rltrain.errors import SyncError
-from workers.weight_sync import Bucket, check_outputs, probe_vector, tensors_of
+from workers.sync.adapters import Adapters
+from workers.sync.buckets import Bucket, tensors_of, verify
+from workers.sync.checks import check_outputs, probe_vector
+from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
+EMBEDDING_ROWS = 2048  # looked up at once to be checked
 
 
 @dataclass
@@ -40,40 +46,65 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: itself in the same process, or the name of a file in shared memory that holds it."""
+    """One bucket: itself in the same process, or pickled, with its bytes in a file."""
 
     bucket: Bucket | None = None
-    shared: str | None = None
+    packed: bytes | None = None
 
     def read(self) -> Bucket:
         """The bucket."""
-        if self.bucket is None:
-            assert self.shared is not None, "a bucket, or where it lies"
-            self.bucket = pickle.loads(Path(self.shared).read_bytes())  # written by this run, readable by its user only
-        assert self.bucket is not None
-        return self.bucket
+        if self.bucket is not None:
+            return self.bucket
+        assert self.packed is not None, "a bucket, or its pickle"
+        return pickle.loads(self.packed)  # from the process that started this one
 
 
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets, loads them layer by layer through vLLM's reload, and checks what the layers then compute."""
+    """Receives buckets, loads them layer by layer through vLLM's reload, and checks what the layers then compute.
+
+    On a CPU, what torch alone computes for the checks runs in a second thread. vLLM's own kernels never do: they share
+    scratch memory, and two at a time give wrong numbers in silence.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """No rendezvous."""
+        self.reader = Reader()
+        self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
-        """Put the layers into their loading form."""
+        """Put the layers into their loading form, and forget what an update that broke off has left in them."""
         self.probes: dict[str, np.ndarray] = {}
+        self.lookups: Future[dict[str, Tensor]] | None = None
+        self.adapters = Adapters(self.model_config.model)
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Check the bytes and load them."""
         bucket = update_info.read()
-        self.version, self.dtype = bucket.version, bucket.dtype
-        self.probes |= bucket.probes
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors_of(bucket))
+        data = self.reader.data(bucket)
+        self.version, self.dtype = bucket.version, str(self.model_config.dtype).removeprefix("torch.")
+        verified = self.helper.submit(verify, bucket, data)
+        try:
+            if bucket.scale is not None:
+                self.adapters.take(bucket, data)
+            else:
+                self._load(tensors_of(bucket, data))
+                keep_unfinished(self.model, data)
+        finally:
+            verified.result()  # nobody writes to these bytes while they are read
+        probes = bucket.probes()
+        names = checkpoint_names(self.model, probes)
+        self.probes |= {names[name]: value for name, value in probes.items() if name in names}
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
         """Bring the layers into their computing form, output heads included.
@@ -81,15 +112,20 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         vLLM's reload passes over a head that is tied to the embedding, and on CPU a head computes with a packed copy of
         its weights: without the second step it keeps the old ones.
         """
+        self.reader.close()
+        if self.adapters.parts:  # an engine that woke from its sleep lacks the other weights too
+            self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
+            self.lookups = self.helper.submit(layer_outputs, self.model, products=False)
         repack_heads(self.model)
 
     def check_layers(self) -> None:
         """Raise SyncError unless every layer computes with the weights of the last update, where probes came along."""
         if self.probes:
             try:
-                with torch.inference_mode():
-                    outputs = layer_outputs(self.model)
+                outputs = layer_outputs(self.model, products=True)
+                outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
             except Exception as error:  # layers of kinds that were not foreseen
                 raise SyncError(
                     f"weight sync {self.version}: a layer of this model could not be run by itself to be checked "
@@ -108,6 +144,26 @@ def repack_heads(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
+    """Copy what a fused layer waits with until its other parts arrive: the bytes that it lies in are written again."""
+    low, high = data.ctypes.data, data.ctypes.data + data.nbytes
+    for layer in model.modules():
+        for _, call in get_layerwise_info(layer).loaded_weights:
+            for name, value in call.arguments.items():
+                if isinstance(value, Tensor) and low <= value.data_ptr() < high:
+                    call.arguments[name] = value.clone()
+
+
+def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """What the engine calls the tensors of a checkpoint; those of fused layers keep the names of their parts."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {name: name for name in names}
+    if hasattr(mapper, "orig_to_new_stacked"):
+        mapper = replace(mapper, orig_to_new_stacked={})
+    return {name: mapped for name in names if (mapped := mapper.map_name(name)) is not None}
+
+
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)
 
@@ -115,39 +171,60 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 class WorkerExtension:
     """Added to vLLM's worker; naming this class makes the worker import this module."""
 
+    def rltrain_reset(self) -> None:
+        """Forget an update that broke off; vLLM would refuse to start another."""
+        self._weight_update_active = False
+
     def rltrain_check(self) -> None:
         """Check the last update on this rank; under tensor parallelism all ranks call it."""
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.check_layers()
 
 
-def layer_outputs(model: nn.Module) -> dict[str, Tensor]:
-    """Run every linear layer, head and embedding on its probe vector; fused layers are cut into their parts.
+@torch.inference_mode()
+def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
+    """Run every linear layer and output head on its probe vector, or look up all rows of the embeddings for it.
 
     Under tensor parallelism all ranks call it, and each gets the outputs of the whole layers.
 
     Returns:
-        W v in float32 per checkpoint name; biases and norms as they are.
+        W v in float32 per checkpoint name, fused layers cut into their parts; biases and norms as they are.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, ParallelLMHead | LinearBase) != products:
+            continue
         if isinstance(module, ParallelLMHead):
             outputs[f"{name}.weight"] = gather([_apply(module)], module.tp_size)[0][: module.org_vocab_size]
         elif isinstance(module, VocabParallelEmbedding):
-            rows = module(torch.arange(module.org_vocab_size, device=module.weight.device))
-            outputs[f"{name}.weight"] = rows.float() @ probe_vector(rows.size(-1), rows.dtype).to(rows.device)
+            outputs[f"{name}.weight"] = _embedding(module)
         elif isinstance(module, LinearBase):
-            parent, _, last = name.rpartition(".")
-            names = [f"{parent}.{part}" for part in fused.get(last, [last])]
-            wholes = {"weight": _linear(module, _apply(module))}
-            if module.bias is not None:
-                wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
-            for kind, parts in wholes.items():
-                parts = [torch.cat(parts)] if len(names) == 1 else parts  # a checkpoint that is fused already
-                outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
+            outputs |= _parts(name, module, fused)
         else:
             outputs |= {f"{name}.{n}": p.float() for n, p in module.named_parameters(recurse=False) if p.ndim == 1}
+    return outputs
+
+
+def _embedding(module: VocabParallelEmbedding) -> Tensor:
+    """W v (V,) of an embedding, through its own lookup."""
+    device = module.weight.device
+    vector = probe_vector(module.embedding_dim, module.weight.dtype).to(device)
+    every = torch.arange(module.org_vocab_size, device=device)
+    return torch.cat([module(rows).float() @ vector for rows in every.split(EMBEDDING_ROWS)])
+
+
+def _parts(name: str, module: LinearBase, fused: dict[str, list[str]]) -> dict[str, Tensor]:
+    """W v and biases of the linear layers that are fused in this one, by checkpoint name."""
+    parent, _, last = name.rpartition(".")
+    names = [f"{parent}.{part}" for part in fused.get(last, [last])]
+    wholes = {"weight": _linear(module, _apply(module))}
+    if module.bias is not None:
+        wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
+    outputs: dict[str, Tensor] = {}
+    for kind, parts in wholes.items():
+        parts = [torch.cat(parts)] if len(names) == 1 else parts  # a checkpoint that is fused already
+        outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
 

@@ -10,13 +10,14 @@ from typing import Any, Protocol, TypeVar
 
 from rltrain.schema import Config
 from workers.rollout.messages import Completion, Request
-from workers.weight_sync import Bucket
+from workers.sync.buckets import Bucket
+from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
 T = TypeVar("T")
 
 
-class Engine(Protocol):
+class Engine(Loads, Protocol):
     """What a rollout worker asks of an engine; all calls come from one thread."""
 
     busy: bool
@@ -30,8 +31,8 @@ class Engine(Protocol):
     def abort(self) -> None:
         """Drop all unfinished requests."""
 
-    def load(self, buckets: Sequence[Bucket], version: int) -> None:
-        """Take these weights and check them."""
+    def sleep(self) -> bool:
+        """Give up the device's memory, weights and caches, until weights are loaded; False where it keeps them."""
 
     def settings(self, request: Request) -> dict[str, Any]:
         """The sampling parameters that the engine resolved for a request."""
@@ -58,6 +59,7 @@ class RolloutWorker:
 
         self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         self.finished: list[Completion] = []
+        self.receiver = Receiver()
         self.news = threading.Condition()
         self.commands: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self.error: BaseException | None = None
@@ -73,16 +75,19 @@ class RolloutWorker:
         self._run(build)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start answering; returns at once."""
+        """Start answering; returns at once. Raises SyncError after a sync that failed."""
+        self.receiver.require()
+        assert not self.receiver.asleep, "an engine that sleeps was asked for answers"
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Answers finished since the last call, waiting up to `timeout_s` for the first; raises the engine's error."""
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
-            while not self.finished and self.engine.busy and time.monotonic() < deadline:
+            while not self.finished and self.receiver.whole and self.engine.busy and time.monotonic() < deadline:
                 self._deliver(self.engine.step())
         with self.news:
+            self.receiver.require()
             self.news.wait_for(lambda: self.finished or self.error, timeout_s if self.thread else 0)
             if self.error:
                 raise self.error
@@ -95,9 +100,25 @@ class RolloutWorker:
         with self.news:
             self.finished = []
 
-    def load(self, buckets: Sequence[Bucket], version: int) -> None:
-        """Take these weights between two steps. Raises SyncError when they did not arrive (invariant E5)."""
-        self._run(lambda: self.engine.load(buckets, version))
+    def sleep(self) -> bool:
+        """Give up the device's memory until the next weight sync, if the engine does that; returns whether it did."""
+        return self._run(lambda: self.receiver.sleep(self.engine))
+
+    def start_load(self, sync: str, version: int) -> str | None:
+        """Stop generating until `finish_load` of this weight sync; returns `memory.whereabouts` of this process."""
+        return self._run(lambda: self.receiver.start(self.engine, sync, version))
+
+    def load_bucket(self, sync: str, _before: None, *parts: Bucket) -> None:
+        """Take some weights, after those `_before`. Raises SyncError when they did not arrive (invariant E5)."""
+        self._run(lambda: self.receiver.bucket(self.engine, sync, parts))
+
+    def finish_load(self, sync: str, _before: None) -> None:
+        """Generate with the new weights. Raises SyncError unless the engine computes with them (invariant E5)."""
+        self._run(lambda: self.receiver.finish(self.engine, sync))
+
+    def give_up_load(self, sync: str, reason: str) -> None:
+        """The rest of this sync does not come: nothing is generated until another one succeeds."""
+        self._run(lambda: self.receiver.give_up(sync, reason))
 
     def settings(self, request: Request) -> dict[str, Any]:
         """The sampling parameters that the engine resolved for a request."""
@@ -118,12 +139,14 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done() or not self.thread.is_alive():
+                if future.done():  # in this very moment; or this is the function's own
+                    return future.result()
+                if not self.thread.is_alive():
                     raise
 
     def _loop(self) -> None:
         while not self.closed:
-            idle = not hasattr(self, "engine") or not self.engine.busy
+            idle = not hasattr(self, "engine") or not self.receiver.whole or not self.engine.busy
             self._obey(wait=idle)
             if not idle:
                 try:

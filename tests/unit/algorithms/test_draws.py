@@ -1,6 +1,7 @@
 import torch
 
 from rltrain.algorithms import uniform_draws
+from rltrain.algorithms.draws import stream_draws
 
 # The first output of SplitMix64 from state 0, as its authors' program prints it.
 FIRST_OUTPUT = 0xE220A8397B1DCDAF
@@ -30,6 +31,14 @@ def test_a_draw_is_four_hashes_in_a_chain():
             for token in range(length)
         ]
         assert draws(3, 0, 2, 1, seed=seed, step=step).tolist() == expected
+
+
+def test_a_draw_of_a_stream_is_two_hashes_in_a_chain():
+    streams, tokens = (0, 0, 7, 2**63 - 1), (0, 1, 0, 10**6)
+    expected = [
+        (splitmix(splitmix(stream) + token) >> 11) / 2**53 for stream, token in zip(streams, tokens, strict=True)
+    ]
+    assert stream_draws(torch.tensor(streams), torch.tensor(tokens)).tolist() == expected
 
 
 def test_a_few_values_never_change():

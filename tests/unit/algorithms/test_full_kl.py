@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rltrain.algorithms import full_kl
+from rltrain.algorithms.chunks import CHUNK_SIZES
 
 
 def inputs(n=7, v=11, h=4, ref_h=3, *, dtype=torch.float64, seed=0):
@@ -95,9 +96,13 @@ def largest(n, v, **knobs):
 
 def test_all_logits_are_never_alive_forward_or_backward():
     n, v = 256, 512
-    assert largest(n, v, chunk_size=16) == 16 * v  # far below n * v / 4
-    assert largest(n, v, chunk_size=n) == n * v  # or the measurement would say nothing
-    assert largest(2048, 64) == 1024 * 64  # the default
+    assert largest(n, v, chunk_size=4096) == 4096  # far below n * v / 4, and above the inputs
+    assert largest(n, v, chunk_size=n * v) == n * v  # or the measurement would say nothing
+
+
+def test_what_is_alive_at_once_does_not_grow_with_the_positions(monkeypatch):
+    monkeypatch.setitem(CHUNK_SIZES, "cpu", 8192)
+    assert [largest(n, 64) for n in (256, 1024, 4096)] == [8192, 8192, 4 * 4096]  # at last the hidden states are larger
 
 
 def test_D7_where_policy_and_reference_agree_it_is_exactly_zero_with_zero_gradient():
@@ -153,12 +158,15 @@ def test_no_position_gives_an_empty_result_that_can_be_differentiated():
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_narrow_types_are_computed_in_float32_also_under_autocast(dtype, autocast):
+def test_past_the_products_narrow_types_are_computed_in_float32_also_under_autocast(dtype, autocast):
+    """A model gives logits in its own type: the oracle starts from those."""
     arguments = inputs(dtype=dtype)
-    wide = [argument.detach().double().requires_grad_() for argument in arguments]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        kl, *gradients = value_and_gradients(full_kl, arguments)
-    expected_kl, *expected = value_and_gradients(oracle, wide)
+        kl, *gradients = value_and_gradients(full_kl, arguments, chunk_size=8)
+    z, ref = (arguments[i] @ arguments[i + 1].T for i in (0, 2))
+    log_pi, log_ref = z.double().log_softmax(-1), ref.double().log_softmax(-1)
+    expected_kl = (log_pi.exp() * (log_pi - log_ref)).sum(-1)
+    _, *expected = value_and_gradients(lambda *_: expected_kl, arguments)
     assert kl.dtype == torch.float32
     assert torch.allclose(kl.double(), expected_kl, rtol=1e-5, atol=1e-6)
     for actual, wanted in zip(gradients, expected, strict=True):
@@ -183,7 +191,7 @@ def test_a_temperature_that_cannot_divide_is_refused(temperature):
 
 @pytest.mark.parametrize("chunk_size", [0, -1])
 def test_an_empty_chunk_is_refused(chunk_size):
-    with pytest.raises(ValueError, match=rf"chunk_size={chunk_size} must be >= 1: .* use 1024, say"):
+    with pytest.raises(ValueError, match=rf"chunk_size={chunk_size} must be >= 1: .* use None, say"):
         full_kl(*inputs(), chunk_size=chunk_size)
 
 

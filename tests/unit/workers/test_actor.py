@@ -11,7 +11,6 @@ from workers.actor import with_selected
 from workers.group import LocalHosts, WorkerGroup
 from workers.host import Host
 from workers.placement import ROLES
-from workers.weight_sync import tensors_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 ALL = [list(range(12))]
@@ -38,8 +37,8 @@ class Run:
         return self.actor.update(batch, options.get("plan", ALL), entropy_coef, max_tokens=8192)
 
     def weights(self):
-        buckets = self.actor.wait(self.actor.start("export", 0, False))[0]
-        return {name: tensor.clone() for bucket in buckets for name, tensor in tensors_of(bucket)}
+        weights = self.actor.wait(self.actor.start("weights"))[0]
+        return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def apart(first, second) -> float:

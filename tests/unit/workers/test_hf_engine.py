@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rltrain.algorithms.draws import stream_draws
 from rltrain.compose import compose
 from rltrain.errors import SyncError
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from workers.fsdp import tied_names
 from workers.rollout.hf_engine import HFEngine, make, sample
 from workers.rollout.messages import Completion, Request
-from workers.weight_sync import buckets_of
+from workers.sync.buckets import Bucket, join
+from workers.sync.sender import Sender
 
 PROMPTS = [char_tokenizer()(text)["input_ids"] for text in ("2299907=", "1=", "99=", "0123456=")]
 
@@ -27,6 +28,12 @@ def answers(made: HFEngine, requests: list[Request]) -> dict[tuple[int, int], Co
     while made.busy:
         found |= {answer.key: answer for answer in made.step()}
     return found
+
+
+def load(made: HFEngine, bucket: Bucket) -> None:
+    made.start_load()
+    made.load_bucket(bucket)
+    made.finish_load(bucket.version)
 
 
 def requests(count: int = 12, *, temperature: float = 1.0, seed: int = 0) -> list[Request]:
@@ -65,27 +72,120 @@ def test_deterministic_batches_are_whole_groups(start):
     made = engine(start, "trainer.deterministic=true")
     made.add(sorted(requests(), key=lambda request: request.key))
     made.step()
-    assert {row.request.key[0] for row in made.rows} == {0}
+    assert {request.key[0] for request in made.batch.requests} == {0}
+
+
+def test_E8_answers_that_join_others_under_way_are_those_of_a_batch_of_their_own(start):
+    asked, made, found = requests(20), engine(start), []
+    for number in range(0, 20, 5):
+        made.add(asked[number : number + 5])
+        found += made.step() + made.step()
+    assert len(made.batch.requests) > 5, "the next ones did not wait for the first to end"
+    while made.busy:
+        found += made.step()
+    assert alone({answer.key: answer for answer in found}) == alone(answers(engine(start), asked))
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers(start, monkeypatch):
+    made, rows = engine(start), []
+    forward = made.model.forward
+    monkeypatch.setattr(made.model, "forward", lambda **kw: (rows.append(len(kw["input_ids"])), forward(**kw))[1])
+    made.add(requests())
+    made.step()
+    made.step()
+    assert rows == [4, 12]
+
+
+def test_deterministic_answers_are_bitwise_the_same_whatever_else_is_asked(start):
+    made = engine(start, "trainer.deterministic=true")
+    asked = sorted(requests(), key=lambda request: request.key)
+    together = answers(made, asked)
+    for uid in (2, 0):
+        own = answers(made, [request for request in asked if request.key[0] == uid])
+        assert own == {key: answer for key, answer in together.items() if key[0] == uid}
 
 
 def test_E6_after_a_sync_it_decodes_with_the_new_weights(start, process_group, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(start)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model = shaken(start, 0)
     model.save_pretrained(tmp_path)
-    named = [(name, p.detach()) for name, p in model.named_parameters()]
-    buckets = buckets_of(named, aliases=tied_names(model), version=3, dtype="float32", check=True)
-    made = engine(start)
+    bucket, made = bucket_of(model, 3), engine(start)
     before = answers(made, requests())
-    made.load(buckets, 3)
+    load(made, bucket)
     after = answers(made, requests())
     fresh = answers(engine(str(tmp_path)), requests())
     assert alone(after) == alone(fresh) != alone(before)
     assert set(next(iter(after.values())).versions) == {3}
-    buckets[0].probes["model.norm.weight"] = buckets[0].probes["model.norm.weight"] + 1
+    bucket.pieces = [
+        dataclasses.replace(piece, probe=piece.probe + (piece.name == "model.norm.weight")) for piece in bucket.pieces
+    ]
     with pytest.raises(SyncError, match=r"model\.norm\.weight"):
-        made.load(buckets, 4)
+        load(made, bucket)
+
+
+def shaken(start: str, seed: int) -> torch.nn.Module:
+    """The model with other weights."""
+    model, generator = AutoModelForCausalLM.from_pretrained(start), torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def bucket_of(model: torch.nn.Module, version: int) -> Bucket:
+    sender = Sender(model, version=version, dtype="float32", check=True)
+    (bucket,) = [join([sender.write(number, None)]) for number in range(len(sender.plan))]
+    return bucket
+
+
+@torch.no_grad()
+def one_by_one(models: list[torch.nn.Module], request: Request) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of an answer whose token t is sampled with `models[t]`, nothing cached."""
+    tokens, log_probs = [], []
+    stream = stream_draws(torch.full((request.max_tokens,), request.seed), torch.arange(request.max_tokens))
+    for model, uniform in zip(models, stream, strict=False):
+        logits = model(torch.tensor([request.prompt_ids + tokens])).logits[0, -1].double() / request.temperature
+        probabilities = logits.softmax(-1)
+        tokens.append(int((probabilities.cumsum(-1) <= uniform).sum()))
+        log_probs.append(float(probabilities[tokens[-1]].log()))
+    return tokens, log_probs
+
+
+@pytest.mark.parametrize("together", [12, 5])
+def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(
+    start, process_group, together
+):
+    """Every token has the version and the log-prob of the weights it was sampled with, and its place in its stream."""
+    models = {0: AutoModelForCausalLM.from_pretrained(start), 3: shaken(start, 1), 4: shaken(start, 2)}
+    made, asked = engine(start, f"rollout.max_concurrent_sequences={together}"), requests(temperature=1.5)
+    made.add(asked)
+    found = [answer for _ in range(3) for answer in made.step()]
+    load(made, bucket_of(models[3], 3))
+    found += [answer for _ in range(2) for answer in made.step()]
+    load(made, bucket_of(models[4], 4))
+    while made.busy:
+        found += made.step()
+    assert sorted(answer.key for answer in found) == sorted(request.key for request in asked)
+    for answer in found:
+        (request,) = [request for request in asked if request.key == answer.key]
+        tokens, log_probs = one_by_one([models[version] for version in answer.versions], request)
+        assert answer.token_ids == tokens
+        assert answer.log_probs == pytest.approx(log_probs, abs=1e-4)
+    expected = [0] * 3 + [3] * 2 + [4] * 11
+    began = [answer for answer in found if answer.versions == expected[: len(answer.versions)]]
+    later = [answer for answer in found if answer not in began]
+    assert len(began) == together
+    assert all(answer.versions == sorted(answer.versions) for answer in later)
+    assert any(len(answer.versions) > 5 for answer in began)
+
+
+def test_E8_the_same_weights_loaded_in_the_middle_change_no_token(start, process_group):
+    undisturbed, made = answers(engine(start), requests()), engine(start)
+    made.add(requests())
+    found = {answer.key: answer for _ in range(4) for answer in made.step()}
+    load(made, bucket_of(AutoModelForCausalLM.from_pretrained(start), 1))
+    while made.busy:
+        found |= {answer.key: answer for answer in made.step()}
+    assert alone(found) == alone(undisturbed)
+    assert {tuple(sorted(set(answer.versions))) for answer in found.values()} >= {(0, 1)}
 
 
 def test_E2_the_models_own_generation_config_is_not_followed(start):

@@ -1,61 +1,188 @@
-"""Buckets, checksums and probes without an engine."""
+"""Buckets, checksums and probes without an engine: what one rank or several write, and what an engine reads."""
 
+import dataclasses
+import os
 import pickle
+import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from rltrain.errors import SyncError
-from workers import weight_sync
-from workers.weight_sync import buckets_of, check_outputs, checksum, probe, probe_vector, tensors_of
+from workers.sync import buckets, memory
+from workers.sync.buckets import Bucket, join, plan, tensors_of, verify
+from workers.sync.checks import check_outputs, checksum, probe, probe_vector
+from workers.sync.memory import Reader, SharedFile, as_file, new_path, remove_stale
+from workers.sync.sender import Sender, own_rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
-NAMED = {
-    "a.weight": torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
-    "a.bias": torch.randn(5, generator=torch.Generator().manual_seed(1)),
-    "b.weight": torch.randn(4, 5, generator=torch.Generator().manual_seed(2)),
-}
 
 
-def make(dtype="float32", check=True, aliases=None):
-    return buckets_of(NAMED.items(), aliases=aliases or {}, version=3, dtype=dtype, check=check)
+class Model(nn.Module):
+    """A matrix with odd sizes, a vector, and a second matrix under two names."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 7, bias=False)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        if tied:
+            self.head = nn.Linear(5, 7, bias=False)
+            self.head.weight = self.b.weight
+
+
+def sent(dtype="float32", check=True, model=None, path=None) -> list[Bucket]:
+    """All buckets of one rank."""
+    sender = Sender(model or Model(), version=3, dtype=dtype, check=check)
+    sender.offer(path)
+    return [join([sender.write(number, path)]) for number in range(len(sender.plan))]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "FOLDER", tmp_path)
+    return tmp_path
+
+
+# Buckets
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_come_out_as_they_went_in(dtype):
-    out = {name: tensor for bucket in make(dtype) for name, tensor in tensors_of(bucket)}
-    assert list(out) == list(NAMED)
-    for name, tensor in NAMED.items():
-        assert torch.equal(out[name], tensor.to(getattr(torch, dtype)))
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensors_come_out_as_they_went_in(folder, dtype, shared):
+    made, reader = sent(dtype, path=new_path() if shared else None), Reader()
+    out = {name: tensor for bucket in made for name, tensor in tensors_of(bucket, reader.data(bucket))}
+    expected = dict(Model().named_parameters())
+    assert list(out) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(out[name], tensor.detach().to(getattr(torch, dtype)))
+    assert [bucket.data is None for bucket in made] == [shared]
 
 
-def test_large_models_go_in_several_buckets(monkeypatch):
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 70)
-    buckets = make()
-    assert [bucket.names for bucket in buckets] == [["a.weight"], ["a.bias"], ["b.weight"]]
-    assert [name for bucket in buckets for name, _ in tensors_of(bucket)] == list(NAMED)
+def test_a_tensor_that_is_larger_than_a_bucket_has_one_of_its_own(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 130)
+    shapes = [("a", (5, 3)), ("b", (5,)), ("c", (100, 9)), ("d", (2, 2))]
+    cut = plan(shapes, itemsize=4)
+    assert [[(place.name, place.start, place.size) for place in bucket] for bucket in cut] == [
+        [("a", 0, 60), ("b", 64, 20)], [("c", 0, 3600)], [("d", 0, 16)]
+    ]  # fmt: skip
 
 
-def test_E5_any_flipped_bit_is_seen_also_after_a_trip_through_pickle():
-    (bucket,) = make()
-    for byte in [*range(0, 60, 7), *range(64, 84, 7), *range(128, 208, 7)]:  # bytes of the three tensors
+def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 70)
+    path = new_path()
+    sender = Sender(Model(), version=3, dtype="float32", check=True)
+    assert sender.offer(path).buckets == 3
+    assert os.path.getsize(path) == 2 * sender.slot == 2 * 192  # the largest: 7 x 5 numbers of 4 bytes, aligned
+    written = [sender.write(number, path) for number in range(2)]
+    assert [bucket.offset for bucket in written] == [0, 192]
+    assert os.path.exists(path)
+    third = sender.write(2, path)
+    assert third.offset == 0
+    assert not os.path.exists(path)  # whoever takes part has it open by now: nothing is left however they end
+    reader = Reader()
+    reader.file = sender.file
+    (name, tensor), = tensors_of(third, reader.data(third))  # fmt: skip
+    assert name == "b.weight"
+    assert torch.equal(tensor, Model().b.weight)
+
+
+# Several ranks
+
+
+def of_ranks(size: int, shared: bool) -> tuple[Bucket, dict[str, torch.Tensor]]:
+    """A bucket that this many ranks wrote, each its rows as torch.chunk cuts them, and the whole tensors."""
+    path, parts, whole = new_path() if shared else None, [], dict(Model().named_parameters())
+    for rank in range(size):
+        sender = Sender(Model(), version=3, dtype="float32", check=True)
+        sender.first = rank == 0
+        sender.offer(path)
+        chunks = {name: list(p.detach().chunk(size)) for name, p in whole.items()}
+        held = {name: cut[rank] if rank < len(cut) else p.detach()[:0] for (name, p), cut in
+                zip(whole.items(), chunks.values(), strict=True)}  # fmt: skip
+        first = {name: sum(map(len, cut[:rank])) for name, cut in chunks.items()}
+        sender.parameters = {name: (held[name], first[name]) if len(held[name]) else None for name in held}
+        parts.append(sender.write(0, path))
+    return join(parts), whole
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_the_rows_of_all_ranks_make_whole_tensors_checksums_and_probes(folder, monkeypatch, size, shared):
+    monkeypatch.setattr("workers.sync.sender.own_rows", lambda own, first: own)
+    bucket, whole = of_ranks(size, shared)
+    data = Reader().data(bucket)
+    verify(bucket, data)
+    for name, tensor in tensors_of(bucket, data):
+        assert torch.equal(tensor, whole[name])
+        assert torch.allclose(torch.from_numpy(bucket.probes()[name]), probe(whole[name]), rtol=1e-6)
+
+
+def test_rows_that_no_rank_sent_are_missed(monkeypatch):
+    (bucket,) = sent()
+    with pytest.raises(SyncError, match=r"did not send 'a\.bias' once as a whole \(0 bytes\)"):
+        join([dataclasses.replace(bucket, pieces=[p for p in bucket.pieces if p.name != "a.bias"])])
+    with pytest.raises(SyncError, match="once as a whole"):
+        join([bucket, bucket])
+
+
+def test_what_is_cut_by_rows_is_sent_by_who_holds_it_and_the_rest_by_the_first_rank():
+    mesh, matrix = init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "shards")), torch.ones(4, 2)
+
+    def rows(*placements):
+        return own_rows(DTensor.from_local(matrix, mesh, placements), False)
+
+    assert torch.equal(rows(Replicate(), Shard(0))[0], matrix)
+    assert rows(Replicate(), Shard(0))[1] == 0
+    assert rows(Replicate(), Shard(1)) is None  # gathered; this is not the first rank
+    assert rows(Shard(0), Shard(0)) is None
+    assert own_rows(matrix, False) is None
+    assert own_rows(matrix, True) == (matrix, 0)
+
+
+# Checks (E5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_E5_any_flipped_bit_is_seen_also_after_a_trip_through_pickle(dtype):
+    (bucket,) = sent(dtype)
+    verify(bucket, bucket.data)
+    places = [place.start + byte for place in bucket.places for byte in range(0, place.size, 3)]
+    for byte in places:
         broken = pickle.loads(pickle.dumps(bucket))
         broken.data = broken.data.copy()
         broken.data[byte] ^= 1
         with pytest.raises(SyncError, match="are not those that the actor sent"):
-            list(tensors_of(broken))
+            verify(broken, broken.data)
+
+
+def test_E5_checksum_and_probe_are_those_of_the_whole_whatever_is_copied_at_once(monkeypatch):
+    model = nn.Linear(3, 101)  # 12 bytes a row
+    (whole,) = sent(model=model)
+    monkeypatch.setattr("workers.sync.sender.CHUNK_BYTES", 100)
+    (chunked,) = sent(model=model)
+    assert [p.checksum for p in chunked.pieces] == [p.checksum for p in whole.pieces]
+    for name, value in whole.probes().items():
+        assert np.allclose(chunked.probes()[name], value, rtol=1e-6, atol=1e-6)
 
 
 def test_without_checks_nothing_is_computed_for_them():
-    (bucket,) = make(check=False)
-    assert bucket.checksums == []
-    assert bucket.probes == {}
+    (bucket,) = sent(check=False)
+    assert {(piece.checksum, piece.probe) for piece in bucket.pieces} == {(None, None)}
+    assert bucket.probes() == {}
 
 
 def test_the_checksum_is_the_sum_of_words_and_counts_odd_bytes():
-    assert checksum(torch.tensor([1, 0, 0, 0, 2, 0, 0, 0, 5], dtype=torch.uint8)) == 8
-    assert checksum(torch.tensor([7], dtype=torch.uint8)) == 7
+    assert checksum(np.array([1, *[0] * 7, 2, *[0] * 7, 5, 6], np.uint8)) == 14
+    assert checksum(np.array([7], np.uint8)) == 7
+    assert checksum(np.full(16, 255, np.uint8)) == 2**64 - 2
+    assert checksum(np.arange(17, dtype=np.uint8)[1:]) == checksum(np.arange(1, 17, dtype=np.uint8))  # not aligned
 
 
 def test_a_probe_is_the_matrix_times_a_vector_that_the_dtype_represents():
@@ -67,19 +194,22 @@ def test_a_probe_is_the_matrix_times_a_vector_that_the_dtype_represents():
 
 
 def test_tied_names_are_checked_under_both_names():
-    (bucket,) = make(aliases={"head.weight": "b.weight"})
-    assert np.array_equal(bucket.probes["head.weight"], bucket.probes["b.weight"])
-    outputs = {name: torch.as_tensor(value) for name, value in bucket.probes.items()}
-    check_outputs(outputs, bucket.probes, version=1, dtype="float32")
+    (bucket,) = sent(model=Model(tied=True))
+    probes = bucket.probes()
+    assert [place.name for place in bucket.places] == ["a.weight", "a.bias", "b.weight"]
+    assert np.array_equal(probes["head.weight"], probes["b.weight"])
+    outputs = {name: torch.as_tensor(value) for name, value in probes.items()}
+    check_outputs(outputs, probes, version=1, dtype="float32")
     stale = outputs | {"head.weight": outputs["head.weight"] * 1.001}
     with pytest.raises(SyncError, match=r"'head.weight'"):
-        check_outputs(stale, bucket.probes, version=1, dtype="float32")
+        check_outputs(stale, probes, version=1, dtype="float32")
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "nan", "shape"])
 def test_an_engine_that_shows_other_layers_or_nonsense_is_refused(change):
-    (bucket,) = make()
-    outputs = {name: torch.as_tensor(value).clone() for name, value in bucket.probes.items()}
+    (bucket,) = sent()
+    probes = bucket.probes()
+    outputs = {name: torch.as_tensor(value).clone() for name, value in probes.items()}
     if change == "missing":
         del outputs["a.bias"]
     elif change == "extra":
@@ -89,4 +219,56 @@ def test_an_engine_that_shows_other_layers_or_nonsense_is_refused(change):
     else:
         outputs["a.bias"] = torch.zeros(2)
     with pytest.raises(SyncError):
-        check_outputs(outputs, bucket.probes, version=1, dtype="float32")
+        check_outputs(outputs, probes, version=1, dtype="float32")
+
+
+# The file
+
+
+def test_the_file_is_this_users_alone_and_goes_with_its_sender(folder):
+    path = new_path()
+    sender = Sender(Model(), version=3, dtype="float32", check=True)
+    assert sender.offer(path).where == memory.whereabouts() is not None
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        SharedFile(path, 10)
+    sender.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_whose_processes_died_is_removed_by_the_next_sync_and_one_in_use_is_not(folder):
+    used, dead, other = new_path(), new_path(), folder / "somebody-elses"
+    other.write_text("kept")
+    holder = SharedFile(used, 100)
+    code = f"from workers.sync.memory import SharedFile; import os; SharedFile({dead!r}, 100); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert os.path.exists(dead)
+    remove_stale()
+    assert sorted(map(str, folder.iterdir())) == sorted([used, str(other)])
+    del holder
+    remove_stale()
+    assert list(folder.iterdir()) == [other]
+
+
+def test_without_room_for_the_file_the_bytes_go_with_the_calls(folder, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    sender = Sender(Model(), version=3, dtype="float32", check=True)
+    assert sender.offer(new_path()).where is None
+    assert list(folder.iterdir()) == []
+    (bucket,) = sent()
+    with pytest.raises(SyncError, match=r"no room for a bucket of \d+ bytes"), as_file(bucket):
+        pass
+
+
+def test_the_processes_of_an_engine_read_a_bucket_from_a_file_that_goes_afterwards(folder):
+    (bucket,) = sent()
+    with as_file(bucket) as shared:
+        assert len(list(folder.iterdir())) == 1
+        assert np.array_equal(Reader().data(pickle.loads(pickle.dumps(shared))), bucket.data)
+        assert len(pickle.dumps(shared)) < len(pickle.dumps(bucket))
+    assert list(folder.iterdir()) == []
+    with pytest.raises(SyncError, match="cannot be opened"):
+        Reader().data(shared)

@@ -1,0 +1,229 @@
+"""The driver's own work in a step, against the number of ranks: everything but the workers' computing.
+
+A step of 1,024 sequences, as `train_step` has it: reference and old log-probs (plan, share, send, collect, union),
+credit assignment, the mini-batches, the update and its metrics. Workers compute nothing: they take their rows and
+answer with columns of zeros. They are objects of this process; what crosses to and from them is pickled and its bytes
+are copied, as Ray does; for small numbers of ranks they are also true Ray actors, whose calls the driver pays for too.
+Times are CPU seconds of the driver, without the workers': a busy machine changes them little.
+
+    python -m tests.benchmarks.driver
+"""
+
+import collections
+import os
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from rltrain.batching import minibatches
+from rltrain.compose import compose
+from rltrain.credit import assign_rewards, choose_trained, estimate_advantages, kl_controller
+from rltrain.protocol import DataProto, jagged, offsets_of
+from rltrain.schema import Config
+from tests.benchmarks.row import Row
+from workers.dispatch import Minibatch, UpdateResult
+from workers.group import Hosts, RayHosts, WorkerGroup
+from workers.host import Host
+
+COMMAND = "python -m tests.benchmarks.driver"
+RANKS, RAY_RANKS = (1, 8, 64, 256), (1, 8)
+PROMPTS, SAMPLES, SHORTEST, LONGEST, ROUNDS = 128, 8, 16, 256, 5
+OVERRIDES = [
+    "algorithm=grpo", f"trainer.prompts_per_step={PROMPTS}", f"trainer.prompts_per_minibatch={PROMPTS // 4}",
+    f"rollout.samples_per_prompt={SAMPLES}", f"rollout.max_response_length={LONGEST}",
+]  # fmt: skip
+SUMS = ("clip_fraction", "ratio_mean", "ppo_kl", "entropy", "ref_kl")
+
+
+class Idle:
+    """A role that computes nothing; it takes the rows that it is given and answers in their shapes."""
+
+    def compute(self, batch: DataProto, microbatches: list[list[int]], name: str) -> DataProto:
+        """A column of zeros for these rows, in the order of the micro-batches."""
+        part = batch[[row for rows in microbatches for row in rows]]
+        return part.with_values("responses", **{name: torch.zeros(len(part.values("responses")))}).select([name])
+
+    def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """`old_log_probs`."""
+        return self.compute(batch, microbatches, "old_log_probs")
+
+    def compute_ref_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """`ref_log_probs`."""
+        return self.compute(batch, microbatches, "ref_log_probs")
+
+    def update(self, batch: DataProto, plan: list[Minibatch], entropy_coef: float) -> UpdateResult:
+        """Metrics of zeros."""
+        steps = [{"grad_norm": 0.0, "lr": 0.0} for _ in plan]
+        tokens = sum(minibatch.num_tokens for minibatch in plan)
+        return UpdateResult(dict.fromkeys(SUMS, 0.0), {"policy_loss": 0.0}, tokens, steps)
+
+
+class PickledHosts(Hosts):
+    """Ranks in this process, whose arguments and results cross as with Ray: pickle 5, bytes into a store and out of it.
+
+    Attributes:
+        elsewhere: CPU seconds spent on what the ranks' own processes would do.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.role, self.elsewhere = size, Idle(), 0.0
+        self.concurrent, self.meanwhile = True, None
+
+    def share(self, value: Any) -> tuple[bytes, list[bytes]]:
+        """Pickled, its bytes copied once, as into Ray's store."""
+        import ray.cloudpickle
+
+        buffers: list[pickle.PickleBuffer] = []
+        stream = ray.cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        return stream, [bytes(buffer.raw()) for buffer in buffers]
+
+    def start(
+        self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Send what each rank gets, let it work, and keep what it would send."""
+        return [self._rank(method, shared, self.share(own)) for shared, *own in arguments]
+
+    def _rank(self, method: str, shared: Any, own: Any) -> Any:
+        begin = time.process_time()
+        result = self.share(getattr(self.role, method)(_fetch(shared), *_fetch(own)))
+        self.elsewhere += time.process_time() - begin
+        return result
+
+    def wait(self, pending: list[Any]) -> list[Any]:
+        """Unpickle what the ranks sent."""
+        return [_fetch(sent) for sent in pending]
+
+    def first(self, pending: list[Any], timeout_s: float) -> list[int]:
+        """All have ended."""
+        return list(range(len(pending)))
+
+
+def _fetch(sent: tuple[bytes, list[bytes]]) -> Any:
+    return pickle.loads(sent[0], buffers=sent[1])
+
+
+def rollouts() -> DataProto:
+    """A scored batch as the collector makes it; response lengths log-uniform."""
+    rows = PROMPTS * SAMPLES
+    draws = torch.rand(rows, generator=torch.Generator().manual_seed(0))
+    lengths = (SHORTEST * (LONGEST / SHORTEST) ** draws).long()
+    tokens = int(lengths.sum())
+    nested = torch.nested.nested_tensor_from_jagged(torch.ones(tokens, dtype=torch.int64), offsets_of(lengths))
+    batch = DataProto.from_dict(
+        {
+            "prompts": jagged([[1] * (8 + row // SAMPLES % 32) for row in range(rows)], torch.int64),
+            "responses": nested, "uid": torch.arange(PROMPTS).repeat_interleave(SAMPLES),
+            "valid": torch.ones(rows, dtype=torch.bool), "failed": torch.zeros(rows, dtype=torch.bool),
+            "scores": draws, "reward_components": draws[:, None],
+        },
+        {"finish_reason": ["stop"] * rows, "prompt_text": ["what is the median of 3 1 2?"] * rows,
+         "response_text": ["it is two, since one is less and three is more"] * rows, "reward_error": [None] * rows},
+    )  # fmt: skip
+    last = batch.offsets("responses")[1:] - 1
+    scores = torch.zeros(tokens).index_put((last,), draws)
+    return batch.with_values(
+        "responses", rollout_log_probs=torch.zeros(tokens), policy_version=torch.zeros(tokens, dtype=torch.int64),
+        response_mask=torch.ones(tokens, dtype=torch.bool), token_level_scores=scores,
+    )  # fmt: skip
+
+
+Clock = Callable[[str], Any]
+
+
+def step(batch: DataProto, hosts: Hosts, config: Config, clock: Clock) -> None:
+    """What the driver does in a step, phase by phase."""
+    group, budget = WorkerGroup(hosts, "idle"), 4 * LONGEST
+    with clock("log-probs"):
+        batch = batch.union(group.rows("compute_ref_log_probs", batch, max_tokens=budget))
+        batch = batch.union(group.rows("compute_log_probs", batch, max_tokens=budget))
+    with clock("credit"):
+        batch, _ = assign_rewards(batch, config, kl_controller(config.algorithm.kl_in_reward))
+        batch, _ = estimate_advantages(batch, config.algorithm)
+        batch, _ = choose_trained(batch, config.algorithm)
+    with clock("mini-batches"):
+        uids = batch.batch["uid"].tolist()
+        plan = minibatches(uids, config.minibatches_per_epoch, config.trainer.epochs_per_step, seed=0, step=0)
+    with clock("update"):
+        group.update(batch, plan, 0.0, max_tokens=budget)
+
+
+def measured(hosts: Hosts, batch: DataProto, config: Config, rounds: int = ROUNDS) -> dict[str, float]:
+    """Median CPU seconds of the driver in each phase and in all; the first step is not counted."""
+    seen: dict[str, list[float]] = collections.defaultdict(list)
+
+    @contextmanager
+    def clock(phase: str) -> Iterator[None]:
+        begin, elsewhere = time.process_time(), getattr(hosts, "elsewhere", 0.0)
+        yield
+        spent = getattr(hosts, "elsewhere", 0.0) - elsewhere
+        seen[phase].append(time.process_time() - begin - spent)
+
+    for _ in range(rounds + 1):
+        step(batch, hosts, config, clock)
+    phases = {phase: statistics.median(times[1:]) for phase, times in seen.items()}
+    return phases | {"all": statistics.median([sum(times) for times in zip(*seen.values(), strict=True)][1:])}
+
+
+def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]]:
+    """The same with true Ray actors."""
+    import ray
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    ray.init(address="local", include_dashboard=False, num_cpus=2, logging_level="error", log_to_driver=False)
+    try:
+        environment = {"OMP_NUM_THREADS": "1"}
+        actors = [ray.remote(num_cpus=0)(Host).remote(environment) for _ in range(max(RAY_RANKS))]
+        ray.get([actor.build.remote("idle", "tests.benchmarks.driver:Idle") for actor in actors])
+        return {ranks: measured(RayHosts(actors[:ranks]), batch, config) for ranks in RAY_RANKS}
+    finally:
+        ray.shutdown()
+
+
+def slope(times: dict[int, float]) -> tuple[float, float]:
+    """(seconds at no rank, seconds a rank) of the least-squares line."""
+    per_rank, base = np.polyfit(list(times), list(times.values()), 1)
+    return float(base), float(per_rank)
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Milliseconds by phase, one line a number of ranks."""
+    phases = list(next(iter(results.values())))
+    lines = [f"{'ranks':>10}" + "".join(f"{phase:>14}" for phase in phases) + "   (ms of driver CPU a step)"]
+    lines += [f"{name:>10}" + "".join(f"{1e3 * t[p]:14.1f}" for p in phases) for name, t in results.items()]
+    return "\n".join(lines)
+
+
+def run() -> list[Row]:
+    """The table is printed on the way; the row says what 256 ranks cost over one."""
+    torch.set_num_threads(1)
+    config, batch = compose(OVERRIDES)[0], rollouts()
+    simulated = {ranks: measured(PickledHosts(ranks), batch, config) for ranks in RANKS}
+    actors = on_ray(batch, config)
+    sys.stdout.write(
+        table({str(n): t for n, t in simulated.items()} | {f"{n} (Ray)": t for n, t in actors.items()}) + "\n"
+    )
+    totals = {ranks: times["all"] for ranks, times in simulated.items()}
+    base, per_rank = slope(totals)
+    few, many = totals[RANKS[0]], totals[RANKS[-1]]
+    extra = {f"ms_{n}_ranks": 1e3 * t for n, t in totals.items()} | {"ms_per_rank": 1e3 * per_rank}
+    extra |= {f"ms_{n}_ray_actors": 1e3 * times["all"] for n, times in actors.items()}
+    notes = (
+        f"{len(batch)} sequences, {len(batch.values('responses')):,} response tokens, GRPO, 4 mini-batches; "
+        f"no compute; CPU time; line: {1e3 * base:.0f} ms + {1e3 * per_rank:.2f} ms a rank"
+    )
+    return [
+        Row("the driver's own work in a step, 256 ranks over 1", many / few, "times the work at one rank", "",
+            f"{1e3 * many:.0f} ms", f"{1e3 * few:.0f} ms", notes, COMMAND, extra)
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    for row in run():
+        sys.stdout.write(f"{row}\n")

@@ -1,0 +1,206 @@
+"""What the GPU benchmark measures with: where figures go, a model as the actor has it, and packs without a batch.
+
+torch and transformers are all that this needs.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    import tensordict
+except ImportError:  # a bare machine: modules name its class, and nothing here makes one
+    tensordict = ModuleType("tensordict")
+    tensordict.TensorDict = type("TensorDict", (), {})
+    sys.modules["tensordict"] = tensordict
+
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rltrain.work import RowWork
+from workers.forward import PACKED, Pack, pack, policy_output, to_device
+from workers.fsdp import Optimizer, shard
+
+TINY = "tiny"
+QWEN2 = {
+    "vocab_size": 151_936, "num_key_value_heads": 2, "max_position_embeddings": 32_768, "tie_word_embeddings": True
+}  # fmt: skip
+MODELS = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    TINY: {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "vocab_size": 512},
+}  # fmt: skip
+PEAKS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0}  # TFLOP/s, dense bfloat16
+ROUNDS = 3
+
+
+@dataclass
+class Bench:
+    """Where figures go, and until when there is time for more.
+
+    Attributes:
+        tiny: small shapes, on whatever device there is.
+        end: of `time.monotonic`.
+        rows: what has been found.
+    """
+
+    tiny: bool
+    end: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, what: str, **figures: Any) -> None:
+        """Print a row, and append it to the file in $OUT."""
+        row = {"what": what, **{name: round(v, 5) if isinstance(v, float) else v for name, v in figures.items()}}
+        self.rows.append(row)
+        sys.stdout.write(f"{json.dumps(row)}\n")
+        sys.stdout.flush()
+        if folder := os.environ.get("OUT"):
+            with (Path(folder) / "gpu.jsonl").open("a") as file:
+                file.write(f"{json.dumps(row)}\n")
+
+    @contextlib.contextmanager
+    def cell(self, what: str, **sizes: Any) -> Iterator[dict[str, Any]]:
+        """One measurement: what is put into the dictionary is a row, and so is what went wrong."""
+        found: dict[str, Any] = {}
+        if time.monotonic() > self.end:
+            self.add(what, **sizes, skipped="no time left")
+            raise OutOfTime
+        release()
+        try:
+            yield found
+            self.add(what, **sizes, **found)
+        except OutOfTime:
+            raise
+        except Exception as error:  # out of memory, or a version that differs: the others go on
+            self.add(what, **sizes, failed=f"{type(error).__name__}: {str(error)[:300]}")
+
+
+class OutOfTime(Exception):
+    """The rest is left out."""
+
+
+def device() -> torch.device:
+    """The GPU, or what there is."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def release() -> None:
+    """Give back what the last measurement held, and forget its peak."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gb() -> float:
+    """Most that tensors took since `release`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+def peak_tflops() -> float | None:
+    """Of the data sheet."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
+
+
+def seconds(function: Callable[[], Any], rounds: int = ROUNDS) -> float:
+    """Median over rounds, after one that warms up."""
+    return statistics.median([once(function) for _ in range(rounds + 1)][1:])
+
+
+def once(function: Callable[[], Any]) -> float:
+    """Seconds, the device's work included."""
+    synchronize()
+    began = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def synchronize() -> None:
+    """Wait for the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def speed(macs: float, tokens: int, taken: float) -> dict[str, Any]:
+    """Tokens a second, and the share of the peak that so many multiply-adds in so many seconds are."""
+    tflops, peak = 2 * macs / taken / 1e12, peak_tflops()
+    return {"tokens_per_s": tokens / taken, "seconds": taken, "tflops": tflops, "mfu": tflops / peak if peak else None}
+
+
+# A model and its rows
+
+
+class Rows:
+    """Random rows with what `pack` asks of a batch: a short prompt and the rest as the answer."""
+
+    def __init__(self, lengths: list[int], vocabulary: int) -> None:
+        source = torch.Generator().manual_seed(0)
+        prompts = [max(1, length // 8) for length in lengths]
+        sizes = {"prompts": prompts, "responses": [n - p + 1 for n, p in zip(lengths, prompts, strict=True)]}
+        self.sizes = {name: torch.tensor(each) for name, each in sizes.items()}
+        self.ids = {
+            name: torch.randint(vocabulary, (int(each.sum()),), generator=source) for name, each in self.sizes.items()
+        }
+
+    def lengths(self, column: str) -> Tensor:
+        """Tokens of each row."""
+        return self.sizes[column]
+
+    def values(self, column: str) -> Tensor:
+        """Tokens of all rows."""
+        return self.ids[column]
+
+    def work(self, work: RowWork) -> int:
+        """Multiply-adds of a forward pass."""
+        pairs = zip(self.sizes["prompts"].tolist(), self.sizes["responses"].tolist(), strict=True)
+        return sum(work.of(prompt + answer - 1, answer) for prompt, answer in pairs)
+
+    def pack(self) -> Pack:
+        """End to end, on the device."""
+        return to_device(pack(self), device())  # type: ignore[arg-type]
+
+
+def config_of(name: str) -> Qwen2Config:
+    """The shape of a model."""
+    return Qwen2Config(**{**QWEN2, **MODELS[name]})
+
+
+def plain_model(name: str) -> nn.Module:
+    """Random float32 weights on the device."""
+    torch.manual_seed(0)
+    with device():
+        return AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32, attn_implementation=PACKED).eval()
+
+
+def actor(name: str, *, checkpointing: bool) -> tuple[nn.Module, Optimizer]:
+    """The model as an actor of one rank has it: bfloat16 products, float32 master weights and AdamW."""
+    settings = SimpleNamespace(
+        model=SimpleNamespace(
+            dtype="bfloat16", cpu_offload=False, activation_checkpointing=checkpointing, compile=False
+        ),
+        placement=SimpleNamespace(shard_ranks=None, sequence_ranks=1),
+    )
+    model = shard(plain_model(name), settings)  # type: ignore[arg-type]
+    rates = SimpleNamespace(
+        lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.0, max_grad_norm=1.0, lr_warmup_steps=0, lr_schedule="constant"
+    )
+    return model, Optimizer(list(model.parameters()), rates, 1000)  # type: ignore[arg-type]
+
+
+def train_pass(model: nn.Module, packed: Pack) -> None:
+    """Forward and backward; the gradient adds up."""
+    policy_output(model, packed, temperature=1.0).log_probs.sum().backward()

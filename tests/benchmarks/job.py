@@ -1,0 +1,274 @@
+"""One training job, the ways to run it, and the watch that times a run from outside: the same for every trainer.
+
+A job is the built-in task `median` with the numbers of `config/train.yaml`, so that every side has the same model, the
+same prompts in the same order, the same reward and the same optimizer steps. Each side appends a line of JSON for each
+training step to its progress file; the watch notes when lines come, and how much memory the process tree holds.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LOOK_S, WEIGH_S = 0.01, 2.0  # between looks at the progress file, and at the memory of the process tree
+WARM_UP = 5
+OWN_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained; lengths in tokens, the end token included.
+
+    Attributes:
+        model: directory of the start.
+        steps: training steps; the rate falls linearly to 0 over all of their optimizer steps.
+        warm_up: first steps, which are not in the median.
+    """
+
+    model: str
+    steps: int
+    prompts_per_step: int = 64
+    samples_per_prompt: int = 8
+    minibatches: int = 4
+    max_prompt_length: int = 8
+    max_response_length: int = 16
+    lr: float = 4e-4
+    seed: int = 0
+    stop_id: int = 3
+    warm_up: int = WARM_UP
+
+    @property
+    def rows(self) -> int:
+        """Answers of a step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run a job: `command(folder, job, threads)` gives the words; `lines` is the progress file."""
+
+    name: str
+    command: Callable[[Path, Job, int], list[str]]
+    lines: str
+    threads: int = 1
+
+
+@dataclass
+class Run:
+    """What one run came to.
+
+    Attributes:
+        times: seconds from the start of the program to each step's line.
+        rewards: mean reward of each step.
+        lengths: mean answer length of each step, in tokens.
+        cpu: seconds of processor time that the process tree has taken by each step's line.
+        peak_mb: largest memory of the process tree, shared pages counted once.
+        load: the machine's load average when the run began.
+    """
+
+    side: str
+    times: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    peak_mb: float = 0.0
+    load: float = 0.0
+
+    def step_s(self, warm_up: int) -> float:
+        """Median seconds a step, after the warm-up."""
+        between = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return statistics.median(between[max(0, warm_up - 1) :])
+
+    def step_cpu_s(self, warm_up: int) -> float:
+        """Mean seconds of processor time a step, after the warm-up: hardly moved by what else runs on the machine."""
+        first = min(max(0, warm_up - 1), len(self.cpu) - 2)
+        return (self.cpu[-1] - self.cpu[first]) / (len(self.cpu) - 1 - first)
+
+    def to_reward_s(self, goal: float, warm_up: int) -> float:
+        """Seconds of training until the mean reward of three steps reaches `goal`; infinite where it never does."""
+        for number in range(2, len(self.rewards)):
+            if statistics.fmean(self.rewards[number - 2 : number + 1]) >= goal:
+                return self.times[number] - self.times[0] + self.step_s(warm_up)
+        return float("inf")
+
+
+def write_job(folder: Path, job: Job, threads: int) -> Path:
+    """The job and its prompts, in the order of rltrain's run, for a program that knows nothing of rltrain."""
+    from rltrain.data import PromptOrder
+    from rltrain.tasks import TASKS
+
+    rows = TASKS["median"].prompts("train", job.seed, 8192)
+    order = PromptOrder(len(rows), job.seed, True).next(job.steps * job.prompts_per_step)
+    (folder / "data.jsonl").write_text("".join(json.dumps(rows[index]) + "\n" for index in order))
+    words = dataclasses.asdict(job) | {
+        "data": str(folder / "data.jsonl"), "progress": str(folder / "progress.jsonl"), "threads": threads,
+    }  # fmt: skip
+    (folder / "job.json").write_text(json.dumps(words))
+    return folder / "job.json"
+
+
+def rltrain_side(name: str, *overrides: str, threads: int = 1) -> Side:
+    """`python -m rltrain.main` with the job's numbers, no evaluation (nobody else has one), and these overrides.
+
+    `threads` are those of a run in one process; Ray's workers have what `placement.threads_per_worker` says.
+    """
+
+    def command(folder: Path, job: Job, _: int) -> list[str]:
+        return [
+            sys.executable, "-m", "rltrain.main", f"model.path={job.model}", "data.val=null",
+            f"trainer.total_steps={job.steps}", f"trainer.prompts_per_step={job.prompts_per_step}",
+            f"trainer.prompts_per_minibatch={job.prompts_per_step // job.minibatches}", f"trainer.seed={job.seed}",
+            f"trainer.output_dir={folder / 'out'}", f"rollout.samples_per_prompt={job.samples_per_prompt}",
+            f"rollout.max_response_length={job.max_response_length}", f"actor.lr={job.lr}", *overrides,
+        ]  # fmt: skip
+
+    return Side(f"rltrain {name}", command, "out/metrics.jsonl", threads)
+
+
+def program_side(name: str, python: Path | str, module: str, *arguments: str, threads: int) -> Side:
+    """`python -m module JOB.json arguments` in its own environment."""
+
+    def command(folder: Path, job: Job, threads: int) -> list[str]:
+        return [str(python), "-m", module, str(write_job(folder, job, threads)), *arguments]
+
+    return Side(name, command, "progress.jsonl", threads)
+
+
+def watch(side: Side, job: Job, folder: Path, *, timeout_s: float = 1800.0) -> Run:
+    """Run the job on this side and time it. Raises RuntimeError with the end of its output if it fails."""
+    folder.mkdir(parents=True)
+    run, lines, log = Run(side.name, load=os.getloadavg()[0]), folder / side.lines, folder / "log.txt"
+    environment = os.environ | OWN_ENVIRONMENT | {"OMP_NUM_THREADS": str(side.threads)}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            side.command(folder, job, side.threads), cwd=ROOT, env=environment, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            began, weighed = time.perf_counter(), 0.0
+            while process.poll() is None:
+                now = time.perf_counter() - began
+                if now > timeout_s:
+                    raise RuntimeError(f"{side.name}: no end after {timeout_s:.0f} s; {_tail(log)}")
+                if _read(lines, run, now):
+                    run.cpu += [tree_cpu_s(process.pid)] * (len(run.times) - len(run.cpu))
+                if now - weighed > WEIGH_S:
+                    weighed, run.peak_mb = now, max(run.peak_mb, tree_mb(process.pid))
+                time.sleep(LOOK_S)
+            if _read(lines, run, time.perf_counter() - began):
+                run.cpu += run.cpu[-1:] * (len(run.times) - len(run.cpu))
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+    if process.returncode or len(run.times) < job.steps:
+        raise RuntimeError(f"{side.name}: status {process.returncode} after {len(run.times)} steps; {_tail(log)}")
+    return run
+
+
+def _read(path: Path, run: Run, now: float) -> bool:
+    """Note the lines that have come since the last look; whether there were any."""
+    try:
+        text = path.read_text() if path.stat().st_size else ""
+    except OSError:
+        return False
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    for line in whole[(known := len(run.times)) :]:
+        values: dict[str, Any] = json.loads(line)
+        run.times.append(now)
+        run.rewards.append(values["reward/mean"])
+        run.lengths.append(values["rollout/length_mean"])
+    return len(whole) > known
+
+
+def _tail(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
+
+
+def tree(root: int) -> dict[int, float]:
+    """A process and all below it, with the seconds of processor time that each has taken, ended children included."""
+    parents, seconds = dict[int, int](), dict[int, float]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            parents[int(entry.name)] = int(words[1])
+            seconds[int(entry.name)] = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
+    members = {root}
+    while grown := {child for child, parent in parents.items() if parent in members} - members:
+        members |= grown
+    return {pid: seconds.get(pid, 0.0) for pid in members}
+
+
+def tree_cpu_s(root: int) -> float:
+    """Seconds of processor time that a process and all below it have taken."""
+    return sum(tree(root).values())
+
+
+def tree_mb(root: int) -> float:
+    """Memory of a process and all below it in MB, pages that several share counted once."""
+    return sum(map(_pss_mb, tree(root)))
+
+
+def _pss_mb(pid: int) -> float:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    except (OSError, ValueError):
+        pass  # it has ended
+    return 0.0
+
+
+def best(sides: Sequence[Side], job: Job, folder: Path) -> tuple[Side, dict[str, float]]:
+    """The side with the fewest seconds a step in a short trial, and the seconds of all that ran."""
+    trial, seconds = dataclasses.replace(job, steps=job.warm_up + 5), dict[str, float]()
+    failures = []
+    for side in sides:
+        try:
+            seconds[side.name] = watch(side, trial, folder / side.name.replace(" ", "-")).step_s(job.warm_up)
+        except RuntimeError as error:
+            failures.append(str(error))
+    if not seconds:
+        raise RuntimeError("; ".join(failures))
+    return min((side for side in sides if side.name in seconds), key=lambda s: seconds[s.name]), seconds
+
+
+def in_turn(sides: Sequence[Side], job: Job, folder: Path, *, rounds: int) -> list[list[Run]]:
+    """A B A B: `rounds` runs of each side."""
+    runs: list[list[Run]] = [[] for _ in sides]
+    for number in range(rounds):
+        for side, own in zip(sides, runs, strict=True):
+            own.append(watch(side, job, folder / f"round-{number}-{side.name.replace(' ', '-')}"))
+    return runs
+
+
+def median_of(runs: Sequence[Run], figure: Callable[[Run], float]) -> float:
+    """Median of a figure over runs."""
+    return statistics.median(map(figure, runs))
+
+
+def describe(runs: Sequence[Run]) -> str:
+    """Reward at steps 5, 10 and 20, peak memory and load, over these runs."""
+    marks = [step for step in (5, 10, 20) if all(len(run.rewards) >= step for run in runs)]
+    rewards = ", ".join(f"{statistics.fmean(run.rewards[step - 1] for run in runs):.2f}" for step in marks)
+    reached = f"reward at steps {'/'.join(map(str, marks))}: {rewards}; " if marks else ""
+    loads = "/".join(f"{run.load:.1f}" for run in runs)
+    cpu = median_of(runs, lambda run: run.step_cpu_s(WARM_UP))
+    memory = max(run.peak_mb for run in runs)
+    return f"{runs[0].side}: {cpu:.2f} processor s a step; {reached}peak {memory:.0f} MB; load {loads}"

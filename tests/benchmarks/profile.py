@@ -1,0 +1,77 @@
+"""One step in this process under cProfile, in processor seconds of one thread: what costs most.
+
+python -m tests.benchmarks.profile        # the rows, and the functions behind them on standard error
+"""
+
+import cProfile
+import pstats
+import sys
+import time
+from typing import Any
+
+from tests.benchmarks.inside import WARM_UP, watched_run
+from tests.benchmarks.row import Row
+
+STEPS = WARM_UP + 6
+# A function's own time goes to the first of these that its file and name contain.
+COSTS = (
+    ("backward pass", ("run_backward",)),
+    ("matrix products of forward passes", ("_nn.linear", "onednn_mm")),
+    ("attention kernels", ("scaled_dot_product_attention",)),
+    ("optimizer and gradient clipping", ("torch/optim", "clip_grad", "_foreach", "_fused_adamw")),
+    ("sharding (FSDP, DTensor)", ("_fully_shard", "torch/distributed")),
+    ("jagged tensors and batches", ("torch/nested", "tensordict", "rltrain/jagged", "rltrain/protocol", "_nested_")),
+    ("metrics and sample files", ("tensorboard", "pyarrow", "rltrain/tracking", "json/")),
+    ("generation's bookkeeping", ("workers/rollout",)),
+    ("rewards", ("workers/reward", "rltrain/rewards")),
+    ("the model's Python", ("transformers/", "torch/nn/modules")),
+)
+
+
+Function = tuple[str, int, str]
+DEPTH = 8  # callers that are asked on behalf of functions of no cost's own, such as `len`
+
+
+def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -> dict[str, float]:
+    """The costs that a profiled function belongs to, by share: its own, else those of its callers."""
+    text = f"{function[0]}:{function[2]}"
+    if own := next((name for name, marks in COSTS if any(mark in text for mark in marks)), None):
+        return {own: 1.0}
+    callers = stats[function][4] if function in stats else {}
+    whole = sum(seconds for _, _, seconds, _ in callers.values())
+    if not depth or not whole:
+        return {"all else": 1.0}
+    found = dict[str, float]()
+    for caller, (_, _, seconds, _) in callers.items():
+        for name, share in shares(caller, stats, depth - 1).items() if seconds > whole / 20 else ():
+            found[name] = found.get(name, 0.0) + share * seconds / whole
+    return found
+
+
+def run() -> list[Row]:
+    """The three largest costs, as shares of the step."""
+    profiler = cProfile.Profile(time.process_time)
+    watched_run(STEPS, around=(profiler.enable, profiler.disable))
+    stats: Any = pstats.Stats(profiler, stream=sys.stderr)
+    costs = dict[str, float]()
+    for function, (_, _, own, _, _) in stats.stats.items():
+        for name, share in shares(function, stats.stats).items():
+            costs[name] = costs.get(name, 0.0) + share * own
+    whole = sum(costs.values())
+    stats.sort_stats("tottime").print_stats(25)
+    ranked = sorted(costs.items(), key=lambda item: -item[1])
+    others = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in ranked[3:])
+    return [
+        Row(
+            name=f"profile: cost {number + 1} of a step", ratio=seconds / whole, unit="of the step's processor time",
+            target="", ours=f"{name}: {seconds / (STEPS - WARM_UP):.3f} s a step",
+            theirs=f"{whole / (STEPS - WARM_UP):.3f} s, the whole step, profiler included",
+            notes=f"then: {others}" if number == 2 else "", command="make bench ARGS=profile",
+        )
+        for number, (name, seconds) in enumerate(ranked[:3])
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    for row in run():
+        sys.stdout.write(f"{row}\n")

@@ -1,0 +1,98 @@
+"""TRL's GRPOTrainer on one job of `job.py`: runs in TRL's own environment, imports nothing of rltrain but the reward.
+
+`python -m tests.benchmarks.trl_side JOB.json {hf|vllm}`, from the repository root. One line a step goes to the job's
+progress file when its rewards are there.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from rltrain.rewards.final_answer import final_answer  # noqa: E402
+
+DUAL_CLIP = 3.0  # TRL's delta: where the advantage is negative it bounds the loss as the dual clip of grpo.yaml does
+
+
+def settings(job: dict[str, Any], engine: str) -> GRPOConfig:
+    """The job in TRL's words: what is not named keeps TRL's default, unless that is meant for GPUs.
+
+    One generation is `minibatches` optimizer steps; the token mean over a mini-batch is TRL's `bnpo`.
+    """
+    rows = job["prompts_per_step"] * job["samples_per_prompt"]
+    options: dict[str, Any] = {}
+    if engine == "vllm":
+        options = {
+            "use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False,
+            "vllm_gpu_memory_utilization": 0.1,
+            "vllm_max_model_length": job["max_prompt_length"] + job["max_response_length"],
+        }  # fmt: skip
+    return GRPOConfig(
+        output_dir=str(Path(job["progress"]).parent / "trl"),
+        per_device_train_batch_size=rows // job["minibatches"], gradient_accumulation_steps=1,
+        steps_per_generation=job["minibatches"], num_iterations=1, num_generations=job["samples_per_prompt"],
+        max_completion_length=job["max_response_length"], temperature=1.0, top_p=1.0, top_k=0,
+        max_steps=job["steps"] * job["minibatches"], shuffle_dataset=False,
+        loss_type="bnpo", scale_rewards="group", beta=0.0, epsilon=0.2, epsilon_high=0.2, delta=DUAL_CLIP,
+        learning_rate=job["lr"], lr_scheduler_type="linear", warmup_steps=0, weight_decay=0.0, max_grad_norm=1.0,
+        adam_beta1=0.9, adam_beta2=0.999, optim="adamw_torch_fused",
+        use_cpu=True, bf16=False, gradient_checkpointing=False, model_init_kwargs={"dtype": torch.float32},
+        logging_steps=job["minibatches"], save_strategy="no", report_to=[], disable_tqdm=True, seed=job["seed"],
+        dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+
+
+def let_weights_in() -> None:
+    """Make vLLM on CPU take new weights the way TRL sends them.
+
+    There vLLM computes with a packed copy and throws the weights away, so that TRL's `load_weights` raises. With
+    torch's own product in the place of the packed one the layers keep their weights.
+    """
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def main(path: str, engine: str) -> None:
+    """Train."""
+    if engine == "vllm":
+        let_weights_in()
+    job = json.loads(Path(path).read_text())
+    torch.set_num_threads(job["threads"])
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
+    config, step = settings(job, engine), 0
+
+    def reward(prompts: list[str], completions: list[str], completion_ids: Any, answer: list[str], **_: Any) -> Any:
+        nonlocal step
+        ended = ["stop" if job["stop_id"] in ids else "length" for ids in completion_ids]
+        scores = [
+            final_answer(prompt, text, answer=right, finish_reason=reason)
+            for prompt, text, right, reason in zip(prompts, completions, answer, ended, strict=True)
+        ]
+        step += 1
+        lengths = sum(map(len, completion_ids)) / len(scores)
+        line = {"step": step, "reward/mean": sum(scores) / len(scores), "rollout/length_mean": lengths}
+        with Path(job["progress"]).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return scores
+
+    trainer = GRPOTrainer(
+        model=job["model"], reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows)
+    )  # fmt: skip
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

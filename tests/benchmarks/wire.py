@@ -1,0 +1,205 @@
+"""A large batch through Ray: put, scatter to 8 actors, gather of one new column; against verl's DataProto.
+
+The batch: 512 rows of up to 16,384 response tokens, 8 columns, 0.71 GB when padded to (512, 16384); lengths are
+log-uniform over 1:16, so that a third of it is tokens. We send it as it is, jagged, put once; actors take their rows.
+verl 0.9 holds padded tensors; its part here does what its dispatch does: chunk, put the chunks from threads, call each
+actor with its chunk, concatenate the results. Without verl the padded tensors are chunked and put as Ray pickles them.
+
+    pip install --no-deps --target FOLDER verl
+    VERL_PATH=FOLDER python -m tests.benchmarks.wire
+"""
+
+import importlib.util
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
+
+from rltrain.batching import balance
+from rltrain.protocol import DataProto, offsets_of
+from tests.benchmarks.row import Row
+from workers.dispatch import collect_rows
+from workers.group import RayHosts
+from workers.host import Host
+
+COMMAND = "VERL_PATH=FOLDER python -m tests.benchmarks.wire"
+ROWS, SLOTS, ACTORS, ROUNDS, HIDDEN = 512, 16_384, 8, 5, 13
+COLUMNS = {
+    "responses": torch.int64, "policy_version": torch.int64, "response_mask": torch.bool,
+    "rollout_log_probs": torch.float32, "old_log_probs": torch.float32, "ref_log_probs": torch.float32,
+    "advantages": torch.float32, "ref_hidden": torch.float32,
+}  # fmt: skip
+
+
+class Receiver:
+    """What an actor does with its rows: it has them as tensors of its own, and answers with one new column."""
+
+    def __init__(self) -> None:
+        find_verl()
+
+    def jagged(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """Our batch, all of it, and the rows to take."""
+        part = batch[microbatches[0]]
+        return part.with_values("responses", log_probs=torch.zeros(len(part.values("responses")))).select(["log_probs"])
+
+    def verl(self, chunk: Any) -> Any:
+        """A chunk of verl's."""
+        return type(chunk).from_dict({"log_probs": torch.zeros(chunk.batch["responses"].shape)})
+
+    def tensors(self, chunk: dict[str, Tensor]) -> Tensor:
+        """A chunk of padded tensors."""
+        return torch.zeros(chunk["responses"].shape)
+
+
+def make_batch(rows: int = ROWS, slots: int = SLOTS) -> DataProto:
+    """Random values; the longest row has all slots."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (slots / 16 * 16 ** torch.rand(rows, generator=generator)).long()
+    lengths[0] = slots
+    offsets, tokens = offsets_of(lengths), int(lengths.sum())
+    shapes = {name: (tokens, HIDDEN) if name == "ref_hidden" else (tokens,) for name in COLUMNS}
+    values = {name: torch.randint(2, shapes[name], generator=generator).to(kind) for name, kind in COLUMNS.items()}
+    return DataProto.from_dict({name: nested_tensor_from_jagged(column, offsets) for name, column in values.items()})
+
+
+def make_padded(batch: DataProto) -> dict[str, Tensor]:
+    """The same columns padded on the right, (B, T) and (B, T, H)."""
+    mask, padded = batch.padding_mask("responses"), {}
+    for name, kind in COLUMNS.items():
+        values = batch.values(name)
+        padded[name] = torch.zeros((*mask.shape, *values.shape[1:]), dtype=kind)
+        padded[name][mask] = values
+    return padded
+
+
+def ours(hosts: RayHosts, batch: DataProto) -> DataProto:
+    """Put once; every actor takes its rows, shared out by length; the new column comes back in the batch's order."""
+    plan = [[rows] for rows in balance(batch.lengths("responses").tolist(), list(range(len(batch))), hosts.size)]
+    shared = hosts.share(batch)
+    return collect_rows(hosts.call("receiver", "jagged", [(shared, part) for part in plan]), plan)
+
+
+def of_verl(hosts: RayHosts, batch: Any) -> Any:
+    """verl's `dispatch_nd_compute_dataproto` and `collect_nd_compute_dataproto`, for 8 data-parallel ranks."""
+    from verl.utils.ray_utils import parallel_put
+
+    chunks = batch.chunk(chunks=hosts.size)
+    sent = parallel_put(chunks, max_workers=max(1, min(len(chunks), os.cpu_count() or 1)))
+    return type(batch).concat(hosts.call("receiver", "verl", [(chunk,) for chunk in sent]))
+
+
+def of_tensors(hosts: RayHosts, padded: dict[str, Tensor]) -> Tensor:
+    """The padded tensors, each actor's chunk pickled by Ray."""
+    parts: dict[str, tuple[Tensor, ...]] = {name: column.chunk(hosts.size) for name, column in padded.items()}
+    chunks = [{name: pieces[rank].clone() for name, pieces in parts.items()} for rank in range(hosts.size)]
+    return torch.cat(hosts.call("receiver", "tensors", [(hosts.share(chunk),) for chunk in chunks]))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall clock of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def private_bytes() -> int:
+    """Memory of this process alone, without Ray's store."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """How far this process's own memory grows at most during a call, looked at every 2 ms."""
+    start, ended, peaks = private_bytes(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            peaks.append(private_bytes() - start)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        call()
+    finally:
+        ended.set()
+        thread.join()
+    return max(peaks)
+
+
+def find_verl() -> bool:
+    """Whether verl can be imported here, from VERL_PATH if that is set."""
+    folder = os.environ.get("VERL_PATH", "")
+    if folder and folder not in sys.path:
+        sys.path.append(folder)  # here and not in PYTHONPATH: a package `tests` lies beside it and would be found first
+    return importlib.util.find_spec("verl") is not None
+
+
+def start_actors() -> RayHosts:
+    """8 actors that are ready."""
+    import ray
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    size = 3 * ROWS * SLOTS * 85  # what the slowest of the ways needs, and room
+    ray.init(
+        address="local", include_dashboard=False, num_cpus=2, logging_level="error", log_to_driver=False,
+        object_store_memory=size,
+    )  # fmt: skip
+    actors = [ray.remote(num_cpus=0)(Host).remote({"OMP_NUM_THREADS": "1"}) for _ in range(ACTORS)]
+    ray.get([actor.build.remote("receiver", "tests.benchmarks.wire:Receiver") for actor in actors])
+    return RayHosts(actors)
+
+
+def run() -> list[Row]:
+    """The ways in turn, `ROUNDS` times after one that does not count."""
+    import ray
+
+    has_verl, batch = find_verl(), make_batch()
+    padded = make_padded(batch)
+    hosts = start_actors()
+    ways: dict[str, Callable[[], Any]] = {"ours": lambda: ours(hosts, batch)}
+    if has_verl:
+        from verl import DataProto as VerlProto
+
+        theirs = VerlProto.from_dict(padded)
+        ways["verl"] = lambda: of_verl(hosts, theirs)
+    else:
+        ways["plain"] = lambda: of_tensors(hosts, padded)
+    try:
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(ROUNDS + 1):
+            for name, way in ways.items():
+                times[name].append(seconds(way))
+        peaks = {name: peak_bytes(way) for name, way in ways.items()}
+    finally:
+        ray.shutdown()
+    return [_row(batch, padded, {name: statistics.median(each[1:]) for name, each in times.items()}, peaks)]
+
+
+def _row(batch: DataProto, padded: dict[str, Tensor], times: dict[str, float], peaks: dict[str, int]) -> Row:
+    name = next(name for name in times if name != "ours")
+    sent = sum(batch.values(column).nbytes for column in COLUMNS)
+    full = sum(column.nbytes for column in padded.values())
+    other = "verl's DataProto" if name == "verl" else "Ray's pickle of the padded tensors (verl is not installed)"
+    notes = (
+        f"{ROWS} rows of up to {SLOTS:,} tokens, 8 columns, lengths 1:16: {full / 1e9:.2f} GB padded, "
+        f"{sent / 1e9:.2f} GB of tokens; put, scatter to {ACTORS} actors, gather of one float32 column; the driver's "
+        f"own memory grows by {peaks['ours'] / 1e6:.0f} MB at most (theirs {peaks[name] / 1e6:.0f} MB)"
+    )
+    return Row(
+        "a 0.7 GB batch through Ray", times[name] / times["ours"], f"times faster than {other}", ">= 10",
+        f"{times['ours']:.2f} s", f"{times[name]:.2f} s", notes, COMMAND,
+        {"driver_mb": peaks["ours"] / 1e6, "driver_mb_theirs": peaks[name] / 1e6, "sent_mb": sent / 1e6},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    for row in run():
+        sys.stdout.write(f"{row}\n")

@@ -1,0 +1,140 @@
+"""vLLM on a GPU against the trainer: log-probs (E1), syncs (E5), sleep and wake (E6). In a process of its own."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rltrain.compose import compose
+from rltrain.errors import SyncError
+from rltrain.prompt_groups import stream_seed
+from rltrain.protocol import DataProto, jagged
+from rltrain.tasks.tokenizer import EOS_ID, VOCAB_SIZE, char_tokenizer
+from workers.forward import load_model, pack, policy_output, to_device
+from workers.fsdp import device
+from workers.group import RayHosts
+from workers.placement import build, ray_hosts
+from workers.rollout.messages import Completion, Request
+from workers.sync.buckets import join
+from workers.sync.sender import Sender
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("ray_here", "process_group"),
+    pytest.mark.timeout(900),  # an engine on a GPU compiles and captures graphs first
+]
+PROMPT = char_tokenizer()("2299907=")["input_ids"]
+NUMBERS = itertools.count()
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+# Half of the test's own device, or what this file's own model needs would not be left.
+SMALL = ["model.dtype=bfloat16", "rollout.vllm.gpu_memory_utilization=0.3"]
+
+
+def model_of(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, initializer_range=0.05), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A model whose heads have a width that GPU kernels take."""
+    path = tmp_path_factory.mktemp("models") / "start"
+    model_of(0).save_pretrained(path)
+    char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def engine(path: str) -> RayHosts:
+    """One replica on the device that it shares with this process."""
+    config, _ = compose(SMALL)
+    hosts = ray_hosts(config, 1, gpus=1, concurrency=8)
+    hosts.wait(build(hosts, "rollout", "workers.rollout.worker:RolloutWorker", config, path, [EOS_ID]))
+    return hosts
+
+
+@pytest.fixture(scope="module")
+def hosts(folder, ray_here):
+    made = engine(folder)
+    yield made
+    made.call("rollout", "close", [()])
+
+
+def load(hosts: RayHosts, model: torch.nn.Module, version: int = 1, *, spoil: bool = False) -> None:
+    """A whole sync with its checks."""
+    sender, name = Sender(model.to(device()), version=version, dtype="bfloat16", check=True), f"sync {next(NUMBERS)}"
+    hosts.call("rollout", "start_load", [(name, version)])
+    for number in range(len(sender.plan)):
+        bucket = join([sender.write(number, None)])
+        if spoil:
+            for piece in bucket.pieces:
+                if piece.name.endswith("layers.1.mlp.down_proj.weight"):
+                    object.__setattr__(piece, "probe", piece.probe + abs(piece.probe).max())
+        hosts.call("rollout", "load_bucket", [(name, None, bucket)])
+    hosts.call("rollout", "finish_load", [(name, None)])
+
+
+def answers(hosts: RayHosts, *, temperature: float, count: int = 16) -> dict[tuple[int, int], Completion]:
+    requests = [Request((0, n), PROMPT, temperature, 32, stream_seed(0, 0, n)) for n in range(count)]
+    hosts.call("rollout", "submit", [(requests,)])
+    found: dict[tuple[int, int], Completion] = {}
+    while len(found) < count:
+        found |= {answer.key: answer for answer in hosts.call("rollout", "poll", [(5.0,)])[0]}
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_E1_engine_and_trainer_agree_in_bfloat16_on_the_gpu(hosts, folder, temperature):
+    model = load_model(AutoModelForCausalLM, folder).eval()
+    load(hosts, model)
+    got = list(answers(hosts, temperature=temperature).values())
+    columns = {"prompts": [PROMPT] * len(got), "responses": [answer.token_ids for answer in got]}
+    batch = DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in columns.items()})
+    with torch.no_grad():
+        packed = to_device(pack(batch), device())
+        ours = policy_output(model.to(device(), torch.bfloat16), packed, temperature=temperature).log_probs.cpu()
+    theirs = torch.tensor([log_prob for answer in got for log_prob in answer.log_probs])
+    assert float((ours - theirs).abs().mean()) < 2e-2
+    assert float((ours - theirs).mean().abs()) < 5e-3
+
+
+def test_E5_a_sync_to_the_gpu_engine_passes_its_checks_and_one_with_other_weights_does_not(hosts):
+    load(hosts, model_of(1))
+    with pytest.raises(SyncError, match="down_proj"):
+        load(hosts, model_of(1), spoil=True)
+    load(hosts, model_of(1))
+    assert answers(hosts, temperature=1.0)
+
+
+def test_E6_an_engine_that_slept_gives_its_memory_back_and_answers_as_a_fresh_one(hosts, tmp_path):
+    model = model_of(2)
+    load(hosts, model, 3)
+    before, awake = answers(hosts, temperature=0.0), torch.cuda.mem_get_info()[0]
+    assert hosts.call("rollout", "sleep", [()]) == [True]
+    freed, whole = torch.cuda.mem_get_info()[0] - awake, torch.cuda.mem_get_info()[1]
+    assert freed > 0.15 * whole, "the cache alone was more"
+    held = torch.full((int(0.8 * freed) // 4,), 7.0, device=device())  # what a training rank does meanwhile
+    assert float(held[-1]) == 7.0
+    del held
+    torch.cuda.empty_cache()
+    load(hosts, model, 4)
+    after = answers(hosts, temperature=0.0)
+    assert {key: answer.token_ids for key, answer in after.items()} == {k: a.token_ids for k, a in before.items()}
+    assert {version for answer in after.values() for version in answer.versions} == {4}
+
+
+def test_E6_weights_that_came_while_it_slept_are_those_that_it_answers_with(hosts, tmp_path):
+    load(hosts, model_of(2))
+    hosts.call("rollout", "sleep", [()])
+    load(hosts, model_of(5), 6)
+    slept = answers(hosts, temperature=0.0)
+    load(hosts, model_of(2))
+    load(hosts, model_of(5), 6)
+    assert {key: a.token_ids for key, a in answers(hosts, temperature=0.0).items()} == {
+        key: a.token_ids for key, a in slept.items()
+    }

@@ -1,0 +1,28 @@
+"""Gradients that are summed up chunk by chunk are those of the whole product."""
+
+import itertools
+
+import pytest
+import torch
+
+from rltrain.algorithms.chunks import GradientSums, chunks
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
+def test_gradients_of_a_layer_are_summed_over_its_chunks_and_only_those_that_are_wanted(wanted):
+    generator = torch.Generator().manual_seed(0)
+    hidden, head, bias, to_logits = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (7, 3), (7,), (5, 7))
+    )
+    sums = GradientSums(hidden, head, bias, wanted)
+    for rows, columns in chunks(5, 7, 6):
+        sums.add(rows, columns, to_logits[rows, columns])
+    expected = (to_logits @ head, to_logits.T @ hidden, to_logits.sum(0))
+    for found, whole, is_wanted in zip((sums.to_hidden, sums.to_head, sums.to_bias), expected, wanted, strict=True):
+        assert (found is not None) == is_wanted
+        assert found is None or torch.allclose(found, whole)
+
+
+def test_a_layer_without_a_bias_has_no_gradient_of_one():
+    hidden, head = torch.ones(2, 3), torch.ones(4, 3)
+    assert GradientSums(hidden, head, None, (True, True, True)).to_bias is None

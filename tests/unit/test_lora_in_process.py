@@ -1,0 +1,64 @@
+"""A whole run with adapters in one process: it learns, the engine follows, and what it saves is a model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rltrain.checkpoint import Exporter
+from rltrain.collector import Collector
+from rltrain.compose import compose
+from rltrain.data import load_prompts
+from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from rltrain.trainer import Trainer
+from workers.placement import start as start_workers
+
+STEPS = 12
+BASE = [
+    "placement=inprocess", "rollout=hf", "trainer.prompts_per_step=8", "rollout.samples_per_prompt=8",
+    "trainer.prompts_per_minibatch=8", "rollout.max_response_length=8", "actor.lr=3e-3", "actor.lr_schedule=constant",
+    f"trainer.total_steps={STEPS}",
+]  # fmt: skip
+REWARD = """
+def score(response):
+    return sum(letter in "13579" for letter in response) / 8
+"""
+
+
+def trainer(model, tmp_path, *overrides) -> Trainer:
+    (tmp_path / "odd.py").write_text(REWARD)
+    config = compose([*BASE, f"reward.functions=[{tmp_path / 'odd.py'}:score]", *overrides])[0]
+    workers = start_workers(config, model, [EOS_ID], needs_critic=False)
+    prompts = load_prompts(
+        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
+    )
+    made = Trainer(
+        config, collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts),
+        actor=workers.actor, reference=workers.reference, critic=workers.critic, tracker=None,
+        exporter=Exporter(tmp_path, char_tokenizer()), val_prompts=[],
+    )  # fmt: skip
+    made.sync_weights()
+    return made
+
+
+@pytest.mark.parametrize("override", ["model.activation_checkpointing=false", "algorithm.kl_loss.kl_loss_coef=0.01"])
+def test_reward_rises_with_adapters_alone_and_engine_and_actor_agree_in_each_step(start, tmp_path, override):
+    made = trainer(start, tmp_path, "model.lora={rank:4}", override)
+    history = []
+    for _ in range(STEPS):
+        metrics, _ = made.train_step()
+        history.append(metrics)
+    rewards = [metrics["reward/mean"] for metrics in history]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
+    assert max(metrics["actor/engine_gap"] for metrics in history) < 1e-5
+    if "kl_loss" in override:  # the reference has no adapters
+        assert history[0]["actor/ref_kl"] < 1e-6 < history[-1]["actor/ref_kl"]
+    folder = made.exporter.save_final(made.actor)
+    assert sorted(file.name for file in folder.iterdir() if file.is_dir()) == ["adapter"]
+    saved = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    base = dict(AutoModelForCausalLM.from_pretrained(Path(start)).named_parameters())
+    weights = made.actor.wait(made.actor.start("weights"))[0]
+    assert all(torch.equal(saved[name], weights[name]) for name in base)
+    moved = {name.rpartition(".")[0].rpartition(".")[2] for name in base if not torch.equal(saved[name], base[name])}
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -1,0 +1,160 @@
+"""The order of a weight sync, and what is left when it breaks off, on fakes that run at once."""
+
+import pytest
+
+from rltrain.errors import RLTrainError, SyncError, WorkerError
+from workers.sync import drive
+from workers.sync.buckets import Bucket, Piece, Place
+from workers.sync.receiver import Receiver
+from workers.sync.sender import Offer
+
+
+class Engine:
+    """Notes what it is told, and fails where it should."""
+
+    def __init__(self, log, fail=""):
+        self.log, self.fail = log, fail
+
+    def start_load(self):
+        self._do("start")
+
+    def load_bucket(self, bucket):
+        self._do(f"load {bucket.version}")
+
+    def finish_load(self, version):
+        self._do(f"finish {version}")
+
+    def _do(self, what):
+        self.log.append(what)
+        if what == self.fail:
+            raise SyncError(f"cannot {what}")
+
+
+class Ranks:
+    """Two ranks on hosts that may differ."""
+
+    def __init__(self, log, buckets=3, wheres=("here", "here"), fail=""):
+        self.log, self.buckets, self.wheres, self.fail = log, buckets, wheres, fail
+
+    def start(self, method, *args):
+        return [getattr(self, method)(rank, *args) for rank in range(2)]
+
+    def wait(self, pending):
+        return pending
+
+    def start_export(self, rank, path, version, check):
+        return Offer(self.buckets, self.wheres[rank] if path else None)
+
+    def export(self, rank, number, path, *loaded):
+        if rank == 0:
+            self.log.append(f"write {number} to {'file' if path else 'calls'} after {len(loaded)}")
+        if self.fail == f"write {number}":
+            raise WorkerError("a worker process died")
+        pieces = [Piece("w", 4 * rank, 4)]
+        return Bucket(number, "float32", [Place("w", (2,), 0, 8)], {}, pieces, path=path, data=b"" if path else None)
+
+    def end_export(self, rank):
+        if rank == 0:
+            self.log.append("end")
+
+
+class Replicas:
+    """Rollout workers that are nothing but their receivers."""
+
+    concurrent = True
+
+    def __init__(self, engines, wheres=None):
+        self.engines, self.size = engines, len(engines)
+        self.receivers = [Receiver() for _ in engines]
+        self.wheres = wheres or ["here"] * self.size
+
+    def start(self, role, method, arguments, *, ranks=None):
+        chosen = range(self.size) if ranks is None else ranks
+        return [getattr(self, method)(n, *own) for n, own in zip(chosen, arguments, strict=True)]
+
+    call = start
+
+    def wait(self, pending):
+        return pending
+
+    def start_load(self, n, sync, version):
+        assert self.receivers[n].start(self.engines[n], sync, version)
+        return self.wheres[n]
+
+    def load_bucket(self, n, sync, before, *parts):
+        assert before is None
+        self.receivers[n].bucket(self.engines[n], sync, parts)
+
+    def finish_load(self, n, sync, before):
+        self.receivers[n].finish(self.engines[n], sync)
+
+    def give_up_load(self, n, sync, reason):
+        self.receivers[n].give_up(sync, reason)
+
+
+def test_a_bucket_is_written_when_all_engines_have_loaded_the_one_whose_room_it_takes(monkeypatch):
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    drive.sync(Ranks(log), Replicas([Engine(log), Engine(log)]), 7, check=True)
+    assert log == [
+        "start", "start", "write 0 to file after 0", "load 0", "load 0", "write 1 to file after 0", "load 1", "load 1",
+        "write 2 to file after 2", "load 2", "load 2", "finish 7", "finish 7", "end",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("actors", "engines", "kind"),
+    [
+        (("here", "here"), ["here"], "file"), (("here", "there"), ["here"], "calls"),
+        (("here", "here"), ["there"], "calls"), ((None, "here"), ["here"], "calls"), ((None, None), [None], "calls"),
+    ],
+)  # fmt: skip
+def test_the_file_is_used_where_all_see_the_same_memory(monkeypatch, actors, engines, kind):
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    drive.sync(Ranks(log, buckets=1, wheres=actors), Replicas([Engine(log)], engines), 7, check=True)
+    assert f"write 0 to {kind} after 0" in log
+
+
+@pytest.mark.parametrize("fail", ["start", "load 1", "finish 7"])
+def test_an_engine_whose_sync_failed_generates_nothing_until_one_succeeds(monkeypatch, fail):
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    good, bad = Engine(log), Engine(log, fail)
+    replicas = Replicas([good, bad])
+    with pytest.raises(SyncError, match=f"cannot {fail}"):
+        drive.sync(Ranks(log), replicas, 7, check=True)
+    assert log[-1] == "end"
+    assert not replicas.receivers[1].whole
+    with pytest.raises(SyncError, match=rf"weight sync 7 failed \(SyncError: cannot {fail}\)"):
+        replicas.receivers[1].require()
+    bad.fail = ""
+    drive.sync(Ranks(log), replicas, 8, check=True)
+    assert [receiver.whole for receiver in replicas.receivers] == [True, True]
+
+
+def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_engines(monkeypatch):
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    replicas = Replicas([Engine(log), Engine(log)])
+    with pytest.raises(SyncError, match="weight sync 7 broke off: a worker process died"):
+        drive.sync(Ranks(log, fail="write 1"), replicas, 7, check=True)
+    assert [receiver.whole for receiver in replicas.receivers] == [False, False]
+    with pytest.raises(RLTrainError, match="has weights of two versions"):
+        replicas.receivers[0].require()
+
+
+def test_a_bucket_of_a_sync_that_was_given_up_is_not_loaded(monkeypatch):
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    receiver, engine = Receiver(), Engine(log)
+    receiver.start(engine, "old", 1)
+    receiver.give_up("old", "the actor died")
+    with pytest.raises(SyncError, match="the actor died"):
+        receiver.bucket(engine, "old", ())
+    receiver.start(engine, "new", 2)
+    with pytest.raises(SyncError, match="told of another"):
+        receiver.bucket(engine, "old", ())
+    receiver.finish(engine, "new")
+    assert receiver.whole
+    assert log == ["start", "start", "finish 2"]

@@ -1,0 +1,122 @@
+"""One kernel for all rows of a pack, its place taken on a CPU by a slow one with the same signature (invariant B6)."""
+
+import itertools
+import types
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from rltrain.protocol import DataProto, jagged
+from workers import varlen
+from workers.forward import PACKED, pack, policy_output
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+ROWS = [([5, 6, 7], [20, 21, 22, 23]), ([9], [30]), ([3, 4, 5, 6, 7, 8], []), ([11, 12], list(range(40, 51)))]
+
+
+def slow(query, key, value, offsets, longest, scale):
+    """Softmax over each row's own past, a row and a head at a time; as many heads of keys as of queries."""
+    assert offsets.dtype == torch.int32, "kernels take 32-bit offsets"
+    bounds = offsets.tolist()
+    assert longest == max(end - begin for begin, end in itertools.pairwise(bounds))
+    assert bounds[-1] == len(query), "every token is in a row"
+    rows = []
+    for begin, end in itertools.pairwise(bounds):
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
+        past = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        weights = (q @ k.mT * (scale or q.size(-1) ** -0.5)).masked_fill(~past, -torch.inf).softmax(-1)
+        rows.append((weights @ v).transpose(0, 1))
+    return torch.cat(rows)
+
+
+def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale=None, causal=False):
+    assert causal
+    assert cu_q is cu_k
+    assert max_q == max_k
+    copies = q.size(1) // k.size(1)
+    return slow(q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1), cu_q, max_q, softmax_scale)
+
+
+def new_varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    assert enable_gqa == (query.size(1) != key.size(1)), "torch refuses fewer heads of keys unless it is told"
+    copies = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    return old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    assert window_size == (-1, 0), "not causal"
+    assert cu_seq_q is cu_seq_k
+    assert max_q == max_k
+    assert query.size(1) == key.size(1)
+    return slow(query, key, value, cu_seq_q, max_q, scale)
+
+
+KERNELS = {
+    "flash-attn": varlen.of_flash_attn(types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)),
+    "torch": varlen.of_torch(types.SimpleNamespace(varlen_attn=new_varlen_attn)),
+    "torch that shares no heads": varlen.of_torch(types.SimpleNamespace(varlen_attn=old_varlen_attn)),
+}
+
+
+def outputs(model, rows):
+    """Log-probs (R,) of a pack, and the gradients of a weighted sum of them."""
+    batch = {"prompts": [row[0] for row in rows], "responses": [row[1] for row in rows]}
+    packed = pack(DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in batch.items()}))
+    found = policy_output(model, packed, temperature=0.7).log_probs
+    weights = torch.linspace(-1, 1, len(found), dtype=torch.float64)
+    return found, torch.autograd.grad((found * weights).sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("name", KERNELS)
+def test_B6_a_kernel_of_all_rows_gives_the_log_probs_and_gradients_of_the_buckets(name, config, monkeypatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES)).double()
+    model.set_attn_implementation(PACKED)
+    expected, wanted = outputs(model, ROWS)
+    used = []
+    monkeypatch.setattr("workers.forward.kernel_for", lambda query, value: used.append(query.shape) or KERNELS[name])
+    got, grads = outputs(model, ROWS)
+    assert len(used) == SIZES["num_hidden_layers"]
+    assert torch.allclose(got, expected, atol=1e-6)
+    for grad, want in zip(grads, wanted, strict=True):
+        assert (grad - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def on(device, dtype, width):
+    """What `kernel_for` looks at in heads; there is no GPU to make them on."""
+    return types.SimpleNamespace(device=torch.device(device), dtype=dtype, size=lambda axis: width)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "fits"),
+    [("cuda", torch.bfloat16, 64, True), ("cuda", torch.float16, 256, True), ("cpu", torch.bfloat16, 64, False),
+     ("cuda", torch.float32, 64, False), ("cuda", torch.bfloat16, 288, False), ("cuda", torch.bfloat16, 60, False)],
+)  # fmt: skip
+def test_only_what_the_kernels_take_goes_to_them(device, dtype, width, fits, monkeypatch):
+    monkeypatch.setattr(varlen, "kernel", lambda: slow)
+    monkeypatch.setattr(varlen, "_is_new", lambda device: True)
+    heads = on(device, dtype, width)
+    assert (varlen.kernel_for(heads, heads) is slow) is fits
+    assert varlen.kernel_for(heads, on(device, dtype, width + 8)) is None
+    monkeypatch.setattr(varlen, "_is_new", lambda device: False)
+    assert varlen.kernel_for(heads, heads) is None
+
+
+def test_this_torchs_own_kernel_has_the_signature_that_is_used():
+    assert varlen.kernel() is not None
+
+
+def test_a_torch_that_is_too_old_has_no_kernel():
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+        """Knows no window."""
+
+    with pytest.raises(NotImplementedError, match="no window"):
+        varlen.of_torch(types.SimpleNamespace(varlen_attn=varlen_attn))

@@ -1,0 +1,158 @@
+"""The last layer without its logits: log-probs, entropies and the exact KL of tokens, computed in its place.
+
+At 152 thousand words the logits of 2,048 tokens take 1.2 GB in float32, and the plain form holds several of their size
+in the backward pass. Here no more than a chunk of bounded size is alive at a time, computed again on the way back.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rltrain.algorithms.chunks import GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
+from rltrain.algorithms.ratio import as_float
+
+PROBE = 64.0  # a logit; what a model makes of it shows what it would do to all of them
+
+HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def token_log_probs(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropies: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of tokens and, where asked for, entropies of the distributions that they are drawn from, in nats.
+
+        log pi_y = z_y - L,   L = log sum_v exp(z_v),   z = (hidden @ head^T + bias) / temperature
+        entropy = -sum_v pi_v log pi_v
+        d log pi_y / dz_v = [v = y] - pi_v,   d entropy / dz_v = -pi_v (log pi_v + entropy)
+
+    hidden (R, H), head (V, H), bias (V,), targets (R,) int64; returns (R,) each, at least float32, with gradients to
+    hidden, head and bias. The logits have the type of their factors, bfloat16 say, and all that follows float32.
+
+    A few chunks of at most `chunk_size` logits (default: by device) are alive beside what goes in and comes out, in the
+    backward pass too, which computes them again. Logits that fit into one chunk are kept for it instead.
+    """
+    size = chunk_size or default_chunk_size(hidden.device)
+    if len(hidden) * len(head) > size:
+        found: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(
+            hidden, head, bias, targets, temperature, entropies, size
+        )
+        return found
+    log_softmax = F.log_softmax(as_float(F.linear(hidden, head, bias)) / temperature, dim=-1)
+    chosen = log_softmax.gather(1, targets[:, None])[:, 0]
+    return chosen, -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *knobs: Any) -> Any:
+        """Keep of the logits one or two numbers a token."""
+        temperature, entropies, size = knobs
+        softmax = RunningSoftmax(hidden, with_mean=entropies)
+        chosen = torch.full_like(softmax.top, torch.nan)  # a target outside the vocabulary has no log-prob
+        for rows, columns in chunks(len(hidden), len(head), size):
+            chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature)
+            inside, at = _targets_in(columns, targets[rows])
+            chosen[rows] = torch.where(inside, chunk.gather(1, at)[:, 0], chosen[rows])
+            softmax.add(rows, chunk)
+        entropy = softmax.total.log() - softmax.mean if entropies else None
+        ctx.save_for_backward(hidden, head, bias, targets, softmax.log_sum, entropy)
+        ctx.temperature, ctx.size = temperature, size
+        ctx.set_materialize_grads(False)
+        return chosen - softmax.top - softmax.total.log(), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden, head and bias, summed over chunks of logits that are computed again."""
+        if of_log_probs is None and of_entropies is None:
+            return (None,) * 7
+        hidden, head, bias, targets, log_sum, entropy = ctx.saved_tensors
+        sums = GradientSums(hidden, head, bias, ctx.needs_input_grad)
+        for rows, columns in chunks(len(hidden), len(head), ctx.size):
+            chunk = logits(hidden[rows], head[columns], _part(bias, columns), ctx.temperature)
+            log_pi = chunk.sub_(log_sum[rows, None])
+            to_logits = _minus_softmax(
+                log_pi, _part(of_log_probs, rows), _part(of_entropies, rows), _part(entropy, rows)
+            )
+            if of_log_probs is not None:
+                inside, at = _targets_in(columns, targets[rows])
+                to_logits.scatter_add_(1, at, torch.where(inside, of_log_probs[rows], 0)[:, None])
+            sums.add(rows, columns, to_logits if ctx.temperature == 1 else to_logits.div_(ctx.temperature))
+        return *sums.gradients, None, None, None, None
+
+
+def _minus_softmax(
+    log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
+) -> Tensor:
+    """-pi (g + e (log pi + entropy)), where g and e come from upstream: of a chunk, which is overwritten."""
+    if of_entropies is None:
+        assert of_log_probs is not None, "one of two outputs has a gradient"
+        return log_pi.exp_().mul_(-of_log_probs[:, None])
+    factor = (log_pi + entropy[:, None]).mul_(-of_entropies[:, None])
+    if of_log_probs is not None:
+        factor.sub_(of_log_probs[:, None])
+    return factor.mul_(log_pi.exp_())
+
+
+def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets (rows,) are among these columns, and where (rows, 1); 0 or the last where they are not."""
+    at = targets - columns.start
+    width = columns.stop - columns.start
+    return (at >= 0) & (at < width), at.clamp(0, width - 1)[:, None]
+
+
+def _part(tensor: Tensor | None, at: slice) -> Tensor | None:
+    return None if tensor is None else tensor[at]
+
+
+def logit_scale(model: nn.Module) -> float:
+    """What this model multiplies its last layer's output by."""
+    config = model.config.get_text_config()
+    return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
+
+
+@contextmanager
+def replaced_head(model: nn.Module, function: HeadFunction) -> Iterator[None]:
+    """While inside, a causal language model's forward pass gives `function(hidden, weight, bias)` as its logits.
+
+    hidden is (1, R, H), and the result may have any shape. It is called inside the model's own forward pass, where the
+    weights of a sharded model are whole, and what it returns goes out through the model, where sharding waits for its
+    gradient.
+
+    Raises ValueError for a last layer that is not linear.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"{type(model).__name__}: its last layer is {type(head).__name__}, and log-probs are computed from a plain "
+            "nn.Linear; use a model that ends in one, without an adapter on it"
+        )
+    head.forward = lambda hidden: function(hidden, head.weight, head.bias)
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def check_probe(probes: Tensor, model: nn.Module) -> None:
+    """Refuse a model that changes its logits in a way that we do not know: `probes` went in as PROBE / scale.
+
+    Raises ValueError.
+    """
+    if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):
+        raise ValueError(
+            f"{type(model).__name__} turns a logit of {PROBE:g} into {float(probes.detach()[0]):g} after its last "
+            "layer (a soft cap, say), and training does not: its log-probs would be another model's; use another model"
+        )

@@ -1,0 +1,225 @@
+"""The transformers engine's running batch: answers under way, and the key-value cache that they are computed with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from workers.rollout.messages import Completion, Request
+
+GROUPED = "rltrain_grouped"
+ROOM = 32  # columns by which a cache grows when it is full
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Transformers' sdpa attention, without its copies of keys and values where each row has one query.
+
+    There the query heads that share a key head are its queries, and causality forbids nothing.
+
+    Shapes: query (B, H, Q, D), key and value (B, K, W, D) with K dividing H; returns (B, Q, H, D).
+    """
+    batch, heads, queries, _ = query.shape
+    one_mask = attention_mask is None or attention_mask.size(1) == 1
+    if queries > 1 or not one_mask or options.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    shared = query.reshape(batch, key.size(1), heads // key.size(1), -1)
+    out = F.scaled_dot_product_attention(shared, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
+    return out.reshape(batch, 1, heads, -1), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values (B, K, W, D) of one layer at the left of larger stores, so that a token is written in its place.
+
+    `DynamicLayer` would copy all that is there for each new token.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Put columns to the right of those that are there; returns all of them."""
+        width = self.get_seq_length()
+        end = width + key_states.size(2)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.stores = [key_states, value_states]
+        else:
+            if end > self.stores[0].size(2):
+                self.stores = [F.pad(store[:, :, :width], (0, 0, 0, end - width + ROOM)) for store in self.stores]
+            for store, states in zip(self.stores, (key_states, value_states), strict=True):
+                store[:, :, width:end] = states
+        return self._use(end)
+
+    def batch_select_indices(self, indices: Tensor, first: int = 0) -> None:
+        """Keep these rows, in this order, without the columns before `first`."""
+        width = self.get_seq_length() - first
+        self.stores = [store[:, :, first:][indices] for store in self.stores]
+        self._use(width)
+
+    def join(self, other: "RoomyLayer") -> None:
+        """Put another's rows below these, all ending in the same column."""
+        width = max(self.get_seq_length(), other.get_seq_length())
+        pairs = ((self.keys, other.keys), (self.values, other.values))
+        self.stores = [_stacked(above, below, axis=2, room=ROOM) for above, below in pairs]
+        self._use(width)
+
+    def _use(self, width: int) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = (store[:, :, :width] for store in self.stores)
+        return self.keys, self.values
+
+
+@dataclass
+class Batch:
+    """B answers under way over W columns; all end in the same column, so padding is to the left.
+
+    Finished rows stay until `take` drops them: they are computed on, and nobody looks at them.
+
+    Attributes:
+        requests: one a row.
+        ids: (B, W) prompts and answers.
+        log_probs: (B, W) float32 of sampled tokens, 0 elsewhere.
+        versions: of the weights, one a column: whatever was sampled there was sampled in the same step.
+        rows: (B, 4) int64: the columns where prompt and answer begin, the answer's limit, its seed.
+        temperatures: (B,) float32.
+        live: (B,) bool, False where an answer is finished.
+        cache: keys and values of all columns, or of all but the last.
+        padded: whether any row begins right of the first column.
+    """
+
+    requests: list[Request]
+    ids: Tensor
+    log_probs: Tensor
+    versions: list[int]
+    rows: Tensor
+    temperatures: Tensor
+    live: Tensor
+    cache: Any
+    padded: bool
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return len(self.versions)
+
+    def mask(self, first: int) -> Tensor | None:
+        """Where there is a token, None if everywhere: (B, W), as (B, 1, 1, W) for the last column alone."""
+        if not self.padded:
+            return None
+        real = torch.arange(self.width, device=self.ids.device) >= self.rows[:, :1]
+        return real[:, None, None] if first == self.width - 1 else real.long()
+
+    def positions(self, first: int) -> Tensor:
+        """Positions (B, W - first), or (1, W - first) where they are the same in all rows, of columns from `first`."""
+        columns = torch.arange(first, self.width, device=self.ids.device)[None]
+        if not self.padded:
+            return columns
+        # A finished row that is longer than the model has positions for must not ask for one.
+        return torch.where(self.live[:, None], columns - self.rows[:, :1], 0).clamp(min=0)
+
+    def append(self, tokens: Tensor, log_probs: Tensor, version: int) -> None:
+        """Add a column of sampled tokens (B,) with their log-probs (B,)."""
+        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        self.log_probs = torch.cat([self.log_probs, log_probs[:, None]], 1)
+        self.versions.append(version)
+
+    def finish(self, stops: Tensor) -> list[Completion]:
+        """The answers that the last column ended, with one of the tokens `stops` (S,) or at their limit."""
+        last, limits = self.ids[:, -1], self.rows[:, 1] + self.rows[:, 2]
+        stopped = torch.isin(last, stops)
+        ended = (self.live & (stopped | (limits == self.width))).nonzero()[:, 0]
+        if not len(ended):
+            return []
+        self.live[ended] = False
+        columns = self.rows[:, 1], self.ids, self.log_probs
+        begins, tokens, log_probs = (column[ended].tolist() for column in columns)
+        reasons = ["stop" if stop else "length" for stop in stopped[ended].tolist()]
+        return [
+            Completion(
+                self.requests[row].key, tokens[n][begins[n] :], log_probs[n][begins[n] :], reasons[n],
+                self.versions[begins[n] :],
+            )
+            for n, row in enumerate(ended.tolist())
+        ]  # fmt: skip
+
+    def take(self, rows: Tensor) -> None:
+        """Keep these rows (N,), in this order, and the columns that they need."""
+        first = int(self.rows[rows, 0].min())
+        self.requests = [self.requests[row] for row in rows.tolist()]
+        self.ids, self.log_probs = self.ids[rows, first:], self.log_probs[rows, first:]
+        self.rows, self.temperatures, self.live = self.rows[rows], self.temperatures[rows], self.live[rows]
+        self.rows[:, :2] -= first
+        self.versions = self.versions[first:]
+        self.padded = bool((self.rows[:, 0] > 0).any())
+        for layer in self.cache.layers:
+            layer.batch_select_indices(rows, first)
+
+    def join(self, other: "Batch") -> None:
+        """Put another batch below this one; the caches of both must hold all columns."""
+        self.padded = self.padded or other.padded or self.width != other.width
+        width = max(self.width, other.width)
+        rows = [batch.rows.clone() for batch in (self, other)]
+        for own, batch in zip(rows, (self, other), strict=True):
+            own[:, :2] += width - batch.width
+        self.rows = torch.cat(rows)
+        self.requests = self.requests + other.requests
+        self.ids, self.log_probs = _stacked(self.ids, other.ids), _stacked(self.log_probs, other.log_probs)
+        self.versions = [0] * (width - self.width) + self.versions
+        self.temperatures = torch.cat([self.temperatures, other.temperatures])
+        self.live = torch.cat([self.live, other.live])
+        for layer, below in zip(self.cache.layers, other.cache.layers, strict=True):
+            layer.join(below)
+
+
+def new_cache() -> Any:
+    """A cache without anything in it; layers appear as a model fills it."""
+    return Cache(layer_class_to_replicate=RoomyLayer)
+
+
+def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
+    """Requests of which nothing is computed yet, with an empty cache."""
+    lengths = [len(request.prompt_ids) for request in requests]
+    width = max(lengths)
+    ids = [[0] * (width - len(request.prompt_ids)) + request.prompt_ids for request in requests]
+    rows = [
+        (width - length, width, request.max_tokens, request.seed)
+        for request, length in zip(requests, lengths, strict=True)
+    ]
+    return Batch(
+        requests=list(requests),
+        ids=torch.tensor(ids, device=device),
+        log_probs=torch.zeros(len(requests), width, device=device),
+        versions=[0] * width,
+        rows=torch.tensor(rows, device=device),
+        temperatures=torch.tensor([request.temperature for request in requests], device=device),
+        live=torch.ones(len(requests), dtype=torch.bool, device=device),
+        cache=new_cache(),
+        padded=min(lengths) < width,
+    )
+
+
+def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
+    """One request for each different prompt, and for each request the number of that which has its prompt."""
+    numbers: dict[tuple[int, ...], int] = {}
+    which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
+    firsts = dict(zip(reversed(which), reversed(requests), strict=True))
+    return [firsts[number] for number in range(len(numbers))], which
+
+
+def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
+    """Two tensors below each other, ending in the same column of `axis`; 0 before the narrower, and in `room` more."""
+    width = max(above.size(axis), below.size(axis))
+    padding = [(0, 0)] * (above.ndim - 1 - axis)
+    return torch.cat([
+        F.pad(part, [side for sides in (*padding, (width - part.size(axis), room)) for side in sides])
+        for part in (above, below)
+    ])  # fmt: skip

@@ -1,0 +1,1 @@
+"""Weights from the actor's ranks to the rollout engines."""

@@ -1,0 +1,200 @@
+"""An actor rank's side of a weight sync: its own rows, copied straight to their places in a bucket.
+
+No rank gathers: each copies what it holds, in the engine's dtype, and takes checksum and probe of it while it is in the
+cache. Only tensors that are not cut by rows are gathered, and written by the first rank.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from workers.fsdp import full, tied_names
+from workers.lora import adapter_tensors, adapters_of, plain_parameters
+from workers.sync.adapters import merge
+from workers.sync.buckets import Bucket, Piece, Place, aligned, end, plan
+from workers.sync.checks import checksum, probe
+from workers.sync.memory import SharedFile, remove_stale, whereabouts
+
+SLOTS = 2  # buckets that the file holds: one is read while the next is written
+CHUNK_BYTES = 1 << 20  # copied, summed and multiplied before the next: what fits a core's cache
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank answers when a sync begins.
+
+    Attributes:
+        buckets: how many there will be.
+        where: as `memory.whereabouts`; None where there is no file to share.
+    """
+
+    buckets: int
+    where: str | None
+
+
+class Sender:
+    """One rank's part in one sync. All ranks call the same methods in the same order.
+
+    Args:
+        model: its (sharded) parameters are sent, tied ones once.
+        version: of these weights.
+        dtype: in which the engine holds them, "float32" or "bfloat16".
+        check: add checksums and probes.
+    """
+
+    def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
+        self.parameters = self.tensors(model)
+        self.aliases, self.version, self.dtype, self.check = tied_names(model), version, dtype, check
+        self.torch_dtype: torch.dtype = getattr(torch, dtype)
+        self.itemsize = self.torch_dtype.itemsize
+        shapes = ((name, parameter.shape) for name, parameter in self.parameters.items())
+        self.plan = plan(shapes, itemsize=self.itemsize)
+        self.slot = max(map(end, self.plan))
+        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        self.path: str | None = None
+        self.file: SharedFile | None = None
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """What is sent, maybe sharded."""
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def offer(self, path: str | None) -> Offer:
+        """Make ready; the first rank creates the file at `path`, if there is one and room for it."""
+        where = whereabouts() if path else None
+        if path and self.first:
+            remove_stale()
+            try:
+                self.file = SharedFile(path, min(SLOTS, len(self.plan)) * self.slot)
+            except OSError:
+                where = None
+        return Offer(len(self.plan), where)
+
+    @torch.no_grad()
+    def write(self, number: int, path: str | None) -> Bucket:
+        """This rank's part of a bucket: in the file at `path`, or with its bytes. May be a collective."""
+        places = self.plan[number]
+        rows = [(place, *own) for place in places if (own := own_rows(self.parameters[place.name], self.first))]
+        bucket = Bucket(self.version, self.dtype, places, self.aliases, path=path)
+        if path is None:
+            bucket.data = np.zeros(sum(aligned(own.numel() * self.itemsize) for _, own, _ in rows), np.uint8)
+        else:
+            bucket.offset = number % SLOTS * self.slot
+        at = 0
+        for place, own, first_row in rows:
+            start = place.start + first_row * (place.size // (place.shape[0] if place.shape else 1))
+            size = own.numel() * self.itemsize
+            target = bucket.data[at : at + size] if bucket.data is not None else self._slot(bucket, start, size)
+            bucket.pieces.append(self._write(place, own, start, target))
+            at += aligned(size)
+        if number == SLOTS and self.file:  # whoever takes part has opened the file for the first bucket
+            self.file.unlink()
+        return bucket
+
+    def _slot(self, bucket: Bucket, start: int, size: int) -> np.ndarray:
+        assert bucket.path is not None, "called for a file"
+        if self.file is None:
+            self.file = SharedFile(bucket.path)
+        return self.file.memory[bucket.offset + start : bucket.offset + start + size]
+
+    def _write(self, place: Place, rows: Tensor, start: int, target: np.ndarray) -> Piece:
+        """Copy rows to `target` (n,) uint8, a few at a time."""
+        if rows.device.type != "cpu":
+            rows = rows.to(self.torch_dtype).cpu()
+        rows = rows.reshape(1) if rows.ndim == 0 else rows
+        row = len(target) // max(1, len(rows))
+        step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)  # so many bytes are a multiple of 8, as `checksum` needs
+        out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
+        total, probes = 0, []
+        for number, (source, written) in enumerate(zip(rows.split(step), out.split(step), strict=True)):
+            written.copy_(source)
+            if self.check:
+                begin = number * step * row
+                total += checksum(target[begin : begin + len(written) * row])
+                probes.append(probe(written).numpy())
+        if not self.check:
+            return Piece(place.name, start, len(target))
+        products = np.concatenate(probes) if probes else np.zeros(0, np.float32)
+        return Piece(place.name, start, len(target), total % 2**64, products)
+
+    def close(self) -> None:
+        """Remove the file and let go of it."""
+        if self.file:
+            self.file.unlink()
+        self.file = None
+
+
+class AdapterSender(Sender):
+    """Sends A and B of a model's adapters, in float32; with `check`, proofs of all that the merged model consists of.
+
+    Arguments as of `Sender`. Each engine puts the adapters on its own copy of the base weights, as in
+    `workers.sync.adapters`.
+    """
+
+    def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
+        super().__init__(model, version=version, dtype="float32", check=check)
+        self.adapters, self.merged = adapters_of(model), plain_parameters(model)
+        self.engine_dtype: torch.dtype = getattr(torch, dtype)
+        (self.scale,) = {adapter.scale for adapter in self.adapters.values()}
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The adapters."""
+        return adapter_tensors(model)
+
+    @torch.no_grad()
+    def write(self, number: int, path: str | None) -> Bucket:
+        """As of `Sender`; the last bucket carries the proofs."""
+        bucket = super().write(number, path)
+        bucket.scale = self.scale
+        bucket.pieces = [replace(piece, probe=None) for piece in bucket.pieces]
+        if self.check and number == len(self.plan) - 1:
+            bucket.pieces += self._proofs()
+        return bucket
+
+    def _proofs(self) -> Iterator[Piece]:
+        """This rank's rows of W v, W rounded as the engine holds it; other tensors as they are. A collective."""
+        for name, parameter in self.merged.items():
+            adapter, own = self.adapters.get(name), own_rows(parameter, self.first)
+            a = None if adapter is None else full(adapter.a.detach())
+            b = None if adapter is None else own_rows(adapter.b.detach(), self.first)
+            if own is None:
+                continue
+            rows = own[0].reshape(1) if own[0].ndim == 0 else own[0]
+            step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
+            chunks: Iterable[Tensor] = rows.split(step)
+            if a is not None:
+                assert b, "an adapter's B is cut by rows as its matrix is"
+                chunks = map(partial(merge, a=a, scale=self.scale), chunks, b[0].split(step))
+            products = [probe(chunk.to(self.engine_dtype).cpu()).numpy() for chunk in chunks]
+            yield Piece(name, own[1], 0, None, np.concatenate(products))
+
+
+def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
+    """The rows that this rank sends, and the number of the first of them; None where other ranks send all.
+
+    Args:
+        parameter: whole or sharded; gathered unless it is cut by rows, once.
+        first: whether this is the rank that sends what is not cut.
+    """
+    if not isinstance(parameter, DTensor):
+        return (parameter, 0) if first else None
+    mesh, placements = parameter.device_mesh, parameter.placements
+    cut = [dim for dim, placement in enumerate(placements) if type(placement) is Shard and placement.dim == 0]
+    copied = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
+    if len(cut) > 1 or len(cut) + len(copied) != len(placements):
+        whole = parameter.full_tensor()
+        return (whole, 0) if first else None
+    if any(mesh.get_local_rank(dim) for dim in copied):
+        return None
+    local, rows = parameter.to_local(), parameter.size(0) if parameter.ndim else 1
+    if not cut:
+        return local, 0
+    each = -(-rows // mesh.size(cut[0]))  # as torch.chunk cuts
+    start = min(rows, each * mesh.get_local_rank(cut[0]))
+    assert len(local) == min(each, rows - start), f"{len(local)} rows of {rows} are not rank {start // each}'s"
+    return (local, start) if len(local) else None
