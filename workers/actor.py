@@ -182,7 +182,7 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
     selectors = loss_functions(algorithm.loss_mode)[1:]
     if not selectors:
         return batch
-    selected = torch.zeros(len(batch.values("responses")), dtype=torch.bool)
+    selected = torch.zeros(int(batch.offsets("responses")[-1]), dtype=torch.bool)
     if rows:
         (selector,), part = selectors, batch[rows]
         columns = (part.padded(name) for name in columns_of(selector))

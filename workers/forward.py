@@ -278,8 +278,11 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
     """
     part = batch[rows or stand_in(batch)]
     mask = part.padding_mask("responses")
-    tensors = dict(part.batch.items())
-    names = [name for name in tensors if COLUMNS.get(name, ("",))[0] == "response" and name not in PACKED_COLUMNS]
+    names = [
+        name
+        for name in part.keys()  # noqa: SIM118 (iterating a batch gives its rows)
+        if COLUMNS.get(name, ("",))[0] == "response" and name not in PACKED_COLUMNS
+    ]
     columns = {name: part.padded(name).to(device()) for name in names} | {"mask": mask.to(device())}
     if not rows:
         columns["response_mask"] = torch.zeros_like(columns["mask"])

@@ -43,14 +43,8 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     Raises ConfigError for what these ranks cannot do.
     """
     compute = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    options: dict[str, Any] = {
-        "mesh": sharding_mesh(config.placement.shard_ranks),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-    }
-    if config.model.cpu_offload:
-        if device().type == "cpu":
-            raise ConfigError("model.cpu_offload=true: these ranks have no GPU to offload from; use false")
-        options["offload_policy"] = CPUOffloadPolicy()
+    if config.model.cpu_offload and device().type == "cpu":
+        raise ConfigError("model.cpu_offload=true: these ranks have no GPU to offload from; use false")
     model.sequence = sequence_group(config.placement.sequence_ranks)
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -61,6 +55,12 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
             layer.compile(dynamic=True)
     if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
         return model.to(device())  # there is nothing to share out, and nothing to convert
+    options: dict[str, Any] = {
+        "mesh": sharding_mesh(config.placement.shard_ranks),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    }
+    if config.model.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
     for layer in layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)

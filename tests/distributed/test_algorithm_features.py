@@ -10,6 +10,7 @@ from rltrain.compose import compose
 from rltrain.credit import with_random_draws
 from rltrain.protocol import DataProto, jagged
 from rltrain.schema import Config
+from workers.dispatch import PLAN_METRICS
 from workers.group import Hosts, LocalHosts, WorkerGroup
 from workers.host import Host
 from workers.placement import ROLES, build, meet, ray_hosts
@@ -94,8 +95,7 @@ def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_b
         for got, expected in zip(history, first, strict=True):
             assert got["selected_fraction"] == expected["selected_fraction"]
             for key, value in expected.items():
-                of_the_plan = key in {"filler_fraction", "idle_fraction"}
-                assert of_the_plan or got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+                assert key in PLAN_METRICS or got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
         for key, tensor in weights.items():
             assert (others[key] - tensor).abs().max() < 1e-4, key
 

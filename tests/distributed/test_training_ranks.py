@@ -12,6 +12,7 @@ from rltrain.batching import minibatches
 from rltrain.compose import compose
 from rltrain.protocol import DataProto, jagged
 from rltrain.schema import Config
+from workers.dispatch import PLAN_METRICS
 from workers.group import LocalHosts, RayHosts, WorkerGroup
 from workers.host import Host
 from workers.placement import ROLES, build, meet, ray_hosts
@@ -84,9 +85,6 @@ def one_rank(ray_here, start):
     return train(config_of(), start, 0)
 
 
-OF_THE_PLAN = {"filler_fraction", "idle_fraction"}
-
-
 @pytest.mark.parametrize(("ranks", "budget"), [(2, 8192), (4, 8192), (2, 40), (0, 40)])
 def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_and_weights(one_rank, start, ranks, budget):
     """Ten steps on replayed rollouts: losses, KL, entropy, clip fractions and the norm of the full gradient."""
@@ -133,7 +131,7 @@ def same(found, expected) -> None:
     for got, wanted in zip(found[0], expected[0], strict=True):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
-            assert name in OF_THE_PLAN or got[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+            assert name in PLAN_METRICS or got[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     for name, tensor in expected[1].items():
         assert (found[1][name] - tensor).abs().max() < 1e-4, name
 
@@ -239,7 +237,7 @@ def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
     assert losses == sorted(losses, reverse=True)
     for here, there in zip(*histories, strict=True):
         for name, value in here.items():
-            assert name in OF_THE_PLAN or there[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            assert name in PLAN_METRICS or there[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def prepared(workers: dict[str, WorkerGroup], step: int = 0) -> DataProto:

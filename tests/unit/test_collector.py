@@ -11,6 +11,7 @@ from rltrain.errors import RewardError
 from rltrain.prompt_groups import Group, State, stream_seed
 from rltrain.protocol import DataProto, jagged
 from rltrain.schema import RewardFunctionConfig
+from tests.fakes import Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -41,18 +42,12 @@ class Engines:
         return [Completion(request.key, [10 * uid + number], [-1.0], "stop", [self.version], f"{uid}/{number}")]
 
 
-class Judges:
+class Judges(Waiting):
     """Scores in reverse order; `score` makes a result of a request."""
 
     def __init__(self, score):
-        self.score, self.waiting = score, []
-
-    def submit(self, requests):
-        self.waiting += requests
-
-    @property
-    def pending(self):
-        return len(self.waiting)
+        super().__init__()
+        self.score = score
 
     def poll(self, timeout_s):
         results, self.waiting = [self.score(request) for request in reversed(self.waiting)], []

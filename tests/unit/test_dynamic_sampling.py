@@ -8,6 +8,7 @@ from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.errors import RewardError
+from tests.fakes import Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -39,18 +40,12 @@ class Engines:
         return [Completion(request.key, ids, ones, self.reason(request.key), [self.version] * self.tokens, "")]
 
 
-class Judges:
+class Judges(Waiting):
     """Scores at once; `score` gives the number of a key, None where it does not apply, or "fails"."""
 
     def __init__(self, score):
-        self.score, self.waiting = score, []
-
-    def submit(self, requests):
-        self.waiting += requests
-
-    @property
-    def pending(self):
-        return len(self.waiting)
+        super().__init__()
+        self.score = score
 
     def poll(self, timeout_s):
         keys, self.waiting = [request.key for request in self.waiting], []

@@ -14,6 +14,7 @@ from rltrain.protocol import DataProto
 from rltrain.reward_models import RewardModel, with_model_scores
 from rltrain.schema import RewardFunctionConfig, RewardModelConfig
 from rltrain.tasks.tokenizer import char_tokenizer
+from tests.fakes import Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -148,36 +149,19 @@ def test_C4_a_sample_that_a_model_cannot_score_is_failed_and_counted_as_its():
 # Through the collector
 
 
-class Engines:
+class Engines(Waiting):
     """Answers at once: sample n of a prompt says n % 2 times "x"."""
 
-    def __init__(self):
-        self.waiting = []
-
     def submit(self, groups):
-        self.waiting += [request for group in groups for request in group]
-
-    @property
-    def pending(self):
-        return len(self.waiting)
+        super().submit(request for group in groups for request in group)
 
     def poll(self, timeout_s):
         found, self.waiting = self.waiting, []
         return [Completion(r.key, [5], [-1.0], "stop", [0], "x" * (r.key[1] % 2)) for r in found]
 
 
-class Judges:
+class Judges(Waiting):
     """Each sample scores 1."""
-
-    def __init__(self):
-        self.waiting = []
-
-    def submit(self, requests):
-        self.waiting += requests
-
-    @property
-    def pending(self):
-        return len(self.waiting)
 
     def poll(self, timeout_s):
         found, self.waiting = self.waiting, []

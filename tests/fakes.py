@@ -1,0 +1,15 @@
+"""What the stand-ins for engines and reward workers share."""
+
+
+class Waiting:
+    """Keeps what it is asked for until a subclass's `poll` takes it."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def submit(self, requests):
+        self.waiting += requests
+
+    @property
+    def pending(self):
+        return len(self.waiting)
