@@ -15,6 +15,10 @@ class WorkerError(RLTrainError, RuntimeError):
     """A worker died, hung or answered with an error while the run went on."""
 
 
+class WorkerLost(WorkerError):
+    """A worker's process died or hung: another can take its place, unlike one that answered with an error."""
+
+
 class SyncError(RLTrainError, RuntimeError):
     """After a weight sync an engine does not compute with the weights that the trainer sent (invariant E5)."""
 

@@ -29,15 +29,23 @@ class TrainerConfig:
     max_staleness: int  # in weight versions; 0 is synchronous
     seed: int
     output_dir: str
-    resume: str
-    save_every: int  # steps between exports of the model; 0: only at the end
+    resume: str  # never, auto (the newest checkpoint of this run, if it has one), or the path of a checkpoint
+    save_every: int  # steps between checkpoints; 0: only at the end
+    checkpoint_dir: str  # any path that fsspec knows
+    keep_checkpoints: int  # the last so many; 0: all
+    keep_best: str | None  # a metric: the checkpoint with its highest value is kept too
+    max_restarts: int  # of the training ranks in one run
+    hang_timeout_s: float  # without any progress, after which a worker counts as dead
+    max_skipped_updates: int  # in a row, because of gradients that are not finite
     eval_every: int  # steps between evaluations; 0: only before and after
     sample_every: int  # steps between samples shown in the terminal; 0: never
     deterministic: bool
 
     def __post_init__(self) -> None:
         at_least(self, 1, "total_steps", "prompts_per_step", "prompts_per_minibatch", "epochs_per_step")
-        at_least(self, 0, "max_staleness", "seed", "save_every", "eval_every", "sample_every")
+        at_least(self, 0, "max_staleness", "seed", "save_every", "eval_every", "sample_every", "keep_checkpoints")
+        at_least(self, 0, "max_restarts", "max_skipped_updates")
+        require(self.hang_timeout_s > 0, f"hang_timeout_s must be > 0, got {self.hang_timeout_s}")
         require(
             self.prompts_per_step % self.prompts_per_minibatch == 0,
             f"prompts_per_step={self.prompts_per_step} is not a multiple of trainer.prompts_per_minibatch="
