@@ -253,8 +253,8 @@ def in_turn(sides: Sequence[Side], job: Job, folder: Path, *, rounds: int) -> li
     """A B A B: `rounds` runs of each side."""
     runs: list[list[Run]] = [[] for _ in sides]
     for number in range(rounds):
-        for side, own in zip(sides, runs, strict=True):
-            own.append(watch(side, job, folder / f"round-{number}-{side.name.replace(' ', '-')}"))
+        for place, (side, own) in enumerate(zip(sides, runs, strict=True)):
+            own.append(watch(side, job, folder / f"round-{number}-{place}-{side.name.replace(' ', '-')}"))
     return runs
 
 
