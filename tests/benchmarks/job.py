@@ -97,12 +97,17 @@ class Run:
         first = min(max(0, warm_up - 1), len(self.cpu) - 2)
         return (self.cpu[-1] - self.cpu[first]) / (len(self.cpu) - 1 - first)
 
+    def steps_to(self, goal: float) -> float:
+        """Steps until the mean reward of three steps reaches `goal`; infinite where it never does."""
+        means = (statistics.fmean(self.rewards[end - 3 : end]) for end in range(3, len(self.rewards) + 1))
+        return next((float(end) for end, mean in enumerate(means, 3) if mean >= goal), float("inf"))
+
     def to_reward_s(self, goal: float, warm_up: int) -> float:
-        """Seconds of training until the mean reward of three steps reaches `goal`; infinite where it never does."""
-        for number in range(2, len(self.rewards)):
-            if statistics.fmean(self.rewards[number - 2 : number + 1]) >= goal:
-                return self.times[number] - self.times[0] + self.step_s(warm_up)
-        return float("inf")
+        """Seconds of training until then."""
+        steps = self.steps_to(goal)
+        if steps == float("inf"):
+            return steps
+        return self.times[int(steps) - 1] - self.times[0] + self.step_s(warm_up)
 
 
 def write_job(folder: Path, job: Job, threads: int) -> Path:

@@ -111,10 +111,11 @@ def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: st
 def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: str) -> Row:
     """Seconds of training until three steps' mean reward reaches the goal, theirs over ours."""
     a, b = (median_of(runs, lambda run: run.to_reward_s(GOAL, job.warm_up)) for runs in (ours, theirs))
+    steps = " and ".join("/".join(f"{run.steps_to(GOAL):.0f}" for run in runs) for runs in (ours, theirs))
     return Row(
         name=f"seconds to {GOAL:.0%} reward against TRL, {which}", ratio=b / a, unit="times less time", target=target,
         ours=f"{a:.1f} s, {ours[0].side}", theirs=f"{b:.1f} s, {theirs[0].side}",
-        notes=f"{job.steps} steps; {describe(ours)}; {describe(theirs)}", command="make bench ARGS=trl",
+        notes=f"reached after {steps} steps of {job.steps}; {describe(ours)}; {describe(theirs)}", command="make bench ARGS=trl",
         extra={"ours_s": a, "theirs_s": b},
     )  # fmt: skip
 
