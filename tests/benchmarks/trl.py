@@ -1,8 +1,7 @@
 """Against TRL's GRPOTrainer: the same job, model, prompts, reward and optimizer steps, each with its best engine.
 
-TRL lives in an environment of its own, `build/trl` (`make bench` makes it) or where `TRL_VENV` says.
-A run of ours at staleness 1 (`BENCH_STALENESS`; empty: none) is timed to the same goal. The variant with rambling answers has a start of 5M parameters
-of which a third of the answers go on to 256 tokens; its rate is so small that they still do so at the end.
+TRL lives in an environment of its own, `build/trl` (`make bench` makes it) or where `TRL_VENV` says. A run of ours at
+staleness 1 (`BENCH_STALENESS`; empty: none) is timed to the same goal.
 
     python -m tests.benchmarks.trl
 """
@@ -17,7 +16,6 @@ from tests.benchmarks.row import Row
 
 STEPS = int(os.environ.get("BENCH_STEPS", "48"))
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "2"))
-VARIANTS = os.environ.get("BENCH_VARIANTS", "median,rambling").split(",")
 GOAL = 0.9
 
 
@@ -62,37 +60,15 @@ def median_rows(folder: Path) -> list[Row]:
     if staleness := os.environ.get("BENCH_STALENESS", "1"):
         sides.append(best(our_sides(f"trainer.max_staleness={staleness}"), job, folder / "trial-stale")[0])
     runs = in_turn(sides, job, folder, rounds=ROUNDS)
-    notes = f"trials, s a step: {_seconds(our_trials | their_trials)}"
-    rows = [step_row("median", runs[0], runs[1], job, ">= 1.1", notes)]
+    notes = f"trials, s a step: {seconds_of(our_trials | their_trials)}"
+    rows = [step_row("median", runs[0], runs[1], job, ">= 1.1", notes, "make bench ARGS=trl")]
     rows.append(goal_row("staleness 0", runs[0], runs[1], job, ""))
     if staleness:
         rows.append(goal_row(f"staleness {staleness}", runs[2], runs[1], job, ">= 1.4"))
     return rows
 
 
-def rambling_rows(folder: Path) -> list[Row]:
-    """A third of the answers ramble on to 256 tokens."""
-    from tests.benchmarks.rambling import LIMIT, rambling_start
-
-    job = Job(
-        str(rambling_start()),
-        steps=6,
-        prompts_per_step=16,
-        minibatches=4,
-        max_response_length=LIMIT,
-        lr=1e-7,
-        warm_up=2,
-    )
-    theirs, their_trials = best(trl_sides(), job, folder / "trial-theirs")
-    ours, our_trials = best(
-        our_sides("rollout.vllm.kv_cache_mb=512")[-1:] + our_sides()[2:4], job, folder / "trial-ours"
-    )
-    runs = in_turn([ours, theirs], job, folder, rounds=ROUNDS)
-    notes = f"trials, s a step: {_seconds(our_trials | their_trials)}; 16 x 8 answers a step"
-    return [step_row("rambling answers, 5M parameters", runs[0], runs[1], job, ">= 2", notes)]
-
-
-def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str) -> Row:
+def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str, command: str) -> Row:
     """Seconds a step, theirs over ours."""
     a, b = (median_of(runs, lambda run: run.step_s(job.warm_up)) for runs in (ours, theirs))
     lengths = "/".join(f"{median_of(runs, lambda run: run.lengths[-1]):.1f}" for runs in (ours, theirs))
@@ -100,7 +76,7 @@ def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: st
         name=f"step against TRL, {task}", ratio=b / a, unit="times less time a step", target=target,
         ours=f"{a:.3f} s, {ours[0].side}", theirs=f"{b:.3f} s, {theirs[0].side}",
         notes=f"{describe(ours)}; {describe(theirs)}; tokens an answer in the last step {lengths}; {notes}",
-        command="make bench ARGS=trl",
+        command=command,
         extra={
             "ours_s": a, "theirs_s": b,
             "ours_peak_mb": max(run.peak_mb for run in ours), "theirs_peak_mb": max(run.peak_mb for run in theirs),
@@ -115,20 +91,20 @@ def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: s
     return Row(
         name=f"seconds to {GOAL:.0%} reward against TRL, {which}", ratio=b / a, unit="times less time", target=target,
         ours=f"{a:.1f} s, {ours[0].side}", theirs=f"{b:.1f} s, {theirs[0].side}",
-        notes=f"reached after {steps} steps of {job.steps}; {describe(ours)}; {describe(theirs)}", command="make bench ARGS=trl",
+        notes=f"reached after {steps} steps of {job.steps}; {describe(ours)}; {describe(theirs)}",
+        command="make bench ARGS=trl",
         extra={"ours_s": a, "theirs_s": b},
     )  # fmt: skip
 
 
-def _seconds(trials: dict[str, float]) -> str:
+def seconds_of(trials: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.3f}" for name, seconds in trials.items())
 
 
 def run() -> list[Row]:
-    """The rows of the variants asked for."""
-    made = {"median": median_rows, "rambling": rambling_rows}
+    """All of it."""
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as folder:
-        return [row for name in VARIANTS for row in made[name](Path(folder) / name)]
+        return median_rows(Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""Against TRL's GRPOTrainer where answers differ in length: a third of them ramble on to 256 tokens.
+
+The start has 5M parameters; the rate is so small that its answers still ramble at the end.
+
+    python -m tests.benchmarks.trl_rambling
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.benchmarks.job import Job, best, in_turn
+from tests.benchmarks.rambling import LIMIT, rambling_start
+from tests.benchmarks.row import Row
+from tests.benchmarks.trl import ROUNDS, our_sides, seconds_of, step_row, trl_sides
+
+
+def run() -> list[Row]:
+    """Seconds a step."""
+    with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as name:
+        folder = Path(name)
+        job = Job(
+            str(rambling_start()),
+            steps=6,
+            prompts_per_step=16,
+            minibatches=4,
+            max_response_length=LIMIT,
+            lr=1e-7,
+            warm_up=2,
+        )
+        theirs, their_trials = best(trl_sides(), job, folder / "trial-theirs")
+        ours, our_trials = best(
+            our_sides("rollout.vllm.kv_cache_mb=512")[-1:] + our_sides()[2:4], job, folder / "trial-ours"
+        )
+        runs = in_turn([ours, theirs], job, folder, rounds=ROUNDS)
+        notes = f"trials, s a step: {seconds_of(our_trials | their_trials)}; 16 x 8 answers a step"
+        return [step_row("rambling answers, 5M parameters", runs[0], runs[1], job, ">= 2", notes)]
+
+
+if __name__ == "__main__":
+    for row in run():
+        sys.stdout.write(f"{row}\n")
