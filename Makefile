@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check mutants bench bench-gpu clean
+.PHONY: help setup demo test check mutants bench bench-gpu chaos soak clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -82,6 +82,12 @@ bench: setup $(TRL)/.ready  ## Benchmarks against TRL, a plain loop and each par
 
 bench-gpu: setup  ## Benchmarks of training, generation and sync on a GPU
 	@$(BIN)/python -m tests.benchmarks --gpu $(ARGS)
+
+chaos: setup  ## Runs in each of which one process is killed or stopped, and what came of it: make chaos ARGS="--runs 66"
+	@$(TEST_ENV) $(BIN)/python -m tests.chaos $(ARGS)
+
+soak: setup  ## Twenty minutes of small steps: memory, files and shared memory must stay flat
+	@$(TEST_ENV) $(BIN)/python -m tests.chaos.soak $(ARGS)
 
 clean:  ## Remove .venv, caches and builds; results in outputs/ stay
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

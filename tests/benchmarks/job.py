@@ -227,10 +227,11 @@ def tree_cpu_s(root: int) -> float:
 
 def tree_mb(root: int) -> float:
     """Memory of a process and all below it in MB, pages that several share counted once."""
-    return sum(map(_pss_mb, tree(root)))
+    return sum(map(pss_mb, tree(root)))
 
 
-def _pss_mb(pid: int) -> float:
+def pss_mb(pid: int) -> float:
+    """Memory of one process in MB, its part of pages that several share; 0 where it has ended."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,0 +1,123 @@
+"""The trainer's program with a strike in it: `python -m tests.chaos.driver JOB.json OVERRIDES...`.
+
+JOB has the strike (or null), how long phases usually take, and the file for a line of JSON at each thing that happens.
+Phases are noticed by standing around the trainer's own, from inside its process; nothing in the trainer knows of it.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rltrain.checkpoint import Checkpoints
+from rltrain.main import main
+from rltrain.metrics import Timer
+from rltrain.trainer import Trainer
+from tests.chaos.processes import victim
+from tests.chaos.strikes import Strike
+
+SHORT_S = 0.02  # phases shorter than this are struck at their beginning
+
+
+class Watcher:
+    """Notes what happens, and strikes once."""
+
+    def __init__(self, job: dict[str, Any], output_dir: Path) -> None:
+        self.strike = Strike(**job["strike"]) if job["strike"] else None
+        self.usual_s: dict[str, float] = job["usual_s"]
+        self.file = Path(job["events"])
+        self.output_dir, self.step, self.phase = output_dir, 0, ""
+
+    def note(self, what: str, **more: Any) -> None:
+        """Write a line."""
+        with self.file.open("a") as file:
+            file.write(json.dumps({"time": time.time(), "what": what, "step": self.step, **more}) + "\n")
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+        self.phase = phase
+        if self.strike and (self.strike.phase, self.strike.step) == (phase, self.step):
+            strike, self.strike = self.strike, None
+            delay_s = strike.share * self.usual_s.get(phase, 0.0)
+            if delay_s < SHORT_S:
+                self.hit(strike)
+            else:
+                threading.Timer(delay_s, self.hit, [strike]).start()
+
+    def hit(self, strike: Strike) -> None:
+        """Kill or stop the victim."""
+        pid = victim(strike.role, self.output_dir)
+        self.note("strike", phase=self.phase, pid=pid)
+        os.kill(pid, getattr(signal, f"SIG{strike.signal}"))
+
+
+class Noted(logging.Handler):
+    """Notes what the trainer says."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__(logging.INFO)
+        self.watcher = watcher
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line of the log."""
+        self.watcher.note("said", text=record.getMessage())
+
+
+def surround(owner: type, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Have these called around a method, with what it is called on."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self)
+        result = original(self, *args, **kwargs)
+        after(self)
+        return result
+
+    setattr(owner, name, method)
+
+
+def install(watcher: Watcher) -> None:
+    """Stand around the phases and steps."""
+
+    def step_begins(trainer: Trainer) -> None:
+        watcher.step = trainer.step
+        watcher.note("step begins")
+
+    def step_ends(trainer: Trainer) -> None:
+        watcher.step = trainer.step
+        watcher.note("step ends")
+
+    def evaluation_begins(trainer: Trainer) -> None:
+        watcher.step = trainer.step
+        watcher.enter("evaluate")
+
+    surround(Trainer, "train_step", step_begins, step_ends)
+    surround(Trainer, "evaluate", evaluation_begins, lambda _: None)
+    surround(Checkpoints, "start", lambda _: watcher.enter("checkpoint"), lambda _: None)
+    timed = Timer.__call__
+
+    @contextlib.contextmanager
+    def phase(self: Timer, name: str) -> Iterator[None]:
+        watcher.enter(name)
+        with timed(self, name):
+            yield
+
+    Timer.__call__ = phase  # type: ignore[method-assign]
+    for name in ("rltrain", "workers"):
+        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(Noted(watcher))
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[1]).read_text())
+    watcher = Watcher(job, Path(job["output_dir"]))
+    install(watcher)
+    watcher.note("starts")
+    sys.exit(main(sys.argv[2:]))

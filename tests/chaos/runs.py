@@ -1,0 +1,163 @@
+"""One run with a strike in it, and what is to be true of it afterwards."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.processes import state
+from tests.chaos.strikes import STEPS, Strike
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 300.0  # no run may take longer, with the driver's second life
+PROMPTS = 8  # of a step
+JOB = [
+    "algorithm=ppo", "algorithm.kl_loss.kl_loss_coef=0.01", "rollout=hf", "trainer.deterministic=true",
+    f"trainer.total_steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.prompts_per_minibatch=4",
+    "trainer.save_every=1", "trainer.eval_every=2", "trainer.sample_every=0", "trainer.hang_timeout_s=20",
+    "data.val_size=8", "placement.threads_per_worker=1",
+]  # fmt: skip
+OWN_PROCESSES = ("critic", "reference")  # roles that share the actor's process unless they are struck
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        strike: that was in it.
+        wrong: what is not as it must be.
+        detected_s: from the strike until the run said so; of the driver, until it was started again.
+        serving_s: from the strike until what was struck works again: a replica has its weights, other roles' next phase
+            begins.
+        repeated: training steps begun more than once.
+        seconds: of the whole run.
+        phase: in which the strike came down.
+    """
+
+    strike: Strike
+    wrong: list[str] = field(default_factory=list)
+    detected_s: float | None = None
+    serving_s: float | None = None
+    repeated: int = 0
+    seconds: float = 0.0
+    phase: str = ""
+
+
+def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, float]) -> Outcome:
+    """Run the job with a strike and compare it with the undisturbed one."""
+    outcome, began = Outcome(strike), time.monotonic()
+    try:
+        status, said = start(folder, strike, usual_s)
+        if strike.role == "driver":
+            if status != -9:
+                outcome.wrong.append(f"the driver ended with status {status} before it was killed: {said}")
+            status, said = start(folder, None, usual_s, "trainer.resume=auto")
+        if status:
+            outcome.wrong.append(f"status {status}: {said}")
+    except subprocess.TimeoutExpired:
+        outcome.wrong.append(f"hung: no end after {LIMIT_S:.0f} s")
+    outcome.seconds = time.monotonic() - began
+    if not outcome.wrong:
+        outcome.wrong += compare(folder / "out", undisturbed / "out")
+    measure(outcome, folder / "events.jsonl")
+    return outcome
+
+
+def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overrides: str) -> tuple[int, str]:
+    """Run the trainer's program to its end: status, and the last it said on standard error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    output, job = folder / "out", folder / "job.json"
+    job.write_text(json.dumps({
+        "strike": strike and dataclasses.asdict(strike), "usual_s": usual_s, "events": str(folder / "events.jsonl"),
+        "output_dir": str(output),
+    }))  # fmt: skip
+    apart = strike is not None and strike.role in OWN_PROCESSES
+    words = [f"trainer.output_dir={output}", f"placement.share_ranks={'false' if apart else 'true'}"]
+    words.append(f"placement.rollout_replicas={strike.replicas if strike else 1}")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    with (folder / "log.txt").open("a") as log:
+        command = [sys.executable, "-m", "tests.chaos.driver", str(job), *JOB, *words, *overrides]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(LIMIT_S)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return status, " | ".join((folder / "log.txt").read_text().strip().splitlines()[-2:])[-300:]
+
+
+def compare(output: Path, undisturbed: Path) -> list[str]:
+    """What is not as it must be in the results of a run."""
+    wrong = []
+    steps = [line["step"] for line in lines(output / "metrics.jsonl")]
+    if steps != list(range(1, STEPS + 1)):
+        wrong.append(f"steps {steps}")
+    ledger = lines(output / "ledger.jsonl")
+    used = sorted(uid for line in ledger for uid in line["used"] + line["dropped"])
+    if used != list(range(STEPS * PROMPTS)) or [line["step"] for line in ledger] != steps:
+        wrong.append(f"the ledger is not complete: {used}")
+    if weights(output / "model") != weights(undisturbed / "model"):
+        wrong.append("the final weights are not those of the undisturbed run")
+    table = json.loads((output / "processes.json").read_text())
+    left = [name for name, process in table.items() if state(process["pid"])]
+    if left:
+        wrong.append(f"left behind: {', '.join(left)}")
+    return wrong
+
+
+@cache
+def weights(folder: Path) -> dict[str, bytes]:
+    """The tensors of an exported model, as bytes."""
+    from safetensors import deserialize
+
+    return {
+        f"{path.name}/{name}": bytes(entry["data"])
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, entry in deserialize(path.read_bytes())
+    }
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """A file of JSON lines; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def measure(outcome: Outcome, events: Path) -> None:
+    """Times of what happened, from the strike on."""
+    happened = lines(events)
+    begun = [event for event in happened if event["what"] == "step begins"]
+    outcome.repeated = len(begun) - len({event["step"] for event in begun})
+    strike = next((event for event in happened if event["what"] == "strike"), None)
+    if strike is None:
+        outcome.wrong.append("nothing was struck: the phase did not come, or the run was over")
+        return
+    outcome.phase = strike["phase"]
+    after = [event | {"after_s": event["time"] - strike["time"]} for event in happened]
+    after = after[happened.index(strike) + 1 :]
+    news = "starts" if outcome.strike.role == "driver" else "said"
+    detected = next((number for number, event in enumerate(after) if event["what"] == news), None)
+    if detected is None:
+        return
+    outcome.detected_s = after[detected]["after_s"]
+    for event in after[detected + 1 :]:
+        serves = "serves again" in event.get("text", "")
+        if serves if outcome.strike.role == "rollout" else event["what"] in ("step begins", "step ends"):
+            outcome.serving_s = event["after_s"]
+            return
+
+
+def usual(folder: Path) -> dict[str, float]:
+    """Median seconds of each phase of a run."""
+    steps = lines(folder / "out" / "metrics.jsonl")[1:]
+    names = {name for step in steps for name in step if name.startswith("timing/")}
+    return {name.removeprefix("timing/"): sorted(step[name] for step in steps)[len(steps) // 2] for name in names}

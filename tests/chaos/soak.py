@@ -1,0 +1,128 @@
+"""`python -m tests.chaos.soak --minutes 20`: a long run of small steps, and whether anything of it grows.
+
+Every few seconds it looks at each process of the run: its memory (pages that several share counted once), open files
+and threads; at /dev/shm, at what Ray's object store has touched, and at the run's own folder of Ray's logs. Then it
+prints the slope of each over the last two thirds. Status 1 where one rises by more than a small share of itself.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from tests.benchmarks.job import pss_mb, tree
+from tests.chaos.processes import command
+from tests.chaos.runs import lines
+
+ROOT = Path(__file__).parents[2]
+EVERY_S = 5.0
+WARM_UP = 1 / 3  # of the run
+SHARE, LEAST = 0.05, 8.0  # growth over the rest that is told: this share of the mean, and so many MB, files or threads
+JOB = [
+    "trainer.total_steps=1000000", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",
+    "trainer.save_every=100", "trainer.eval_every=100", "trainer.sample_every=0", "data.val_size=16",
+    "actor.lr_schedule=constant", "actor.lr=1e-5",
+]  # fmt: skip
+Series = dict[str, list[tuple[float, float]]]  # by what is measured: (seconds, value)
+
+
+def look(root: int, series: Series, now: float) -> None:
+    """Add what there is at this moment."""
+    for pid in tree(root):
+        name = title(pid)
+        if not name:
+            continue
+        series[f"{name} memory, MB"].append((now, pss_mb(pid)))
+        for folder, what in (("fd", "open files"), ("task", "threads")):
+            try:
+                series[f"{name} {what}"].append((now, float(len(os.listdir(f"/proc/{pid}/{folder}")))))
+            except OSError:  # it has ended
+                continue
+    shared = sum(path.stat().st_blocks for path in Path("/dev/shm").iterdir() if path.is_file()) * 512
+    series["/dev/shm, MB"].append((now, shared / 1e6))
+    size = sum(path.stat().st_size for path in ray_session(root).rglob("*.*") if path.is_file())
+    series["Ray's logs, MB"].append((now, size / 1e6))
+
+
+def ray_session(root: int) -> Path:
+    """The folder of logs of the Ray that a run has started."""
+    for pid in tree(root):
+        if found := re.search(r"session_dir=(\S+)", command(pid)):
+            return Path(found[1]) / "logs"
+    return Path("/nowhere")
+
+
+def title(pid: int) -> str:
+    """What a process is called here: roles of Ray's workers without their call, programs by their first words."""
+    words = command(pid).split()
+    if not words:
+        return ""
+    if words[0].startswith("ray::"):
+        return f"{words[0].split('.')[0]} {pid}"
+    return f"{Path(words[-1] if words[0].endswith('python') and len(words) < 3 else words[0]).name} {pid}"
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Least-squares slope, a second."""
+    count = len(points)
+    mean_x, mean_y = (sum(point[axis] for point in points) / count for axis in (0, 1))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+def report(series: Series, seconds: float) -> int:
+    """Print a line for each that lived through the last two thirds; the number that rise."""
+    rising = 0
+    sys.stdout.write("what | after the warm-up | at the end | slope an hour | \n")
+    for name, points in sorted(series.items()):
+        late = [point for point in points if point[0] >= WARM_UP * seconds]
+        if len(late) < 10 or late[-1][0] < seconds - 5 * EVERY_S:
+            continue
+        rise = slope(late)
+        grown, mean = rise * (late[-1][0] - late[0][0]), sum(value for _, value in late) / len(late)
+        rises = grown > max(SHARE * mean, LEAST)
+        rising += rises
+        sys.stdout.write(
+            f"{name} | {late[0][1]:.1f} | {late[-1][1]:.1f} | {rise * 3600:+.1f} | {'rises' if rises else ''}\n"
+        )
+    return rising
+
+
+def main() -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("overrides", nargs="*", help="of the run")
+    arguments = parser.parse_args()
+    series: Series = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="rltrain-soak-") as folder:
+        output, log = Path(folder) / "out", Path(folder) / "log.txt"
+        words = [sys.executable, "-m", "rltrain.main", *JOB, f"trainer.output_dir={output}", *arguments.overrides]
+        with log.open("w") as file:
+            process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        while not (output / "metrics.jsonl").exists() and process.poll() is None:
+            time.sleep(1)
+        began = time.monotonic()
+        while (now := time.monotonic() - began) < 60 * arguments.minutes and process.poll() is None:
+            look(process.pid, series, now)
+            time.sleep(EVERY_S)
+        ended_early = process.poll() is not None
+        if not ended_early:
+            process.send_signal(signal.SIGTERM)
+        status = process.wait(120)
+        said = log.read_text().strip().splitlines()[-3:]
+        steps = len(lines(output / "metrics.jsonl"))
+    rising = report(series, now)
+    sys.stdout.write(f"{steps} steps in {now / 60:.1f} minutes; status {status}; {' | '.join(said)}\n")
+    sys.stdout.write(f"{rising} of what was looked at rises\n")
+    return 1 if rising or ended_early else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

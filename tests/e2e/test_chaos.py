@@ -1,0 +1,29 @@
+"""Five of the runs of `make chaos`: one process struck in each, and nothing is lost."""
+
+import pytest
+
+from tests.chaos.runs import run, start, usual
+from tests.chaos.strikes import named
+
+STRIKES = named([
+    "rollout:generate:KILL", "reward:generate:KILL", "actor:update_actor:KILL", "actor:sync_weights:STOP",
+    "driver:checkpoint:KILL",
+])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chaos") / "undisturbed"
+    status, said = start(folder, None, {})
+    assert status == 0, said
+    return folder
+
+
+@pytest.mark.parametrize("strike", STRIKES, ids=[strike.name for strike in STRIKES])
+def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_of_an_undisturbed_one(
+    strike, undisturbed, tmp_path
+):
+    outcome = run(strike, tmp_path / "struck", undisturbed, usual(undisturbed))
+    assert not outcome.wrong
+    assert outcome.detected_s is not None, "nobody noticed"
+    assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 1)
