@@ -72,7 +72,7 @@ class Collector:
         )
         self.in_flight = [self.groups]
         self.step = _Step(places=0, refills=0, open=False)
-        self.interrupted: Callable[[], None] = lambda: None  # asked while it waits; may raise, and then nothing is lost
+        self.meanwhile: Callable[[], None] = lambda: None  # called while it waits; may raise, and then nothing is lost
 
     def collect(self, version: int) -> DataProto:
         """Answers with their scores, for who has nothing to do in between."""
@@ -227,7 +227,7 @@ class Collector:
     def _pump(self, *, wait: bool = True) -> None:
         """Pass finished answers on to be scored, and scores on to their groups."""
         if wait:
-            self.interrupted()
+            self.meanwhile()
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
         # Reward workers that have finished are given more only from here: while they work, look often.
         wait_s = 0.0 if not wait else 0.01 if self.rewards.pending else 0.05

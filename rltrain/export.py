@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from rltrain.errors import CheckpointError, ConfigError, RLTrainError
 from rltrain.typed import require
 
-USAGE = "usage: python -m rltrain.export CHECKPOINT OUT_DIR (the folder of a checkpoint, such as run/checkpoints/step_8)"
+USAGE = (
+    "usage: python -m rltrain.export CHECKPOINT OUT_DIR (the folder of a checkpoint, such as run/checkpoints/step_8)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -67,7 +67,7 @@ def beginning(config: Config) -> Beginning:
 
 
 def _auto(config: Config, own: Folder) -> Beginning:
-    trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
+    output = Path(absolute(config.trainer.output_dir))
     config_file = output / "config.yaml"
     if config_file.is_file():
         _require_same(config, config_file.read_text(), str(config_file))
@@ -111,8 +111,8 @@ def _named(path: str) -> Checkpoint:
             assert found is not None, "required above"
             return found
     raise ConfigError(
-        f"{where}: holds no {MANIFEST}, so it is no finished checkpoint, nor a run's folder with one; give never, auto, "
-        "or the folder of a checkpoint"
+        f"{where}: holds no {MANIFEST}, so it is no finished checkpoint, nor a run's folder with one; give "
+        "never, auto, or the folder of a checkpoint"
     )
 
 
@@ -140,8 +140,8 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
     steps = steps_in(own)
     require(
         not steps,
-        f"trainer.checkpoint_dir={own}: holds checkpoints of another run (step_{steps[-1] if steps else 0}); name a new "
-        "folder, or go on with that run by trainer.resume=auto",
+        f"trainer.checkpoint_dir={own}: holds checkpoints of another run (step_{steps[-1] if steps else 0}); name "
+        "a new folder, or go on with that run by trainer.resume=auto",
     )
 
 

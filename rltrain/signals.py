@@ -14,7 +14,7 @@ class Signals:
     """Catches them while it is entered; other threads than the main one cannot, and then it catches none.
 
     Attributes:
-        patient: whether there is a safe place ahead, where `check` is called; else the first signal ends it at once too.
+        patient: whether there is a safe place ahead, where `check` is called; else the first signal ends it too.
     """
 
     def __init__(self) -> None:

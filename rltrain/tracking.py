@@ -1,4 +1,4 @@
-"""What a run leaves on disk: metrics, evaluations and the ledger as JSON lines, rollouts as parquet, TensorBoard events.
+"""What a run leaves on disk: metrics, evaluations and a ledger as JSON lines, rollouts as parquet, TensorBoard events.
 
 The ledger has one line a step: the uids of the prompt groups that were trained on and of those that were thrown away,
 and the (uid, sample) of every answer without a reward. Over all lines each uid is there exactly once.
@@ -20,6 +20,7 @@ from rltrain.protocol import DataProto
 METRICS, EVALUATIONS, LEDGER = "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl"
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
 
+
 class Display(Protocol):
     """What shows a run to its user."""
 
@@ -40,7 +41,6 @@ class Tracker:
     """
 
     def __init__(self, output_dir: Path, display: Display, components: Sequence[str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
 
         self.output_dir, self.display, self.components = output_dir, display, list(components)
         self.history: list[dict[str, float]] = []
@@ -146,7 +146,12 @@ def ledger_line(step: int, batch: DataProto) -> dict[str, Any]:
     """What became of every prompt group of a step, and which answers failed."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
-    return {"step": step, "used": list(dict.fromkeys(uids)), "dropped": batch.meta_info.get("dropped", []), "failed": failed}
+    return {
+        "step": step,
+        "used": list(dict.fromkeys(uids)),
+        "dropped": batch.meta_info.get("dropped", []),
+        "failed": failed,
+    }
 
 
 def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:

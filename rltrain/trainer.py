@@ -65,7 +65,7 @@ class Trainer:
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.collector, self.tracker, self.checkpoints = config, collector, tracker, checkpoints
-        self.interrupted = collector.interrupted = interrupted
+        self.interrupted, collector.meanwhile = interrupted, self.while_idle
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
         self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
@@ -86,7 +86,7 @@ class Trainer:
         self.sync_weights()
         self.between_steps()
         while self.step < self.config.trainer.total_steps:
-            self.interrupted()
+            self.while_idle()
             metrics, batch = self.train_step()
             self.tracker.log_step(self.step, metrics, batch)
             self.between_steps()
@@ -99,7 +99,11 @@ class Trainer:
             self.evaluate()
         if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
             self.save()
+
+    def while_idle(self) -> None:
+        """While the training ranks have nothing to do: finish a save, and stop if that is asked for."""
         self.checkpoints.advance()
+        self.interrupted()
 
     def save(self) -> None:
         """Begin to write a checkpoint of this moment between two steps, unless there is one."""
