@@ -19,7 +19,7 @@ from typing import Any
 
 from rltrain.errors import CheckpointError, RLTrainError
 from rltrain.storage import Folder
-from workers.checkpoint import MODEL, Saved
+from workers.checkpoint import MODEL, Saved, reason
 from workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -187,8 +187,10 @@ class Checkpoints:
             url = self.folder.at(name).url
             for pending in [(group, group.start("save_state", url)) for group in groups.values()]:
                 pending[0].wait(pending[1])
-        except OSError as error:
-            self._failed(save, str(error.strerror or error))
+        except RLTrainError:
+            raise
+        except Exception as error:  # whatever a file system's driver raises
+            self._failed(save, reason(error))
             return
         self.under_way = save
 
@@ -210,8 +212,8 @@ class Checkpoints:
                 self._failed(save, errors[0])
             else:
                 self._commit(save)
-        except OSError as error:
-            self._failed(save, str(error.strerror or error))
+        except Exception as error:  # as above
+            self._failed(save, reason(error))
         return True
 
     def finish(self) -> None:
@@ -255,8 +257,8 @@ class Checkpoints:
         folder.write(MANIFEST, json.dumps({"manifest": manifest, "crc": _seal(manifest)}, indent=1).encode())
         try:
             self._prune(save.step)
-        except OSError as error:
-            logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, error.strerror or error)
+        except Exception as error:  # as above
+            logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
         """The run goes on: say so, and leave nothing half."""
@@ -266,8 +268,8 @@ class Checkpoints:
         logger.warning("%s: not saved, %s; the run goes on, and the checkpoints before it are kept", folder, why)
         try:
             self._discard(f"step_{save.step}")
-        except OSError as error:
-            logger.warning("%s: what was written of it cannot be removed (%s)", folder, error.strerror or error)
+        except Exception as error:  # as above
+            logger.warning("%s: what was written of it cannot be removed (%s)", folder, reason(error))
 
     def _prune(self, newest: int) -> None:
         """Remove what need not be kept: all but the last `keep` and the best."""

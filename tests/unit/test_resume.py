@@ -111,7 +111,8 @@ def test_both_values_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["placement.actor_ranks=2", "placement=colocated", "verbose=true"], ["trainer.save_every=7", "trainer.keep_best=x", "trainer.eval_every=2"],
+    [["placement.actor_ranks=2", "placement=colocated", "verbose=true"],
+     ["trainer.save_every=7", "trainer.keep_best=x", "trainer.eval_every=2"],
      ["actor.max_tokens_per_microbatch=4096", "model.activation_checkpointing=true"], ["data.val=null"],
      ["reward.timeout_s=1", "rollout.max_concurrent_sequences=3", "rollout.vllm.kv_cache_mb=32"]],
 )  # fmt: skip

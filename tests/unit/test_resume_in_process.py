@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from test_trainer_in_process import BASE, REWARD
 
 from rltrain.checkpoint import Checkpoints
 from rltrain.collector import Collector
@@ -18,6 +17,7 @@ from rltrain.storage import Folder
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.tracking import Tracker
 from rltrain.trainer import Trainer
+from tests.unit.test_trainer_in_process import BASE, REWARD
 from workers.placement import start as start_workers
 
 COMMON = ["trainer.prompts_per_minibatch=2", "rollout.max_response_length=8", "trainer.save_every=1"]
@@ -26,6 +26,16 @@ COMMON = ["trainer.prompts_per_minibatch=2", "rollout.max_response_length=8", "t
 class Silent:
     def __getattr__(self, name):
         return lambda *_: None
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def _close_files():
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 class Run:
@@ -42,11 +52,12 @@ class Run:
             config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse",
             limit=prompts,
         )  # fmt: skip
+        OPEN.append(tracker := Tracker(folder, Silent(), ["parity"]))
         self.folder, self.checkpoints = folder, Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None)
         self.trainer = Trainer(
             config, collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=loaded),
             actor=workers.actor, reference=workers.reference, critic=workers.critic,
-            tracker=Tracker(folder, Silent(), ["parity"]), checkpoints=self.checkpoints, val_prompts=[],
+            tracker=tracker, checkpoints=self.checkpoints, val_prompts=[],
             interrupted=interrupted,
         )  # fmt: skip
 
