@@ -68,6 +68,7 @@ class Collector:
             prompts_per_step=config.trainer.prompts_per_step,
             max_staleness=config.trainer.max_staleness,
             steps=config.trainer.total_steps,
+            whole=config.trainer.deterministic,
             greedy_baseline="baseline_rewards" in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         )
         self.in_flight = [self.groups]
@@ -148,7 +149,7 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
             for one in kept["seen"]:
                 self.step.seen[one["uid"]] = group = self.groups.group(one["uid"], self._prompt(one["uid"]))
-                group.load_state_dict(one)
+                group.load_state_dict(one, whole=False)
         self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
 
     def _prompt(self, uid: int) -> Prompt:

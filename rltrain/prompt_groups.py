@@ -48,9 +48,11 @@ class Group:
             name: [asdict(answer) for answer in kept.values()] for name, kept in answers.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; who was generating is pending, and what has an answer but no score is due."""
+    def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
+        """Continue from a `state_dict`; who was generating is pending, with the answers that it has unless `whole`."""
         self.shipped = state["shipped"]
+        if whole and len(state["completions"]) < self.size:
+            return
         for one in state["completions"]:
             self.completions[one["key"][1]] = Completion(**one | {"key": tuple(one["key"])})
         for one in state["results"]:
@@ -76,14 +78,16 @@ class PromptGroups:
         steps: training steps of the run: no group is added that none of them would use.
         greedy_baseline: whether each group has one greedy answer besides its samples.
         first_uid: number of the first group; collections whose groups are in flight together share no number.
+        whole: a group is one generation batch, and its answers depend on it to the last bit: none is asked for alone.
     """
 
     def __init__(
         self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int, steps: int,
-        greedy_baseline: bool = False, first_uid: int = 0,
+        greedy_baseline: bool = False, first_uid: int = 0, whole: bool = False,
     ) -> None:  # fmt: skip
         self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
         self.max_staleness, self.steps, self.greedy_baseline = max_staleness, steps, greedy_baseline
+        self.whole = whole
         self.groups: dict[int, Group] = {}
         self.used = self.dropped = 0
         self._next_uid = first_uid
@@ -117,7 +121,7 @@ class PromptGroups:
         self.groups = {}
         for one in state["groups"]:
             self.groups[one["uid"]] = group = self.group(one["uid"], prompt_of(one["uid"]))
-            group.load_state_dict(one)
+            group.load_state_dict(one, whole=self.whole)
         return [
             group.request(number) for group in self.groups.values() for number in group.completions
             if number not in group.results

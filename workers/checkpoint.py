@@ -142,6 +142,11 @@ def reason(error: BaseException) -> str:
     """Why, in one line: where several ranks failed, the first one's."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__cause__ or below.__context__
+    error = below or error  # torch.save says of a full disk only that its own position is wrong
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"the disk is full, it seems ({text})" if "unexpected pos" in text else text

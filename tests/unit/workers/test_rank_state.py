@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain import export
+from rltrain.checkpoint import Checkpoints
 from rltrain.compose import compose
 from rltrain.errors import CheckpointError
 from rltrain.storage import Folder
@@ -42,6 +44,13 @@ def write(made, url) -> dict:
         time.sleep(0.01)
     assert found.error == ""
     return found.files
+
+
+class Alone:
+    """A group of one rank."""
+
+    def __init__(self, worker):
+        self.start, self.wait = (lambda method, *arguments: getattr(worker, method)(*arguments)), lambda one: [one]
 
 
 def copies(made):
@@ -145,6 +154,36 @@ def test_a_full_disk_is_told_in_one_line(start):
     assert "\n" not in found.error
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own with little room."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"no mount here: {error}")
+    if done.returncode:
+        pytest.skip(f"no mount here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_the_reason_is_said(start, small_disk, caplog):
+    made = actor(start)
+    checkpoints = Checkpoints(Folder(str(small_disk)), "a: 1", keep=0, best=None)
+    for step in (1, 2):  # one takes 7 MB
+        checkpoints.start(step, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
+        checkpoints.finish()
+        learn(made)
+    assert os.listdir(small_disk) == ["step_1"]
+    assert checkpoints.newest().step == 1
+    (said,) = (record.message for record in caplog.records if record.name.startswith("rltrain"))
+    assert said.startswith(f"{small_disk}/step_2: not saved, ")
+    assert "No space left on device" in said or "the disk is full" in said
+
+
 # Strangers' files
 
 
@@ -205,17 +244,10 @@ def test_tensors_are_read_without_running_what_is_in_them(start, tmp_path):
 
 
 def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, capsys):
-    from rltrain.checkpoint import Checkpoints
-
     made = actor(start)
     learn(made)
-
-    class Group:
-        start = staticmethod(lambda method, *arguments: getattr(made, method)(*arguments))
-        wait = staticmethod(lambda result: [result])
-
     checkpoints = Checkpoints(Folder(str(tmp_path / "checkpoints")), "a: 1", keep=0, best=None)
-    checkpoints.start(3, 0, {"actor": Group()}, {}, history={}, metrics={})
+    checkpoints.start(3, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
     checkpoints.finish()
     folder, out = tmp_path / "checkpoints/step_3", tmp_path / "out"
     assert export.main([str(folder), str(out)]) == 0
