@@ -1,40 +1,328 @@
-"""Models on disk, in Hugging Face form."""
+"""Checkpoints from the driver's side: what makes one current, which are kept, and which can be gone on from.
 
+A checkpoint is the folder `step_N`: `state/ROLE/` (tensors, written by the ranks), `model/` (the exported policy),
+`driver.json` (all the rest), `history/` (metrics and ledger so far), `config.yaml`, and last `manifest.json` with the
+size and CRC-32 of every file. Without a manifest, or with one that a file does not agree with, it is none.
+"""
+
+import json
 import logging
+import os
+import re
 import shutil
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from rltrain.errors import CheckpointError, RLTrainError
+from rltrain.storage import Folder
+from workers.checkpoint import MODEL, Saved, reason
 from workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
+_NAME = re.compile(r"step_(\d+)")
+_LOOK_S = 0.02
 
-class Exporter:
-    """Writes the actor under a run's output directory; a directory appears under its name only when it is complete.
 
-    Args:
-        output_dir: of the run.
-        tokenizer: saved beside each model.
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whose files were all found to be as they were written.
+
+    Attributes:
+        folder: where it is.
+        step: after which it was taken.
+        incarnation: how often the run had been restored by then.
+        state: of the driver.
+        config: as YAML.
+        history: contents of the run's files of lines, by name.
+        metric: by which the best is chosen; None where it was not known.
     """
 
-    def __init__(self, output_dir: Path, tokenizer: object) -> None:
-        self.output_dir, self.tokenizer = output_dir, tokenizer
+    folder: Folder
+    step: int
+    incarnation: int
+    state: dict[str, Any]
+    config: str
+    history: dict[str, bytes]
+    metric: float | None
 
-    def save_step(self, actor: WorkerGroup, step: int) -> Path:
-        """Export to `checkpoints/step_N`."""
-        return self._save(actor, self.output_dir / "checkpoints" / f"step_{step}")
 
-    def save_final(self, actor: WorkerGroup) -> Path:
-        """Export to `model`."""
-        return self._save(actor, self.output_dir / "model")
+def read(folder: Folder) -> Checkpoint:
+    """Read a checkpoint, and every file of it once.
 
-    def _save(self, actor: WorkerGroup, path: Path) -> Path:
-        partial = path.with_name(path.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        actor.wait(actor.start("save", str(partial)))
-        self.tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-        logger.info("model saved in %s", path)
-        return path
+    Raises:
+        CheckpointError: naming the file that is not as it was written.
+    """
+    manifest = read_manifest(folder)
+    for name, (size, crc) in manifest["files"].items():
+        try:
+            found = folder.checksum(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: {name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror or error})") from None
+        if found[0] != size:
+            raise CheckpointError(f"{folder}: {name} has {found[0]:,} bytes instead of {size:,}")
+        if found[1] != crc:
+            raise CheckpointError(f"{folder}: {name} is damaged (CRC-32 {found[1]:08x} instead of {crc:08x})")
+    try:
+        state = json.loads(folder.read(DRIVER))
+        history = [name for name in manifest["files"] if name.startswith(f"{HISTORY}/")]
+        return Checkpoint(
+            folder, manifest["step"], manifest["incarnation"], state, folder.read(CONFIG).decode(),
+            {name.removeprefix(f"{HISTORY}/"): folder.read(name) for name in history}, manifest["metric"],
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {DRIVER} or {CONFIG} cannot be read ({error})") from None
+
+
+def read_manifest(folder: Folder) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked by itself.
+
+    Raises:
+        CheckpointError: there is none, or it says nothing that makes sense.
+    """
+    try:
+        content = folder.read(MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: holds no {MANIFEST}, so it is no checkpoint, or was never finished") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error.strerror or error})") from None
+    try:
+        sealed = json.loads(content)
+        manifest = sealed["manifest"]
+        if sealed["crc"] != _seal(manifest):
+            raise ValueError("it does not agree with its own checksum")
+        kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None}
+        if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
+            raise ValueError("a value of the wrong kind")
+        if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
+            raise ValueError("a file outside of it, or without size and checksum")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({reason})") from None
+    found: dict[str, Any] = manifest
+    return found
+
+
+def _seal(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    inside = bool(name) and not name.startswith("/") and not {"..", ".", ""} & set(name.split("/"))
+    return inside and isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+
+
+@dataclass
+class _Save:
+    """A save under way: what the ranks were asked, and what the driver adds when they are done."""
+
+    step: int
+    incarnation: int
+    metric: float | None
+    files: dict[str, bytes]
+    groups: dict[str, WorkerGroup]
+    saved: dict[str, list[Saved]] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """A run's checkpoints.
+
+    Args:
+        folder: that holds them.
+        config: the run's, as YAML.
+        keep: so many of the last are kept; 0: all.
+        best: a metric: the checkpoint with its highest value is kept too.
+        prompts: fingerprint of those that the run trains on.
+
+    Attributes:
+        last: the step whose save was started last; None before the first.
+    """
+
+    def __init__(self, folder: Folder, config: str, *, keep: int, best: str | None, prompts: int = 0) -> None:
+        self.folder, self.config, self.keep, self.best, self.prompts = folder, config, keep, best, prompts
+        self.under_way: _Save | None = None
+        self.last: int | None = None
+
+    def newest(self) -> Checkpoint | None:
+        """The newest good one; each newer one that is damaged is named in a warning."""
+        for step in reversed(steps_in(self.folder)):
+            try:
+                return read(self.folder.at(f"step_{step}"))
+            except CheckpointError as error:
+                logger.warning("%s; looking at the checkpoint before it", error)
+        return None
+
+    def start(
+        self, step: int, incarnation: int, groups: Mapping[str, WorkerGroup], state: Mapping[str, Any], *,
+        history: Mapping[str, bytes], metrics: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """Begin a save, after the end of the one before; returns when the ranks have copied their tensors.
+
+        Args:
+            step: of the weights.
+            incarnation: of the run.
+            groups: the ranks of each role that is trained.
+            state: of the driver, plain values.
+            history: contents of the run's files of lines.
+            metrics: known of these weights.
+        """
+        self.finish()
+        metric = metrics.get(self.best) if self.best else None
+        if self.best and metric is None:
+            known = ", ".join(sorted(metrics))
+            logger.warning("trainer.keep_best=%s: no such metric at step %d; there are %s", self.best, step, known)
+        files = {f"{HISTORY}/{name}": content for name, content in history.items()}
+        files |= {DRIVER: json.dumps({**state, "prompts": self.prompts}).encode(), CONFIG: self.config.encode()}
+        self.last, name = step, f"step_{step}"
+        save = _Save(step, incarnation, metric, files, dict(groups))
+        try:
+            self._discard(name)
+            url = self.folder.at(name).url
+            for pending in [(group, group.start("save_state", url)) for group in groups.values()]:
+                pending[0].wait(pending[1])
+        except RLTrainError:
+            raise
+        except Exception as error:  # whatever a file system's driver raises
+            self._failed(save, reason(error))
+            return
+        self.under_way = save
+
+    def advance(self) -> bool:
+        """Make the save that is under way current if all ranks are done; returns whether none is left under way."""
+        save = self.under_way
+        if save is None:
+            return True
+        for role, group in save.groups.items():
+            if role not in save.saved:
+                found: Sequence[Saved | None] = group.wait(group.start("saved_state"))
+                if any(one is None for one in found):
+                    return False
+                save.saved[role] = [one for one in found if one is not None]
+        self.under_way = None
+        errors = [one.error for ranks in save.saved.values() for one in ranks if one.error]
+        try:
+            if errors:
+                self._failed(save, errors[0])
+            else:
+                self._commit(save)
+        except Exception as error:  # as above
+            self._failed(save, reason(error))
+        return True
+
+    def finish(self) -> None:
+        """Wait for the save that is under way."""
+        while not self.advance():
+            time.sleep(_LOOK_S)
+
+    def abandon(self) -> None:
+        """Forget a save whose ranks have died."""
+        save, self.under_way = self.under_way, None
+        if save is not None:
+            self._failed(save, "a rank died while it wrote")
+
+    def publish(self, path: Path) -> None:
+        """Put the model of the checkpoint saved last at `path`, in the place of what is there.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        if self.last is None:
+            raise CheckpointError(
+                f"{self.folder}: the last checkpoint could not be written, so {path} was not made; make room, or give "
+                "another trainer.checkpoint_dir, and go on with trainer.resume=auto"
+            )
+        _publish(self.folder.at(f"step_{self.last}").at(MODEL), path)
+
+    def _commit(self, save: _Save) -> None:
+        """Write the driver's files and then the manifest: from here on it is the current one."""
+        folder = self.folder.at(f"step_{save.step}")
+        files = {name: entry for ranks in save.saved.values() for one in ranks for name, entry in one.files.items()}
+        for name, content in save.files.items():
+            folder.write(name, content)
+            files[name] = (len(content), zlib.crc32(content))
+        missing = sorted(files.keys() - set(folder.files()))
+        if missing:
+            raise OSError(f"{missing[0]} is not there for the driver: all nodes must see the same folder")
+        manifest = {
+            "step": save.step, "incarnation": save.incarnation, "metric": save.metric,
+            "files": {name: list(entry) for name, entry in sorted(files.items())},
+        }  # fmt: skip
+        folder.write(MANIFEST, json.dumps({"manifest": manifest, "crc": _seal(manifest)}, indent=1).encode())
+        try:
+            self._prune(save.step)
+        except Exception as error:  # as above
+            logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
+
+    def _failed(self, save: _Save, why: str) -> None:
+        """The run goes on: say so, and leave nothing half."""
+        folder = self.folder.at(f"step_{save.step}")
+        if self.last == save.step:
+            self.last = None
+        logger.warning("%s: not saved, %s; the run goes on, and the checkpoints before it are kept", folder, why)
+        try:
+            self._discard(f"step_{save.step}")
+        except Exception as error:  # as above
+            logger.warning("%s: what was written of it cannot be removed (%s)", folder, reason(error))
+
+    def _prune(self, newest: int) -> None:
+        """Remove what need not be kept: all but the last `keep` and the best."""
+        steps = [step for step in steps_in(self.folder) if step <= newest]
+        kept = set(steps[-self.keep :])
+        if self.best:
+            scores: dict[int, float] = {}
+            for step in steps:
+                try:
+                    score = read_manifest(self.folder.at(f"step_{step}"))["metric"]
+                except RLTrainError:
+                    continue
+                if score is not None and score == score:  # not NaN
+                    scores[step] = score
+            if scores:
+                kept.add(max(scores, key=lambda step: (scores[step], step)))
+        for step in steps:
+            if step not in kept:
+                self._discard(f"step_{step}")
+
+    def _discard(self, name: str) -> None:
+        """Remove a folder, its manifest first: whatever is left of it after a kill is no checkpoint."""
+        self.folder.remove(f"{name}/{MANIFEST}")
+        self.folder.remove(name)
+
+    def clean(self) -> None:
+        """At the start of a run: remove what a crash has left of saves that were under way."""
+        there = set(steps_in(self.folder))
+        for name in self.folder.names():
+            if (found := _NAME.fullmatch(name)) and int(found[1]) not in there:
+                self._discard(name)
+
+
+def _publish(model: Folder, path: Path) -> None:
+    """Hard links where that is possible, else copies; `path` is whole at any time, or missing for a moment."""
+    partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for name in model.files():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not model.local:
+                raise OSError
+            os.link(model.path(name), partial / name)
+        except OSError:  # another disk, or a file system without links
+            model.fs.get_file(model.path(name), str(partial / name))
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def steps_in(folder: Folder) -> list[int]:
+    """Steps of the finished checkpoints in a folder, damaged ones too, oldest first."""
+    found = [int(match[1]) for name in folder.names() if (match := _NAME.fullmatch(name))]
+    return sorted(step for step in found if folder.exists(f"step_{step}/{MANIFEST}"))

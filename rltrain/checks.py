@@ -31,7 +31,8 @@ from rltrain.typed import require
 ENGINES = ("vllm", "hf")
 # An output directory with one of these holds a run.
 RUN_FILES = (
-    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "rollouts", "model", "checkpoints", "tensorboard",
+    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts", "model", "checkpoints",
+    "tensorboard",
 )  # fmt: skip
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
 
@@ -129,8 +130,11 @@ def _check_output(trainer: TrainerConfig) -> None:
         folder.is_absolute() or RAY_JOB not in os.environ,
         f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
     )
-    for name in RUN_FILES:
-        require(not (folder / name).exists(), f"{where}: holds another run ({name}); name a new folder")
+    for name in RUN_FILES if trainer.resume == "never" else ():  # else `rltrain.resume` looks at whose they are
+        require(
+            not (folder / name).exists(),
+            f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
+        )
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     require(there.is_dir(), f"{where}: {there} is a file, not a folder; name another folder")
     require(os.access(there, os.W_OK | os.X_OK), f"{where}: {there} cannot be written to; name another folder")

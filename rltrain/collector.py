@@ -7,8 +7,9 @@ answers and scores moving meanwhile.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,10 +31,11 @@ EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never repla
 
 @dataclass
 class _Step:
-    """Dynamic sampling of one step: groups it will have, replacements left, all groups seen, and uids dropped."""
+    """One step, `open` until its batch is whole: groups it will have, replacements left, all seen, and uids dropped."""
 
     places: int
     refills: int
+    open: bool = True
     seen: dict[int, Group] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
 
@@ -66,10 +68,12 @@ class Collector:
             prompts_per_step=config.trainer.prompts_per_step,
             max_staleness=config.trainer.max_staleness,
             steps=config.trainer.total_steps,
+            whole=config.trainer.deterministic,
             greedy_baseline="baseline_rewards" in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         )
         self.in_flight = [self.groups]
-        self.step = _Step(places=0, refills=0)
+        self.step = _Step(places=0, refills=0, open=False)
+        self.meanwhile: Callable[[], None] = lambda: None  # called while it waits; may raise, and then nothing is lost
 
     def collect(self, version: int) -> DataProto:
         """Answers with their scores, for who has nothing to do in between."""
@@ -82,7 +86,8 @@ class Collector:
         replaced while the step may generate more, and left out after that; so there may be fewer groups.
         """
         wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
-        self.step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
+        if not self.step.open:  # else it goes on where a stopped run left it
+            self.step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
         self._draw(version)
         while True:
             if batches:
@@ -116,7 +121,40 @@ class Collector:
             batch.meta_info["reward/mean_generated"] = _mean_score(generated, self.config)
             batch.meta_info["rollout/groups_dropped"] = float(len(step.dropped))
             batch.meta_info["rollout/groups_missing"] = float(self.config.trainer.prompts_per_step - step.places)
+        batch.meta_info["dropped"] = sorted(step.dropped)
+        step.open = False
         return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain values: where the order of prompts is, and the groups in flight."""
+        step = self.step
+        unfinished = {
+            "places": step.places, "refills": step.refills, "dropped": sorted(step.dropped),
+            "seen": [group.state_dict() for group in step.seen.values()],
+        }  # fmt: skip
+        return {
+            "order": self.order.state_dict(), "groups": self.groups.state_dict(),
+            "step": unfinished if step.open else None,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`: what engines and reward workers have in hand now is never taken."""
+        self.rollout.abort()
+        while self.rewards.pending:
+            self.rewards.poll(0.5)
+        self.order.load_state_dict(state["order"])
+        self.in_flight, self.first_failure = [self.groups], 0.0
+        self.step = _Step(places=0, refills=0, open=False)
+        if (kept := state["step"]) is not None:
+            self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
+            for one in kept["seen"]:
+                self.step.seen[one["uid"]] = group = self.groups.group(one["uid"], self._prompt(one["uid"]))
+                group.load_state_dict(one, whole=False)
+        self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
+
+    def _prompt(self, uid: int) -> Prompt:
+        """The prompt of a group: uids count through the order of the run."""
+        return self.prompts[self.order.at(uid)]
 
     def advance(self) -> None:
         """Pass on what there is, without waiting."""
@@ -189,6 +227,8 @@ class Collector:
 
     def _pump(self, *, wait: bool = True) -> None:
         """Pass finished answers on to be scored, and scores on to their groups."""
+        if wait:
+            self.meanwhile()
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
         # Reward workers that have finished are given more only from here: while they work, look often.
         wait_s = 0.0 if not wait else 0.01 if self.rewards.pending else 0.05

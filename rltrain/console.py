@@ -148,12 +148,20 @@ def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str,
     return rows[0], rows[-1]
 
 
+def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
+    """What goes on with a run that was stopped."""
+    own = ("trainer.output_dir", "trainer.resume")
+    rest = [override for override in overrides if override.split("=", 1)[0] not in own]
+    words = [*rest, f"trainer.output_dir={output_dir}", "trainer.resume=auto"]
+    return f"to go on: {shlex.quote(sys.executable)} -m rltrain.main {' '.join(map(shlex.quote, words))}"
+
+
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Another algorithm on the same problem, or the curves of this one."""
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
     last = {override.split("=", 1)[0]: override for override in overrides}  # of two for one key the later counts
-    rest = [o for key, o in last.items() if key not in ("algorithm", "trainer.output_dir")]
+    rest = [o for key, o in last.items() if key not in ("algorithm", "trainer.output_dir", "trainer.resume")]
     command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python

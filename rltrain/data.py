@@ -8,6 +8,7 @@ import difflib
 import json
 import random
 import re
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,10 @@ class PromptSet(Sequence[Prompt]):
         chat = row["prompt"] if isinstance(row["prompt"], list) else None
         return Prompt(index, text, ids, {name: row.get(name) for name in self.columns}, chat)
 
+    def fingerprint(self) -> int:
+        """A number that differs for other prompts, or another order of them."""
+        return zlib.crc32(self._ends, zlib.crc32(self._ids))
+
     def append(self, row: int, ids: Sequence[int]) -> None:
         """Keep row number `row` of the source, with its token ids."""
         self._kept.append(row)
@@ -152,13 +157,13 @@ class PromptOrder:
 
     def next(self, count: int) -> list[int]:
         """Return the next `count` indices, across the edges of epochs where need be."""
-        taken: list[int] = []
-        while len(taken) < count:
-            start = self._drawn % self._size
-            part = self._of_epoch(self.epoch)[start : start + count - len(taken)]
-            taken += part
-            self._drawn += len(part)
+        taken = [self.at(position) for position in range(self._drawn, self._drawn + count)]
+        self._drawn += count
         return taken
+
+    def at(self, position: int) -> int:
+        """Return the index at a position of the whole order, drawn or not."""
+        return self._of_epoch(position // self._size)[position % self._size]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values that `load_state_dict` continues from."""

@@ -23,6 +23,22 @@ class SyncError(RLTrainError, RuntimeError):
     """After a weight sync an engine does not compute with the weights that the trainer sent (invariant E5)."""
 
 
+class CheckpointError(RLTrainError, RuntimeError):
+    """A checkpoint is damaged, or could not be written or read."""
+
+
+class Stopped(RLTrainError):
+    """The user, or the machine's owner, asked the run to stop: it does so where nothing is lost.
+
+    Attributes:
+        status: the program's exit status.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 class LogProbError(RLTrainError, RuntimeError):
     """The engine's log-probs are not those of the trainer for the same tokens (invariants E1 and D1)."""
 

@@ -3,6 +3,7 @@
 Only functions are defined here: a class would pickle as `__main__.X`.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -16,11 +17,11 @@ from rich.console import Console
 from rltrain.algorithm_checks import check_algorithm, needs_critic
 from rltrain.checks import builtin_task, check, check_cluster, sandbox_warning
 from rltrain.compose import compose, parse_args, to_yaml, usage
-from rltrain.errors import ConfigError, RLTrainError
+from rltrain.errors import ConfigError, RLTrainError, Stopped
 from rltrain.schema import Config
 from workers.host import quiet
 
-FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of a program ended by Ctrl-C
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             quiet()
         check(config)
         return run(config, args.overrides, console)
+    except Stopped as error:
+        return error.status
     except RLTrainError as error:
         return fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED, verbose=verbose)
     except OSError as error:
@@ -67,11 +70,19 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
 
 def run(config: Config, overrides: Sequence[str], console: Console) -> int:
     """Load the data, show the plan, start the workers, train, and say what came of it."""
-    from rltrain.console import summary
+    from rltrain.console import resume_command, summary
     from rltrain.credit import with_all_knobs
+    from rltrain.resume import beginning, require_same_prompts
 
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, val_prompts = load_data(config, tokenizer)
+    start = beginning(with_all_knobs(config))
+    if start.checkpoint is not None:
+        require_same_prompts(start.checkpoint, prompts.fingerprint(), f"data.train={config.data.train}")
+    for line in start.said:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if start.over:
+        return 0
     local = config.placement.launcher == "ray" and config.placement.address == "local"
     if config.placement.launcher == "ray" and not local:
         join_cluster(config)
@@ -86,7 +97,7 @@ def run(config: Config, overrides: Sequence[str], console: Console) -> int:
         if local:
             join_cluster(config)
         tracker, curve, status = train(
-            with_all_knobs(config), console, output_dir, tokenizer, stop_ids, prompts, val_prompts
+            with_all_knobs(config), console, output_dir, stop_ids, prompts, val_prompts, start.checkpoint
         )
     finally:
         if config.placement.launcher == "ray":
@@ -97,6 +108,8 @@ def run(config: Config, overrides: Sequence[str], console: Console) -> int:
         console, evaluations=tracker.evaluations, history=tracker.history, seconds=time.perf_counter() - began,
         output_dir=output_dir, curve=curve, overrides=overrides, finished=status == 0,
     )  # fmt: skip
+    if status:
+        console.print(resume_command(overrides, output_dir), markup=False, highlight=False, soft_wrap=True)
     return status
 
 
@@ -104,23 +117,33 @@ def train(
     config: Config,
     console: Console,
     output_dir: Path,
-    tokenizer: Any,
     stop_ids: list[int],
     prompts: Any,
     val_prompts: Any,
+    checkpoint: Any,
 ) -> tuple[Any, Path | None, int]:
-    """Start the workers and train; Ctrl-C saves the model and ends. Returns (tracker, learning curve, exit status)."""
-    from rltrain.checkpoint import Exporter
+    """Start the workers and train; Ctrl-C and SIGTERM save a checkpoint and end.
+
+    Returns (tracker, learning curve, exit status).
+    """
+    from rltrain.checkpoint import Checkpoints
     from rltrain.collector import Collector
     from rltrain.console import ConsoleDisplay
     from rltrain.reward_models import reward_models
+    from rltrain.signals import Signals
+    from rltrain.storage import Folder, absolute
     from rltrain.tracking import Tracker
     from rltrain.trainer import Trainer
     from workers.placement import start
 
-    status = 0
-    with ConsoleDisplay(config.trainer.total_steps, config.trainer.sample_every, console) as display:
+    own = config.trainer
+    with Signals() as signals, ConsoleDisplay(own.total_steps, own.sample_every, console) as display:
         tracker = Tracker(output_dir, display, [component.name for component in config.reward.components])
+        checkpoints = Checkpoints(
+            Folder(absolute(own.checkpoint_dir)), resolved_yaml(config), keep=own.keep_checkpoints, best=own.keep_best,
+            prompts=prompts.fingerprint(),
+        )  # fmt: skip
+        checkpoints.clean()
         path = model_directory(config, display)
         with display.waiting("starting the workers"):
             workers = start(config, path, stop_ids, needs_critic=needs_critic(config.algorithm))
@@ -131,18 +154,38 @@ def train(
                 models=reward_models(config, workers.reward_models),
             ),
             actor=workers.actor, reference=workers.reference, critic=workers.critic,
-            tracker=tracker, exporter=Exporter(output_dir, tokenizer), val_prompts=val_prompts,
+            tracker=tracker, checkpoints=checkpoints, val_prompts=val_prompts, interrupted=signals.check,
         )  # fmt: skip
         try:
-            trainer.fit()
+            status = fit(trainer, checkpoint, signals, console)
+            checkpoints.publish(output_dir / "model")
         except KeyboardInterrupt:
-            status = STOPPED
-            console.print("stopping: saving the model")
-            trainer.exporter.save_final(workers.actor)
+            raise Stopped(signals.status) from None
         finally:
             workers.close()
             curve = tracker.close()
     return tracker, curve, status
+
+
+def fit(trainer: Any, checkpoint: Any, signals: Any, console: Console) -> int:
+    """Train from a checkpoint or the start; a signal makes another checkpoint and ends it. Returns the exit status."""
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    else:
+        trainer.tracker.restore(0, {})  # of a run that ended before its first checkpoint
+    signals.patient = True
+    try:
+        trainer.fit()
+        return 0
+    except Stopped as stopped:
+        console.print(f"stopping: saving a checkpoint of step {trainer.step}", highlight=False)
+        trainer.save()
+        trainer.checkpoints.finish()
+        return stopped.status
+    except RLTrainError:
+        with contextlib.suppress(RLTrainError):
+            trainer.checkpoints.finish()  # what can be saved is
+        raise
 
 
 def resolved_yaml(config: Config) -> str:

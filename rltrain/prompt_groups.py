@@ -6,9 +6,10 @@ shipped: group n is used at step n // prompts_per_step, counted without dropped 
 the staleness bound hard at ship time.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from rltrain.data import Prompt
 from workers.reward.messages import RewardRequest, RewardResult
@@ -40,6 +41,32 @@ class Group:
     completions: dict[int, Completion] = field(default_factory=dict)
     results: dict[int, RewardResult] = field(default_factory=dict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: what is finished. The prompt is known by the uid."""
+        answers = {"completions": self.completions, "results": self.results}
+        return {"uid": self.uid, "shipped": self.shipped} | {
+            name: [asdict(answer) for answer in kept.values()] for name, kept in answers.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
+        """Continue from a `state_dict`; who was generating is pending, with the answers that it has unless `whole`."""
+        self.shipped = state["shipped"]
+        if whole and len(state["completions"]) < self.size:
+            return
+        for one in state["completions"]:
+            self.completions[one["key"][1]] = Completion(**one | {"key": tuple(one["key"])})
+        for one in state["results"]:
+            plain = {"key": tuple(one["key"]), "scores": tuple(one["scores"])}
+            self.results[one["key"][1]] = RewardResult(**one | plain)
+        if len(self.completions) == self.size:
+            self.state = State.READY if len(self.results) == self.size else State.SCORING
+
+    def request(self, number: int) -> RewardRequest:
+        """What to score of an answer."""
+        completion = self.completions[number]
+        columns = {**self.prompt.columns, "finish_reason": completion.finish_reason}
+        return RewardRequest(completion.key, self.prompt.text, completion.text, columns)
+
 
 class PromptGroups:
     """All groups in flight.
@@ -51,14 +78,16 @@ class PromptGroups:
         steps: training steps of the run: no group is added that none of them would use.
         greedy_baseline: whether each group has one greedy answer besides its samples.
         first_uid: number of the first group; collections whose groups are in flight together share no number.
+        whole: a group is one generation batch, and its answers depend on it to the last bit: none is asked for alone.
     """
 
     def __init__(
         self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int, steps: int,
-        greedy_baseline: bool = False, first_uid: int = 0,
+        greedy_baseline: bool = False, first_uid: int = 0, whole: bool = False,
     ) -> None:  # fmt: skip
         self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
         self.max_staleness, self.steps, self.greedy_baseline = max_staleness, steps, greedy_baseline
+        self.whole = whole
         self.groups: dict[int, Group] = {}
         self.used = self.dropped = 0
         self._next_uid = first_uid
@@ -74,9 +103,29 @@ class PromptGroups:
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Add one pending group a prompt."""
         for prompt in prompts:
-            size = self.samples_per_prompt + self.greedy_baseline
-            self.groups[self._next_uid] = Group(self._next_uid, prompt, self.samples_per_prompt, size)
+            self.groups[self._next_uid] = self.group(self._next_uid, prompt)
             self._next_uid += 1
+
+    def group(self, uid: int, prompt: Prompt) -> Group:
+        """A new group, not among these yet."""
+        return Group(uid, prompt, self.samples_per_prompt, self.samples_per_prompt + self.greedy_baseline)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain values."""
+        counts = {"next_uid": self._next_uid, "used": self.used, "dropped": self.dropped}
+        return counts | {"groups": [group.state_dict() for group in self.groups.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
+        """Continue from a `state_dict`, given the prompt of each uid; returns what has an answer and no score."""
+        self._next_uid, self.used, self.dropped = state["next_uid"], state["used"], state["dropped"]
+        self.groups = {}
+        for one in state["groups"]:
+            self.groups[one["uid"]] = group = self.group(one["uid"], prompt_of(one["uid"]))
+            group.load_state_dict(one, whole=self.whole)
+        return [
+            group.request(number) for group in self.groups.values() for number in group.completions
+            if number not in group.results
+        ]  # fmt: skip
 
     def ship(self, version: int) -> list[Group]:
         """Pending groups, now generating with the weights `version`."""
@@ -95,8 +144,7 @@ class PromptGroups:
         group.completions[number] = completion
         if len(group.completions) == group.size:
             group.state = State.SCORING
-        columns = {**group.prompt.columns, "finish_reason": completion.finish_reason}
-        return RewardRequest(completion.key, group.prompt.text, completion.text, columns)
+        return group.request(number)
 
     def scored(self, result: RewardResult) -> None:
         """Take one score; the group is ready when all its samples are scored."""

@@ -57,7 +57,8 @@ class TrainerConfig:
             f"max_staleness={self.max_staleness}: when weights change under an answer is a matter of timing; use 0 "
             "with deterministic=true",
         )
-        require(self.resume == "never", f"resume={self.resume}: runs cannot be resumed yet; use trainer.resume=never")
+        for name, hint in (("resume", "never, auto, or the folder of a checkpoint"), ("checkpoint_dir", "a folder")):
+            require(bool(getattr(self, name).strip()), f"{name} is empty; give {hint}")
 
 
 def _largest_divisor(total: int, at_most: int) -> int:

@@ -1,15 +1,24 @@
-"""What a run leaves on disk: metrics and evaluations as JSON lines, rollouts as parquet, TensorBoard events."""
+"""What a run leaves on disk: metrics, evaluations and a ledger as JSON lines, rollouts as parquet, TensorBoard events.
+
+The ledger has one line a step: the uids of the prompt groups that were trained on and of those that were thrown away,
+and the (uid, sample) of every answer without a reward. Over all lines each uid is there exactly once.
+"""
 
 import json
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.protocol import DataProto
+
+METRICS, EVALUATIONS, LEDGER = "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl"
+_OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
 
 
 class Display(Protocol):
@@ -32,19 +41,54 @@ class Tracker:
     """
 
     def __init__(self, output_dir: Path, display: Display, components: Sequence[str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
 
         self.output_dir, self.display, self.components = output_dir, display, list(components)
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
-        (output_dir / "rollouts").mkdir()
-        self.files = {name: (output_dir / name).open("a") for name in ("metrics.jsonl", "evaluations.jsonl")}
-        self.tensorboard = SummaryWriter(str(output_dir / "tensorboard"))
+        (output_dir / "rollouts").mkdir(exist_ok=True)
+        self._open(None)
+
+    def _open(self, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.files = {name: (self.output_dir / name).open("a") for name in (METRICS, EVALUATIONS, LEDGER)}
+        self.tensorboard = SummaryWriter(str(self.output_dir / "tensorboard"), purge_step=purge_step)
+
+    def restore(self, step: int, kept: Mapping[str, bytes]) -> None:
+        """Put all files back to what they were after `step`: `kept` is what `state` returned then, {} at the start."""
+        self._close()
+        for name in self.files:
+            partial = self.output_dir / f"{name}.partial"
+            partial.write_bytes(kept.get(name, b""))
+            os.replace(partial, self.output_dir / name)
+        for file in (self.output_dir / "rollouts").iterdir():
+            if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
+                file.unlink()
+        self.history, self.evaluations = (_rows(kept.get(name, b"")) for name in (METRICS, EVALUATIONS))
+        whole = any((self.output_dir / "tensorboard").glob("events.*"))
+        self._open(step + 1 if whole else None)
+        if not whole:  # another folder than the run began in
+            for row in (*self.history, *self.evaluations):
+                self._write_scalars(row)
+
+    def state(self) -> dict[str, bytes]:
+        """What a checkpoint keeps: the lines so far, by the names of their files."""
+        return {name: (self.output_dir / name).read_bytes() for name in self.files}
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Everything that is known of the weights after `step`."""
+        rows = [row for kept in (self.history, self.evaluations) for row in kept[-1:] if row["step"] == step]
+        return {name: value for row in rows for name, value in row.items()}
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the weights after `step` were evaluated."""
+        return bool(self.evaluations) and self.evaluations[-1]["step"] == step
 
     def log_step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
-        """Record a training step: its metrics and all of its samples."""
-        self._write("metrics.jsonl", self.history, step, metrics)
+        """Record a training step: its metrics, all of its samples, and its line of the ledger."""
         self._write_samples(f"step_{step:06d}", batch)
+        self._write_line(LEDGER, ledger_line(step, batch))
+        self._write(METRICS, self.history, step, metrics)
         self.display.step(step, metrics, batch)
 
     def log_failed(self, step: int, batch: DataProto) -> Path:
@@ -58,28 +102,56 @@ class Tracker:
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""
-        self._write("evaluations.jsonl", self.evaluations, step, metrics)
+        self._write(EVALUATIONS, self.evaluations, step, metrics)
         self.display.evaluation(step, metrics)
 
     def _write(self, file: str, kept: list[dict[str, float]], step: int, metrics: dict[str, float]) -> None:
         kept.append({"step": step, **metrics})
         # JSON has no NaN and no infinity: readers other than Python's would refuse the line.
         line = {name: value if math.isfinite(value) else None for name, value in kept[-1].items()}
+        self._write_line(file, line)
+        self._write_scalars(kept[-1])
+
+    def _write_line(self, file: str, line: Mapping[str, Any]) -> None:
         self.files[file].write(json.dumps(line) + "\n")
         self.files[file].flush()
-        for name, value in metrics.items():
-            self.tensorboard.add_scalar(name, value, step)
 
-    def close(self) -> Path | None:
-        """Finish the files and draw the learning curve; returns its path, or None when there was no step."""
+    def _write_scalars(self, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self.tensorboard.add_scalar(name, value, row["step"])
+
+    def _close(self) -> None:
         for file in self.files.values():
             file.close()
         self.tensorboard.close()
+
+    def close(self) -> Path | None:
+        """Finish the files and draw the learning curve; returns its path, or None when there was no step."""
+        self._close()
         if not self.history:
             return None
         path = self.output_dir / "learning_curve.png"
         draw_learning_curve(self.history, self.evaluations, path)
         return path
+
+
+def _rows(lines: bytes) -> list[dict[str, float]]:
+    """Metrics as they were before JSON, which has no NaN."""
+    rows = (json.loads(line) for line in lines.splitlines())
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+
+
+def ledger_line(step: int, batch: DataProto) -> dict[str, Any]:
+    """What became of every prompt group of a step, and which answers failed."""
+    uids = batch.batch["uid"].tolist()
+    failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
+    return {
+        "step": step,
+        "used": list(dict.fromkeys(uids)),
+        "dropped": batch.meta_info.get("dropped", []),
+        "failed": failed,
+    }
 
 
 def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:

@@ -7,10 +7,11 @@ process and a cluster run the same code.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rltrain.batching import minibatches
-from rltrain.checkpoint import Exporter
+from rltrain.checkpoint import Checkpoint, Checkpoints
 from rltrain.collector import Collector
 from rltrain.credit import (
     assign_rewards,
@@ -41,8 +42,13 @@ class Trainer:
         collector: prompts in, scored groups out.
         actor, reference, critic: worker groups; without a KL term or a critic these are None.
         tracker: where metrics and samples go.
-        exporter: where models go.
+        checkpoints: where the state of the run goes.
         val_prompts: for evaluations.
+        interrupted: asked wherever the run may stop without losing anything; raises to stop it.
+
+    Attributes:
+        step: training steps taken, and the version of the weights.
+        incarnation: how often the run was restored; with `step` it names a version of the weights for ever.
     """
 
     def __init__(
@@ -54,35 +60,97 @@ class Trainer:
         reference: WorkerGroup | None,
         critic: WorkerGroup | None,
         tracker: Tracker,
-        exporter: Exporter,
+        checkpoints: Checkpoints,
         val_prompts: Sequence[Prompt],
+        interrupted: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.collector, self.tracker, self.exporter = config, collector, tracker, exporter
+        self.config, self.collector, self.tracker, self.checkpoints = config, collector, tracker, checkpoints
+        self.interrupted, collector.meanwhile = interrupted, self.while_idle
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
         self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
         self.entropy_controller = entropy_controller(config.algorithm)
         self.needs_actor_pass = needs_actor_pass(config)
-        self.step = 0
+        self.step = self.incarnation = 0
+        self.origin: Checkpoint | None = None  # that the run was restored to last
+        self.beginning: dict[str, Any] | None = None  # its state before the first step, unless it began from another
         self.engine_checked = False
         for group in (actor, reference, critic):
             if group is not None:
                 group.meanwhile(collector.advance)
 
     def fit(self) -> None:
-        """Train to the last step, evaluating before, after and as often as the config says; then export the model."""
-        trainer = self.config.trainer
+        """Train to the last step, evaluating before, after and as often as the config says, and saving likewise."""
+        if self.origin is None:
+            self.beginning = self.state_dict()
         self.sync_weights()
-        self.evaluate()
-        while self.step < trainer.total_steps:
+        self.between_steps()
+        while self.step < self.config.trainer.total_steps:
+            self.while_idle()
             metrics, batch = self.train_step()
             self.tracker.log_step(self.step, metrics, batch)
-            if trainer.eval_every and self.step % trainer.eval_every == 0 and self.step < trainer.total_steps:
-                self.evaluate()
-            if trainer.save_every and self.step % trainer.save_every == 0:
-                self.exporter.save_step(self.actor, self.step)
-        self.evaluate()
-        self.exporter.save_final(self.actor)
+            self.between_steps()
+        self.checkpoints.finish()
+
+    def between_steps(self) -> None:
+        """Evaluate and save, where it is time and not done yet: a restored run has done what its checkpoint has."""
+        trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
+        if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
+            self.evaluate()
+        if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
+            self.save()
+
+    def while_idle(self) -> None:
+        """While the training ranks have nothing to do: finish a save, and stop if that is asked for."""
+        self.checkpoints.advance()
+        self.interrupted()
+
+    def save(self) -> None:
+        """Begin to write a checkpoint of this moment between two steps, unless there is one."""
+        if self.checkpoints.last != self.step:
+            self.checkpoints.start(
+                self.step, self.incarnation, self.trained(), self.state_dict(), history=self.tracker.state(),
+                metrics=self.tracker.metrics_of(self.step),
+            )  # fmt: skip
+
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The groups that have a state to save, by role."""
+        groups = {"actor": self.actor, "critic": self.critic}
+        return {role: group for role, group in groups.items() if group is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The driver's own state between two steps, as plain values."""
+        return {
+            "step": self.step,
+            "incarnation": self.incarnation,
+            "engine_checked": self.engine_checked,
+            "kl_controller": self.kl_controller.state_dict(),
+            "entropy_controller": self.entropy_controller.state_dict(),
+            "collector": self.collector.state_dict(),
+        }
+
+    def restore(self, checkpoint: Checkpoint | None) -> None:
+        """Put everything back to a checkpoint, or to the start of the run; its processes must be alive or fresh.
+
+        What engines and reward workers have in hand then is of a future that does not count, and is dropped.
+        """
+        self.checkpoints.abandon()
+        state = self.beginning if checkpoint is None else checkpoint.state
+        assert state is not None, "a run that began from a checkpoint has that to go back to: `last_good`"
+        for group in self.trained().values():
+            group.wait(group.start("load_state", None if checkpoint is None else checkpoint.folder.url))
+        self.collector.load_state_dict(state["collector"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.entropy_controller.load_state_dict(state["entropy_controller"])
+        self.tracker.restore(state["step"], {} if checkpoint is None else checkpoint.history)
+        self.step, self.engine_checked = state["step"], state["engine_checked"]
+        self.incarnation = 1 + max(self.incarnation, state["incarnation"])
+        self.checkpoints.last = None if checkpoint is None else checkpoint.step
+        self.origin = checkpoint
+
+    def last_good(self) -> Checkpoint | None:
+        """The newest good checkpoint of this run, or else that which it began from; None: its start is all there is."""
+        return self.checkpoints.newest() or self.origin
 
     def train_step(self) -> tuple[dict[str, float], DataProto]:
         """One step: metrics, and the batch that was trained on."""
@@ -176,8 +244,8 @@ class Trainer:
         self.collector.rollout.load(self.actor, self.step, check=self.config.rollout.verify_sync)
 
     def evaluate(self) -> None:
-        """Accuracy on the validation prompts, sampled and greedy."""
-        if not self.val_prompts:
+        """Accuracy on the validation prompts, sampled and greedy, unless these weights were evaluated."""
+        if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:
             self.sync_weights()

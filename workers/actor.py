@@ -1,12 +1,11 @@
 """The actor: a sharded causal language model, its log-probs and its policy update."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from rltrain.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.algorithms import (
@@ -22,10 +21,11 @@ from rltrain.algorithms import (
 from rltrain.errors import ConfigError, LogProbError
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
+from workers.checkpoint import RankState, Saved
 from workers.dispatch import Minibatch, UpdateResult
 from workers.forward import Pack, load_model, microbatch, policy_output, row_pass, unpack
 from workers.fsdp import Optimizer, device, full, shard
-from workers.lora import adapt, adapter_tensors, merged_tensors, save_adapter
+from workers.lora import adapt, merged_tensors
 from workers.sync.buckets import Bucket
 from workers.sync.sender import AdapterSender, Offer, Sender
 
@@ -51,6 +51,7 @@ class ActorWorker:
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad], config.actor, config.optimizer_steps
         )
+        self.state = RankState("actor", self.model, self.optimizer, base=self.path)
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
         # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded
@@ -161,20 +162,20 @@ class ActorWorker:
         """Every parameter once, whole and float32, adapters merged, on every rank. A collective."""
         return dict(merged_tensors(self.model))
 
-    def save(self, path: str) -> None:
-        """Write the model in Hugging Face form (rank 0); adapters are merged, and beside it too. A collective."""
-        state = self.weights()
-        adapters = {name: full(tensor) for name, tensor in adapter_tensors(self.model).items()}
-        if torch.distributed.get_rank() == 0:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            self.model.config.dtype = "float32"
-            # The model's own generation defaults are kept as they are; transformers refuses to write some of them.
-            self.model.generation_config = GenerationConfig.from_model_config(self.model.config)
-            self.model.save_pretrained(path, state_dict={name: tensor.cpu() for name, tensor in state.items()})
-            if (self.path / "generation_config.json").is_file():
-                shutil.copy(self.path / "generation_config.json", path)
-            if adapters:
-                save_adapter(self.model, adapters, Path(path) / "adapter", self.path)
+    def save_state(self, url: str) -> None:
+        """Begin to write this rank's part of a checkpoint, and the exported model. All ranks must call it."""
+        self.state.save(url)
+
+    def saved_state(self) -> Saved | None:
+        """What that has come to, None while it is under way."""
+        return self.state.saved()
+
+    def load_state(self, url: str | None) -> None:
+        """Go back to a checkpoint, or without one to the start. All ranks must call it."""
+        if url is not None:
+            self.state.load(url)
+        elif self.optimizer.steps:
+            self.__init__(self.config, str(self.path))  # type: ignore[misc]
 
 
 def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:

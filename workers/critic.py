@@ -7,6 +7,7 @@ from transformers import AutoModelForTokenClassification
 from rltrain.algorithms import aggregate_loss, value_loss
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
+from workers.checkpoint import RankState, Saved
 from workers.dispatch import Minibatch, UpdateResult
 from workers.forward import load_model, microbatch, response_values, row_pass, unpack
 from workers.fsdp import Optimizer, shard
@@ -21,7 +22,7 @@ class CriticWorker:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.config = config
+        self.config, self.path = config, path
         model = load_model(AutoModelForTokenClassification, path, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
         setattr(model, name, nn.Linear(head.in_features, 1, bias=False))
@@ -29,6 +30,7 @@ class CriticWorker:
         self.model = shard(model, config)
         self.model.eval()  # no dropout: the value of a state must not depend on chance
         self.optimizer = Optimizer(list(self.model.parameters()), config.critic, config.optimizer_steps)
+        self.state = RankState("critic", self.model, self.optimizer)
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """`values` of these rows, in the order of the micro-batches."""
@@ -56,3 +58,18 @@ class CriticWorker:
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():
             result.sums[name] = result.sums.get(name, 0.0) + float(value)
+
+    def save_state(self, url: str) -> None:
+        """Begin to write this rank's part of a checkpoint. All ranks must call it."""
+        self.state.save(url)
+
+    def saved_state(self) -> Saved | None:
+        """What that has come to, None while it is under way."""
+        return self.state.saved()
+
+    def load_state(self, url: str | None) -> None:
+        """Go back to a checkpoint, or without one to the start. All ranks must call it."""
+        if url is not None:
+            self.state.load(url)
+        elif self.optimizer.steps:
+            self.__init__(self.config, self.path)  # type: ignore[misc]

@@ -99,6 +99,14 @@ class Optimizer:
             parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
         )
 
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW's state of a parameter by name, zeros before its first step, as it would make them itself."""
+        state = self.adamw.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return dict(state)
+
     def lr(self) -> float:
         """The rate of the next step: warm-up to `lr`, then constant, or down to 0 linearly or by a half cosine."""
         config, step = self.config, self.steps

@@ -163,16 +163,3 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield plain_name(name), merge(tensor, full(adapter.b.detach()), full(adapter.a.detach()), adapter.scale)
         elif not is_adapter(name):
             yield plain_name(name), tensor
-
-
-def save_adapter(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path, base: Path) -> None:
-    """Write whole adapter tensors in peft's form, for `PeftModel.from_pretrained(base, folder)`."""
-    from safetensors.torch import save_file
-
-    settings = model.peft_config[NAME]
-    settings.base_model_name_or_path, settings.inference_mode = str(base), True
-    settings.target_modules = sorted(settings.target_modules)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings.save_pretrained(str(folder))
-    named = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,8 @@ def test_D1_dropout_in_a_models_config_is_off_and_odd_generation_defaults_are_ke
     workers = group(config_of(), str(tmp_path), 0)
     metrics = workers["actor"].update(prepared(workers), [list(range(24))], ENTROPY_COEF, max_tokens=8192)
     assert metrics["same_policy_gap"] < 1e-6
-    workers["actor"].wait(workers["actor"].start("save", str(tmp_path / "saved")))
-    assert (tmp_path / "saved" / "generation_config.json").read_text() == odd
-    assert (tmp_path / "saved" / "model.safetensors").is_file()
+    workers["actor"].wait(workers["actor"].start("save_state", str(tmp_path / "saved")))
+    while workers["actor"].wait(workers["actor"].start("saved_state"))[0] is None:
+        time.sleep(0.01)
+    assert (tmp_path / "saved" / "model" / "generation_config.json").read_text() == odd
+    assert (tmp_path / "saved" / "model" / "model.safetensors").is_file()

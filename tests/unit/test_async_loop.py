@@ -9,6 +9,7 @@ from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.trainer import Trainer
+from tests.fakes import NoCheckpoints
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -310,7 +311,8 @@ def trainer(config, made, *, looks):
     log = []
     actor = Busy("actor", log, looks, old_log_probs=-1.0)
     return Trainer(
-        config, collector=made, actor=actor, reference=None, critic=None, tracker=None, exporter=None, val_prompts=[]
+        config, collector=made, actor=actor, reference=None, critic=None, tracker=None,
+        checkpoints=NoCheckpoints(), val_prompts=[],
     ), log  # fmt: skip
 
 

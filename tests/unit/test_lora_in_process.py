@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.checkpoint import Exporter
+from rltrain.checkpoint import Checkpoints
 from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import load_prompts
+from rltrain.storage import Folder
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
 from workers.placement import start as start_workers
@@ -36,7 +37,7 @@ def trainer(model, tmp_path, *overrides) -> Trainer:
     made = Trainer(
         config, collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts),
         actor=workers.actor, reference=workers.reference, critic=workers.critic, tracker=None,
-        exporter=Exporter(tmp_path, char_tokenizer()), val_prompts=[],
+        checkpoints=Checkpoints(Folder(str(tmp_path / "checkpoints")), "", keep=0, best=None), val_prompts=[],
     )  # fmt: skip
     made.sync_weights()
     return made
@@ -54,7 +55,9 @@ def test_reward_rises_with_adapters_alone_and_engine_and_actor_agree_in_each_ste
     assert max(metrics["actor/engine_gap"] for metrics in history) < 1e-5
     if "kl_loss" in override:  # the reference has no adapters
         assert history[0]["actor/ref_kl"] < 1e-6 < history[-1]["actor/ref_kl"]
-    folder = made.exporter.save_final(made.actor)
+    made.checkpoints.start(STEPS, 0, made.trained(), made.state_dict(), history={}, metrics={})
+    made.checkpoints.finish()
+    folder = tmp_path / "checkpoints" / f"step_{STEPS}" / "model"
     assert sorted(file.name for file in folder.iterdir() if file.is_dir()) == ["adapter"]
     saved = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     base = dict(AutoModelForCausalLM.from_pretrained(Path(start)).named_parameters())

@@ -135,7 +135,7 @@ class Collector:
     """Asks the pool, and makes up the answers."""
 
     def __init__(self, pool):
-        self.rollout, self.advance = pool, lambda: None
+        self.rollout, self.advance, self.state_dict = pool, lambda: None, dict
 
     def answers(self, version):
         self.rollout.submit([[REQUEST]])
@@ -159,7 +159,7 @@ class Collector:
 
 
 class Silent:
-    """A tracker and an exporter that say nothing."""
+    """A tracker and checkpoints that say nothing."""
 
     def __getattr__(self, name):
         return lambda *args: None
@@ -173,7 +173,7 @@ def trainer(device, *overrides, engine=None, val=()):
     pool = RolloutPool(OneReplica(engine or Engine(device)), sleeps=config.takes_turns)
     return Trainer(
         config, collector=Collector(pool), actor=Actor(device), reference=None, critic=None, tracker=Silent(),
-        exporter=Silent(), val_prompts=val,
+        checkpoints=Silent(), val_prompts=val,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def batch() -> DataProto:
     made = DataProto.from_dict(
         {"prompts": jagged([[1], [1, 2], [3]], torch.int64), "responses": jagged([[4, 5], [], [6]], torch.int64),
          "uid": torch.tensor([0, 0, 1]), "scores": torch.tensor([1.0, 0.0, 0.5]),
-         "valid": torch.tensor([True, False, True]),
+         "valid": torch.tensor([True, False, True]), "failed": torch.tensor([False, True, False]),
          "reward_components": torch.tensor([[1.0, NAN], [NAN, NAN], [0.5, 0.0]])},
         {"prompt_text": ["a", "b", "c"], "response_text": ["good", "", "\x00 [bold] \U0001f600\n"],
          "finish_reason": ["stop", "abort", "length"], "reward_error": ["", "it broke", ""]},

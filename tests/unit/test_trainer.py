@@ -31,6 +31,7 @@ class FakeCollector:
 
     def __init__(self, log):
         self.log, self.rollout, self.asleep, self.sleep = log, self, False, lambda: None
+        self.state_dict = lambda: {"waiting": len(log)}
 
     def answers(self, version):
         self.log.append(f"answers {version}")
@@ -77,6 +78,8 @@ class FakeTracker:
     def __init__(self, log):
         self.log, self.steps, self.evals = log, [], []
         self.log_failed = lambda step, batch: f"/run/{step}"
+        self.state, self.metrics_of = lambda: {"lines": b""}, lambda step: {"step": step}
+        self.evaluated = lambda step: step in dict(self.evals)
 
     def log_step(self, step, metrics, batch):
         self.log.append(f"log {step}")
@@ -86,10 +89,18 @@ class FakeTracker:
         self.evals.append((step, metrics))
 
 
-class FakeExporter:
+class FakeCheckpoints:
+    """Saves that are done at once."""
+
     def __init__(self, log):
-        self.save_step = lambda actor, step: log.append(f"save {actor.role} {step}")
-        self.save_final = lambda actor: log.append(f"save {actor.role} at the end")
+        self.log, self.last, self.saved = log, None, []
+        self.advance = lambda: True
+        self.finish = lambda: log.append("saves finished")
+
+    def start(self, step, incarnation, groups, state, *, history, metrics):
+        self.log.append(f"save {' and '.join(groups)} {step}")
+        self.last = step
+        self.saved.append((state, history, metrics))
 
 
 BASE = [
@@ -108,7 +119,7 @@ def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None,
         actor=FakeGroup("actor", log, old_log_probs=old),
         reference=FakeGroup("reference", log, ref_log_probs=-1.25) if reference else None,
         critic=FakeGroup("critic", log, values=0.25) if critic else None,
-        tracker=FakeTracker(log), exporter=FakeExporter(log), val_prompts=val,
+        tracker=FakeTracker(log), checkpoints=FakeCheckpoints(log), val_prompts=val,
     )  # fmt: skip
     told = [f"{role} meanwhile advance" for role in ("actor", *["reference"] * reference, *["critic"] * critic)]
     assert [log.pop(0) for _ in told] == told  # while these compute, answers and scores move on
@@ -202,9 +213,9 @@ def test_metrics_name_their_role_and_every_phase_is_timed():
 def test_weights_are_synced_before_the_first_step_and_after_each_update_with_the_next_version():
     made, log = trainer("rollout.verify_sync=false")
     made.fit()
-    assert [line for line in log if line.startswith(("answers", "load", "actor update", "log", "save"))] == [
+    assert [line for line in log if line.startswith(("answers", "load", "actor update", "log", "save "))] == [
         "load actor as 0, checked: False", "answers 0", "actor update 1111", "load actor as 1, checked: False", "log 1",
-        "answers 1", "actor update 1111", "load actor as 2, checked: False", "log 2", "save actor at the end",
+        "answers 1", "actor update 1111", "load actor as 2, checked: False", "log 2", "save actor 2",
     ]  # fmt: skip
 
 
@@ -221,7 +232,7 @@ def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_th
     )
     made.fit()
     assert [step for step, _ in made.tracker.evals] == [0, 2, 4]
-    assert [line for line in log if line.startswith("save")] == ["save actor 3", "save actor at the end"]
+    assert [line for line in log if line.startswith("save ")] == ["save actor 3", "save actor 4"]
     assert made.tracker.evals[0][1] == {
         f"eval/{kind}_{name}": value
         for kind in ("sampled", "greedy")

@@ -13,6 +13,7 @@ from rltrain.protocol import DataProto, jagged
 from rltrain.scoring import zero_spread
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
+from tests.fakes import NoCheckpoints
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
 
@@ -45,8 +46,8 @@ def trainer(model, *overrides) -> Trainer:
     )
     made = Trainer(
         config, collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts),
-        actor=workers.actor, reference=workers.reference, critic=workers.critic, tracker=None, exporter=None,
-        val_prompts=[],
+        actor=workers.actor, reference=workers.reference, critic=workers.critic, tracker=None,
+        checkpoints=NoCheckpoints(), val_prompts=[],
     )  # fmt: skip
     made.sync_weights()
     return made

@@ -15,6 +15,7 @@ from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.trainer import Trainer
+from tests.fakes import NoCheckpoints
 from workers.group import LocalHosts, WorkerGroup
 from workers.host import Host
 from workers.reward.messages import RewardResult
@@ -104,7 +105,7 @@ def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
         config,
         collector=Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS),
         actor=actor or FakeGroup(old_log_probs=-1.0), reference=None, critic=FakeGroup(values=0.25),
-        tracker=None, exporter=None, val_prompts=[],
+        tracker=None, checkpoints=NoCheckpoints(), val_prompts=[],
     )  # fmt: skip
     metrics, batch = trainer.train_step()
     return batch, metrics

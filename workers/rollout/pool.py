@@ -69,8 +69,11 @@ class RolloutPool:
         return found
 
     def abort(self) -> None:
-        """Drop everything unfinished."""
+        """Drop everything unfinished, and every answer that is on its way: none of them is ever returned."""
+        self.hosts.wait(self.sent)  # or it would arrive after the engine was told to drop it
         self.hosts.call("rollout", "abort", [()] * self.hosts.size)
+        self.hosts.wait(list(self.asked.values()))
+        self.sent, self.asked = [], {}
         for keys in self.running:
             keys.clear()
 

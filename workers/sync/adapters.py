@@ -46,11 +46,19 @@ class BaseWeights:
 
     def tensor(self, name: str) -> Tensor:
         """As it is in its file, on the CPU."""
+        found: Tensor = self._file(name).get_tensor(name)
+        return found
+
+    def size(self, name: str) -> list[int]:
+        """Its shape."""
+        found: list[int] = self._file(name).get_slice(name).get_shape()
+        return found
+
+    def _file(self, name: str) -> Any:
         file = self.files[name]
         if file not in self.opened:
             self.opened[file] = safe_open(file, "pt")
-        found: Tensor = self.opened[file].get_tensor(name)
-        return found
+        return self.opened[file]
 
     def require(self, names: Sequence[str]) -> None:
         """Raise ConfigError unless all these tensors are there."""

@@ -15,6 +15,7 @@ from rltrain.errors import ConfigError
 from rltrain.reward_models import RewardModel, reward_models
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
+from tests.fakes import NoCheckpoints
 from workers.group import LocalHosts, WorkerGroup
 from workers.host import Host
 from workers.placement import ROLES
@@ -99,7 +100,8 @@ def trainer(start: str, *overrides: str) -> Trainer:
                            overlong="refuse", limit=64)  # fmt: skip
     models = reward_models(config, workers.reward_models)
     made = Trainer(
-        config, actor=workers.actor, reference=None, critic=None, tracker=None, exporter=None, val_prompts=[],
+        config, actor=workers.actor, reference=None, critic=None, tracker=None,
+        checkpoints=NoCheckpoints(), val_prompts=[],
         collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, models=models),
     )  # fmt: skip
     made.sync_weights()

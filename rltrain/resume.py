@@ -1,0 +1,219 @@
+"""From where a run goes on: which checkpoint `trainer.resume` means, and whether this config may continue it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rltrain.checkpoint import MANIFEST, Checkpoint, Checkpoints, read, steps_in
+from rltrain.checks import RUN_FILES
+from rltrain.errors import CheckpointError, ConfigError
+from rltrain.schema import Config, TrainerConfig
+from rltrain.storage import Folder, absolute
+from rltrain.typed import require
+
+# Sections, and keys, that do not decide what is learnt: they may differ from those of the checkpoint.
+FREE = (
+    "verbose", "placement",
+    *(f"trainer.{key}" for key in (
+        "total_steps", "save_every", "eval_every", "sample_every", "output_dir", "resume", "checkpoint_dir",
+        "keep_checkpoints", "keep_best", "max_restarts", "hang_timeout_s", "max_skipped_updates",
+    )),
+    "actor.max_tokens_per_microbatch", "critic.max_tokens_per_microbatch",
+    "data.val", "data.val_size",
+    *(f"reward.{key}" for key in ("timeout_s", "memory_mb", "concurrency", "max_failed_fraction")),
+    *(f"rollout.{key}" for key in ("max_concurrent_sequences", "max_log_prob_gap", "verify_sync", "vllm")),
+    *(f"model.{key}" for key in ("activation_checkpointing", "cpu_offload", "compile")),
+)  # fmt: skip
+AUTO, NEVER = "auto", "never"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: to go on from; None: the start.
+        said: what to tell the user, lines; none where a run simply starts.
+        over: the run has nothing left to do.
+    """
+
+    checkpoint: Checkpoint | None
+    said: tuple[str, ...] = ()
+    over: bool = False
+
+
+def beginning(config: Config) -> Beginning:
+    """What `trainer.resume` comes to.
+
+    Args:
+        config: the whole config, with all knobs.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it is damaged, or it is one of another config.
+    """
+    trainer = config.trainer
+    own = Folder(absolute(trainer.checkpoint_dir))
+    if trainer.resume == AUTO:
+        return _auto(config, own)
+    if trainer.resume == NEVER:
+        _require_no_checkpoints(trainer, own)
+        return Beginning(None)
+    checkpoint = _named(trainer.resume)
+    _require_no_other_run(trainer, own, checkpoint)
+    return _from(config, checkpoint)
+
+
+def _auto(config: Config, own: Folder) -> Beginning:
+    output = Path(absolute(config.trainer.output_dir))
+    config_file = output / "config.yaml"
+    if config_file.is_file():
+        _require_same(config, config_file.read_text(), str(config_file))
+        there = _flat(_values(config_file.read_text(), str(config_file))).get("trainer.checkpoint_dir", "")
+        require(
+            str(Folder(absolute(str(there)))) == str(own),
+            f"trainer.checkpoint_dir={own}: the run in {output} has its checkpoints in {there}; use the same",
+        )
+    found = Checkpoints(own, "", keep=0, best=None).newest()
+    if found is not None:
+        return _from(config, found)
+    damaged = steps_in(own)
+    require(
+        not damaged,
+        f"trainer.resume=auto: {own} holds {len(damaged)} checkpoints, and none of them is good; remove them to train "
+        "from the start",
+    )
+    files = [name for name in RUN_FILES if (output / name).exists()]
+    if not files:
+        return Beginning(None, (f"trainer.resume=auto: {output} holds no run yet, so a new one starts",))
+    require(
+        config_file.is_file(),
+        f"trainer.resume=auto: {output} holds {files[0]} and no config.yaml, so it is no run to go on with; name a new "
+        "folder",
+    )
+    return Beginning(None, (f"trainer.resume=auto: the run in {output} has no checkpoint yet; it starts again",))
+
+
+def _named(path: str) -> Checkpoint:
+    """The checkpoint of a path: its own folder, or the newest good one of a run or of a folder of checkpoints."""
+    where, folder = f"trainer.resume={path}", Folder(absolute(path))
+    if folder.exists(MANIFEST):
+        try:
+            return read(folder)
+        except CheckpointError as error:
+            raise ConfigError(f"{where}: {error}; give another checkpoint, or trainer.resume=auto") from None
+    for place in (folder, folder.at("checkpoints")):
+        if steps_in(place):
+            found = Checkpoints(place, "", keep=0, best=None).newest()
+            require(found is not None, f"{where}: none of the checkpoints in {place} is good; give another folder")
+            assert found is not None, "required above"
+            return found
+    raise ConfigError(
+        f"{where}: holds no {MANIFEST}, so it is no finished checkpoint, nor a run's folder with one; give "
+        "never, auto, or the folder of a checkpoint"
+    )
+
+
+def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
+    trainer = config.trainer
+    _require_same(config, checkpoint.config, str(checkpoint.folder))
+    output = Path(absolute(trainer.output_dir))
+    if checkpoint.step >= trainer.total_steps and (output / "model").is_dir():
+        line = (
+            f"nothing to do: {checkpoint.folder} is after step {checkpoint.step}, and trainer.total_steps="
+            f"{trainer.total_steps}; the model is in {output / 'model'}"
+        )
+        return Beginning(checkpoint, (line,), over=True)
+    said = [f"going on after step {checkpoint.step}, from {checkpoint.folder}"]
+    before = _flat(_values(checkpoint.config, str(checkpoint.folder))).get("trainer.total_steps")
+    if before != trainer.total_steps:
+        schedules = {role: getattr(config, role).lr_schedule for role in ("actor", "critic")}
+        moved = ", ".join(f"{role}.lr_schedule={kind}" for role, kind in schedules.items() if kind != "constant")
+        hint = f": {moved} now ends there, so the rates differ from the first run's" if moved else ""
+        said.append(f"trainer.total_steps={trainer.total_steps}, where the checkpoint has {before}{hint}")
+    return Beginning(checkpoint, tuple(said))
+
+
+def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
+    steps = steps_in(own)
+    require(
+        not steps,
+        f"trainer.checkpoint_dir={own}: holds checkpoints of another run (step_{steps[-1] if steps else 0}); name "
+        "a new folder, or go on with that run by trainer.resume=auto",
+    )
+
+
+def _require_no_other_run(trainer: TrainerConfig, own: Folder, checkpoint: Checkpoint) -> None:
+    """A checkpoint by its path either goes on where it lies, as the newest there, or in new folders."""
+    output = Path(absolute(trainer.output_dir))
+    if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
+        newer = [step for step in steps_in(own) if step > checkpoint.step]
+        require(
+            not newer,
+            f"trainer.resume={trainer.resume}: {own} holds newer checkpoints too (step_{newer[-1] if newer else 0}), "
+            "which another future would mix with; name a new trainer.output_dir",
+        )
+        return
+    _require_no_checkpoints(trainer, own)
+    for name in RUN_FILES:
+        require(
+            not (output / name).exists(),
+            f"trainer.output_dir={trainer.output_dir}: holds another run ({name}) than the checkpoint's; name a new "
+            "folder, or use trainer.resume=auto to go on with that run",
+        )
+
+
+def _require_same(config: Config, saved: str, where: str) -> None:
+    """Refuse a config that would make another future of a checkpoint."""
+    old, new = _flat(_values(saved, where)), _flat(asdict(config))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key) and not _is_free(key):
+            raise ConfigError(
+                f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
+                f"value would be another run ({where}); use the same, or start a new run with its model as model.path"
+            )
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def _values(text: str, where: str) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: its config.yaml cannot be read ({' '.join(str(error).split())[:120]})") from None
+    require(isinstance(found, Mapping), f"{where}: its config.yaml holds no config; give another checkpoint")
+    return found  # type: ignore[no-any-return]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def require_same_prompts(checkpoint: Checkpoint, fingerprint: int, where: str) -> None:
+    """Refuse data that has changed under its name.
+
+    Args:
+        checkpoint: to go on from.
+        fingerprint: of the prompts that were loaded.
+        where: their config key and value.
+
+    Raises:
+        ConfigError: they are not those of the checkpoint.
+    """
+    require(
+        checkpoint.state.get("prompts") == fingerprint,
+        f"{where}: holds other prompts than when {checkpoint.folder} was written, so they cannot be gone on with in "
+        "their order; put the data back, or start a new run",
+    )

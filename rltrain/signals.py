@@ -1,0 +1,47 @@
+"""SIGTERM and Ctrl-C: the first one asks the run to stop where nothing is lost, the second ends it at once."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+from rltrain.errors import Stopped
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Catches them while it is entered; other threads than the main one cannot, and then it catches none.
+
+    Attributes:
+        patient: whether there is a safe place ahead, where `check` is called; else the first signal ends it too.
+    """
+
+    def __init__(self) -> None:
+        self.patient = False
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._catch) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise Stopped if a signal has come."""
+        if self.received is not None:
+            raise Stopped(self.status)
+
+    @property
+    def status(self) -> int:
+        """Exit status of a program that ended on this signal."""
+        return 128 + (self.received or signal.SIGINT)
+
+    def _catch(self, number: int, _frame: FrameType | None) -> None:
+        first, self.received = self.received is None, number
+        if not (first and self.patient):
+            raise KeyboardInterrupt

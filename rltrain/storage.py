@@ -1,0 +1,99 @@
+"""Folders on any file system that fsspec knows: local paths, `file://`, `s3://` and so on."""
+
+import os
+import zlib
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+_CHUNK = 8 << 20
+
+
+class Folder:
+    """A folder, which need not exist.
+
+    Args:
+        url: a local path, or protocol://path.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/") or url
+        self.fs, root = url_to_fs(self.url)
+        self.root: str = root.rstrip("/") or root
+        self.local = "file" in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
+
+    def __str__(self) -> str:
+        return self.root if self.local else self.url
+
+    def at(self, name: str) -> "Folder":
+        """A folder in this one."""
+        return Folder(f"{self.url}/{name}")
+
+    def path(self, name: str) -> str:
+        """What the file system calls a file in this folder."""
+        return f"{self.root}/{name}"
+
+    def open(self, name: str, mode: str = "rb") -> Any:
+        """Open a file; one to be written gets the folders that it lies in."""
+        if "r" not in mode:
+            self.fs.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+        return self.fs.open(self.path(name), mode)
+
+    def read(self, name: str) -> bytes:
+        """All of a file."""
+        with self.open(name) as stream:
+            content: bytes = stream.read()
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file that is there as a whole or not at all, whenever this process is killed."""
+        temporary = f"{name}.partial" if self.local else name  # an object store shows an object when it is complete
+        with self.open(temporary, "wb") as stream:
+            stream.write(content)
+            if self.local:
+                flush(stream)
+        if self.local:
+            os.replace(self.path(temporary), self.path(name))
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file or folder."""
+        return bool(self.fs.exists(self.path(name)))
+
+    def names(self) -> list[str]:
+        """What lies directly in this folder; nothing where it does not exist."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.ls(self.root, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def files(self) -> list[str]:
+        """All files below, by their paths from here."""
+        self.fs.invalidate_cache()
+        found = self.fs.find(self.root) if self.fs.exists(self.root) else []
+        return sorted(path[len(self.root) :].lstrip("/") for path in found)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder with all that is in it, if it is there."""
+        if self.exists(name):
+            self.fs.rm(self.path(name), recursive=True)
+
+    def checksum(self, name: str) -> tuple[int, int]:
+        """Size and CRC-32 of a file, read to its end."""
+        size = crc = 0
+        with self.open(name) as stream:
+            while chunk := stream.read(_CHUNK):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        return size, crc
+
+
+def flush(stream: Any) -> None:
+    """Let a local file's bytes reach the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def absolute(url: str) -> str:
+    """The same for processes that have another working directory."""
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))

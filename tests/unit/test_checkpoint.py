@@ -1,0 +1,211 @@
+"""What makes a checkpoint one, which are kept, and what happens when one cannot be written; ranks are fakes."""
+
+import json
+import logging
+import os
+import random
+
+import pytest
+
+from rltrain.checkpoint import MANIFEST, Checkpoints, read, steps_in
+from rltrain.errors import CheckpointError
+from rltrain.storage import Folder
+from workers.checkpoint import Saved
+
+HISTORY = {"metrics.jsonl": b'{"step": 1}\n', "ledger.jsonl": b""}
+
+
+class Ranks:
+    """Two ranks that write one file each, when they are looked at for the second time."""
+
+    def __init__(self):
+        self.url, self.looks, self.error = "", 0, ""
+
+    def start(self, method, *arguments):
+        return [(method, *arguments)]
+
+    def wait(self, pending):
+        ((method, *arguments),) = pending
+        return getattr(self, method)(*arguments)
+
+    def save_state(self, url):
+        self.url, self.looks = url, 0
+        return [None, None]
+
+    def saved_state(self):
+        self.looks += 1
+        if self.looks < 2:
+            return [None, None]
+        try:
+            return self._write(Folder(self.url))
+        except OSError as error:  # ranks raise nothing, they tell
+            return [Saved(error=str(error)), Saved()]
+
+    def _write(self, folder):
+        found = []
+        for rank in range(2):
+            name = f"state/actor/__{rank}_0.distcp"
+            folder.write(name, f"tensors of rank {rank}".encode())
+            found.append(Saved({name: folder.checksum(name)}, self.error))
+        folder.write("model/config.json", b"{}")
+        folder.write("model/model.safetensors", b"weights")
+        names = ("model/config.json", "model/model.safetensors")
+        return [Saved(found[0].files | {name: folder.checksum(name) for name in names}, self.error), found[1]]
+
+
+def made(tmp_path, *, keep=0, best=None) -> Checkpoints:
+    return Checkpoints(Folder(str(tmp_path / "checkpoints")), "seed: 0\n", keep=keep, best=best, prompts=7)
+
+
+def save(checkpoints, step, *, ranks=None, wait=True, **metrics):
+    checkpoints.start(step, 2, {"actor": ranks or Ranks()}, {"step": step}, history=HISTORY, metrics=metrics)
+    if wait:
+        checkpoints.finish()
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_was_saved_is_what_is_read(tmp_path):
+    save(made(tmp_path), 3, score=0.5)
+    found = made(tmp_path).newest()
+    assert (found.step, found.incarnation, found.config, found.history) == (3, 2, "seed: 0\n", HISTORY)
+    assert found.state == {"step": 3, "prompts": 7}
+    listed = json.loads((tmp_path / "checkpoints/step_3" / MANIFEST).read_text())["manifest"]["files"]
+    assert files_of(tmp_path / "checkpoints/step_3") == sorted([*listed, MANIFEST])
+
+
+def test_until_its_manifest_is_there_the_one_before_is_current(tmp_path):
+    checkpoints = made(tmp_path)
+    save(checkpoints, 1)
+    save(checkpoints, 2, wait=False)
+    assert (checkpoints.newest().step, checkpoints.advance()) == (1, False)
+    assert (checkpoints.advance(), checkpoints.newest().step) == (True, 2)
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "remove", "lengthen"])
+def test_F4_whichever_file_is_damaged_it_is_named_and_the_one_before_is_used(tmp_path, harm, caplog):
+    checkpoints, draw = made(tmp_path), random.Random(harm)
+    for step in (1, 2):
+        save(checkpoints, step)
+    folder = tmp_path / "checkpoints" / "step_2"
+    for name in files_of(folder):
+        good = (folder / name).read_bytes()
+        if not good and harm in ("cut", "flip"):
+            continue
+        bad = bytearray(good)
+        if harm == "cut":
+            bad = bad[: draw.randrange(len(bad))]
+        elif harm == "lengthen":
+            bad += b"x"
+        elif harm == "flip":
+            bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        (folder / name).unlink()
+        if harm != "remove":
+            (folder / name).write_bytes(bad)
+        caplog.clear()
+        assert checkpoints.newest().step == 1, name
+        if not (harm == "remove" and name == MANIFEST):  # then it never was one
+            (said,) = caplog.messages
+            assert f"{folder}: {name}" in said
+            assert "\n" not in said
+            with pytest.raises(CheckpointError, match=name):
+                read(Folder(str(folder)))
+        (folder / name).write_bytes(good)
+    assert checkpoints.newest().step == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"manifest": 3, "crc": 1}', b"\xff\xfe", b"[" * 100_000,
+     b'{"manifest": {"step": 1, "incarnation": 0, "metric": null, "files": {"../../x": [1, 2]}}, "crc": 0}'],
+)  # fmt: skip
+def test_a_manifest_of_garbage_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST} is damaged") as caught:
+        read(Folder(str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_last_k_and_the_best_are_kept(tmp_path):
+    checkpoints = made(tmp_path, keep=2, best="score")
+    for step, score in enumerate([0.1, 0.9, 0.3, float("nan"), 0.2], start=1):
+        save(checkpoints, step, score=score)
+    assert steps_in(checkpoints.folder) == [2, 4, 5]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_2", "step_4", "step_5"]
+
+
+def test_zero_keeps_all_and_one_keeps_the_newest(tmp_path):
+    for keep, left in ((0, [1, 2, 3]), (1, [3])):
+        checkpoints = made(tmp_path / str(keep), keep=keep)
+        for step in (1, 2, 3):
+            save(checkpoints, step)
+        assert steps_in(checkpoints.folder) == left
+
+
+def test_a_metric_that_does_not_exist_is_named_with_those_that_do(tmp_path, caplog):
+    save(made(tmp_path, best="eval/accuracy"), 1, score=1.0)
+    assert caplog.messages == ["trainer.keep_best=eval/accuracy: no such metric at step 1; there are score"]
+
+
+def test_what_a_crash_has_left_is_removed_at_the_next_start_and_nothing_else(tmp_path):
+    checkpoints = made(tmp_path)
+    save(checkpoints, 1)
+    save(checkpoints, 2, wait=False)
+    (tmp_path / "checkpoints/step_2/state").mkdir(parents=True)
+    (tmp_path / "checkpoints/my notes").mkdir()
+    made(tmp_path).clean()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["my notes", "step_1"]
+
+
+def test_a_save_that_fails_on_a_rank_is_said_and_leaves_the_run_and_the_old_ones(tmp_path, caplog):
+    checkpoints, ranks = made(tmp_path), Ranks()
+    save(checkpoints, 1)
+    ranks.error = "No space left on device"
+    save(checkpoints, 2, ranks=ranks)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_1"]
+    (said,) = caplog.messages
+    assert "step_2: not saved, No space left on device; the run goes on" in said
+    with pytest.raises(CheckpointError, match=r"so .*model was not made; make room"):
+        checkpoints.publish(tmp_path / "model")
+    ranks.error = ""
+    save(checkpoints, 2, ranks=ranks)  # tried again
+    assert checkpoints.newest().step == 2
+
+
+def test_a_destination_that_cannot_be_written_keeps_the_run(tmp_path, caplog):
+    (tmp_path / "checkpoints").write_text("a file in its place")
+    save(made(tmp_path), 1)
+    assert "step_1: not saved" in caplog.messages[0]
+
+
+def test_the_model_is_put_in_its_place_by_links_and_replaces_the_one_before(tmp_path):
+    checkpoints = made(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step)
+        checkpoints.publish(tmp_path / "model")
+        assert files_of(tmp_path / "model") == ["config.json", "model.safetensors"]
+        saved = tmp_path / f"checkpoints/step_{step}/model/model.safetensors"
+        assert (tmp_path / "model/model.safetensors").samefile(saved)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model"]
+
+
+def test_any_file_system_will_do(caplog):
+    checkpoints = Checkpoints(Folder("memory://somewhere/run"), "a: 1", keep=1, best=None)
+    for step in (1, 2):
+        save(checkpoints, step)
+    assert steps_in(checkpoints.folder) == [2]
+    assert checkpoints.newest().config == "a: 1"
+    assert str(checkpoints.folder) == "memory://somewhere/run"
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_files_get_the_rights_that_the_users_umask_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(made(tmp_path), 1)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "checkpoints"
+    assert {(folder / name).stat().st_mode & 0o777 for name in files_of(folder)} == {0o640}

@@ -1,0 +1,187 @@
+"""Which checkpoint `trainer.resume` means, and which configs may go on with it."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from rltrain.compose import compose, to_yaml
+from rltrain.credit import with_all_knobs
+from rltrain.errors import ConfigError
+from rltrain.resume import FREE, beginning, require_same_prompts
+from rltrain.schema import Config
+from rltrain.typed import keys
+from tests.unit.test_checkpoint import Ranks, made, save
+
+
+def config(tmp_path, *overrides) -> Config:
+    return with_all_knobs(compose([f"trainer.output_dir={tmp_path}", *overrides])[0])
+
+
+def saved(tmp_path, *overrides, steps=(2,)):
+    """A run's folder with checkpoints."""
+    checkpoints = made(tmp_path)
+    checkpoints.config = to_yaml(config(tmp_path, *overrides))
+    for step in steps:
+        save(checkpoints, step, ranks=Ranks())
+    (tmp_path / "config.yaml").write_text(checkpoints.config)
+
+
+def refusal(tmp_path, *overrides) -> str:
+    with pytest.raises(ConfigError) as caught:
+        beginning(config(tmp_path, *overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_free_key_exists():
+    known = [*keys(Config), "rollout.vllm", "placement"]
+    assert [free for free in FREE if free not in known] == []
+
+
+def test_auto_starts_anew_where_there_is_no_run_and_says_so(tmp_path):
+    found = beginning(config(tmp_path / "new", "trainer.resume=auto"))
+    assert found.checkpoint is None
+    assert found.said == (f"trainer.resume=auto: {tmp_path / 'new'} holds no run yet, so a new one starts",)
+
+
+def test_auto_takes_the_newest_good_one(tmp_path):
+    saved(tmp_path, steps=(2, 4))
+    found = beginning(config(tmp_path, "trainer.resume=auto"))
+    assert (found.checkpoint.step, found.over) == (4, False)
+    assert found.said == (f"going on after step 4, from {tmp_path}/checkpoints/step_4",)
+    (tmp_path / "checkpoints/step_4/driver.json").write_text("{}")
+    assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2
+
+
+def test_auto_starts_again_with_the_same_config_where_there_is_no_checkpoint_yet(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(config(tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text("")
+    found = beginning(config(tmp_path, "trainer.resume=auto"))
+    assert (found.checkpoint, len(found.said)) == (None, 1)
+    assert "has no checkpoint yet; it starts again" in found.said[0]
+    assert "actor.lr=1.0: the checkpoint has 0.0004" in refusal(tmp_path, "trainer.resume=auto", "actor.lr=1")
+    (tmp_path / "config.yaml").unlink()
+    assert "holds metrics.jsonl and no config.yaml" in refusal(tmp_path, "trainer.resume=auto")
+
+
+def test_auto_refuses_to_start_anew_where_all_checkpoints_are_damaged(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "checkpoints/step_2/model/config.json").unlink()
+    assert "holds 1 checkpoints, and none of them is good" in refusal(tmp_path, "trainer.resume=auto")
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    saved(tmp_path, "trainer.total_steps=2")
+    (tmp_path / "model").mkdir()
+    found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=2"))
+    assert found.over
+    assert found.said[0].startswith(f"nothing to do: {tmp_path}/checkpoints/step_2 is after step 2")
+
+
+def test_more_steps_go_on_and_say_that_the_schedule_is_another(tmp_path):
+    saved(tmp_path, "trainer.total_steps=2")
+    (tmp_path / "model").mkdir()
+    found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=9"))
+    assert not found.over
+    assert "trainer.total_steps=9, where the checkpoint has 2: actor.lr_schedule=linear now ends there" in found.said[1]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["actor.lr=1e-3", "trainer.seed=1", "rollout.temperature=0.5", "trainer.prompts_per_step=128", "algorithm=ppo",
+     "model.lora={rank:4}", "algorithm.loss.clip_ratio_high=0.3", "trainer.max_staleness=1", "data=sort",
+     "trainer.deterministic=true", "reward.functions=[{path:rltrain.rewards:exact_match,weight:0.5}]"],
+)  # fmt: skip
+def test_what_decides_the_future_must_be_equal(tmp_path, override):
+    saved(tmp_path)
+    said = refusal(tmp_path, "trainer.resume=auto", override)
+    assert "the checkpoint has" in said
+    assert "start a new run with its model as model.path" in said
+
+
+def test_both_values_are_named(tmp_path):
+    saved(tmp_path)
+    assert refusal(tmp_path, "trainer.resume=auto", "model.lora={rank:4}").startswith("model.lora")
+    assert refusal(tmp_path, "trainer.resume=auto", "trainer.seed=5").startswith(
+        "trainer.seed=5: the checkpoint has 0,"
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["placement.actor_ranks=2", "placement=colocated", "verbose=true"],
+     ["trainer.save_every=7", "trainer.keep_best=x", "trainer.eval_every=2"],
+     ["actor.max_tokens_per_microbatch=4096", "model.activation_checkpointing=true"], ["data.val=null"],
+     ["reward.timeout_s=1", "rollout.max_concurrent_sequences=3", "rollout.vllm.kv_cache_mb=32"]],
+)  # fmt: skip
+def test_what_does_not_may_differ(tmp_path, overrides):
+    saved(tmp_path)
+    assert beginning(config(tmp_path, "trainer.resume=auto", *overrides)).checkpoint.step == 2
+
+
+def test_never_refuses_a_folder_of_checkpoints_that_lies_elsewhere(tmp_path):
+    saved(tmp_path / "old")
+    said = refusal(tmp_path / "new", f"trainer.checkpoint_dir={tmp_path}/old/checkpoints")
+    assert "holds checkpoints of another run (step_2)" in said
+
+
+@pytest.mark.parametrize("named", ["old/checkpoints/step_2", "old/checkpoints", "old"])
+def test_a_path_may_name_a_checkpoint_a_folder_of_them_or_a_run_and_goes_on_in_a_new_folder(tmp_path, named):
+    saved(tmp_path / "old")
+    found = beginning(config(tmp_path / "new", f"trainer.resume={tmp_path}/{named}"))
+    assert found.checkpoint.step == 2
+
+
+def test_a_path_that_is_no_checkpoint_or_a_damaged_one_is_refused(tmp_path):
+    saved(tmp_path / "old", steps=(2, 4))
+    assert "holds no manifest.json" in refusal(tmp_path / "new", f"trainer.resume={tmp_path}/nowhere")
+    (tmp_path / "old/checkpoints/step_4/driver.json").write_text("{}")
+    said = refusal(tmp_path / "new", f"trainer.resume={tmp_path}/old/checkpoints/step_4")
+    assert "driver.json has 2 bytes instead of" in said
+
+
+def test_a_path_into_this_run_must_be_its_newest(tmp_path):
+    saved(tmp_path, steps=(2, 4))
+    assert beginning(config(tmp_path, f"trainer.resume={tmp_path}/checkpoints/step_4")).checkpoint.step == 4
+    said = refusal(tmp_path, f"trainer.resume={tmp_path}/checkpoints/step_2")
+    assert "holds newer checkpoints too (step_4)" in said
+
+
+def test_a_path_never_writes_over_another_run(tmp_path):
+    saved(tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "metrics.jsonl").write_text("")
+    said = refusal(tmp_path / "new", f"trainer.resume={tmp_path}/old")
+    assert "holds another run (metrics.jsonl) than the checkpoint's" in said
+    shutil.copytree(tmp_path / "old/checkpoints", tmp_path / "third/checkpoints")
+    assert "holds checkpoints of another run" in refusal(tmp_path / "third", f"trainer.resume={tmp_path}/old")
+
+
+def test_auto_never_mixes_two_runs(tmp_path):
+    saved(tmp_path / "a")
+    saved(tmp_path / "b")
+    said = refusal(tmp_path / "a", "trainer.resume=auto", f"trainer.checkpoint_dir={tmp_path}/b/checkpoints")
+    assert f"the run in {tmp_path}/a has its checkpoints in" in said
+
+
+def test_other_prompts_under_the_same_name_are_refused(tmp_path):
+    saved(tmp_path)
+    checkpoint = beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
+    require_same_prompts(checkpoint, 7, "data.train=x.jsonl")
+    with pytest.raises(ConfigError, match=r"^data.train=x.jsonl: holds other prompts than when"):
+        require_same_prompts(checkpoint, 8, "data.train=x.jsonl")
+
+
+@pytest.mark.parametrize("content", ["", "- 1", "a: [", "\x00", "!!python/object/apply:os.system ['true']"])
+def test_a_config_that_is_none_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content)
+    refusal(tmp_path, "trainer.resume=auto")
+
+
+def test_the_order_of_keys_and_the_way_a_number_is_written_make_no_difference(tmp_path):
+    saved(tmp_path)
+    plain = dataclasses.asdict(config(tmp_path))
+    (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))  # JSON is YAML
+    assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2

@@ -1,0 +1,234 @@
+"""F4 in one process: N steps are k steps, a restart from the checkpoint, and N-k steps, to the last bit."""
+
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rltrain.checkpoint import Checkpoints
+from rltrain.collector import Collector
+from rltrain.compose import compose
+from rltrain.data import load_prompts
+from rltrain.errors import Stopped
+from rltrain.storage import Folder
+from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from rltrain.tracking import Tracker
+from rltrain.trainer import Trainer
+from tests.unit.test_trainer_in_process import BASE, REWARD
+from workers.placement import start as start_workers
+
+COMMON = ["trainer.prompts_per_minibatch=2", "rollout.max_response_length=8", "trainer.save_every=1"]
+
+
+class Silent:
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def _close_files():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+class Run:
+    """A run in a folder of its own; a new object is what a new process would be."""
+
+    def __init__(self, model, folder, *overrides, prompts=64, steps=4, interrupted=lambda: None):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "parity.py").write_text(REWARD)
+        reward = f"reward.functions=[{{name: parity, path: '{folder}/parity.py:score', weight: 1.0}}]"
+        config = compose([*BASE, *COMMON, reward, f"trainer.total_steps={steps}", *overrides])[0]
+        critic = config.algorithm.advantage_estimator == "gae"
+        workers = start_workers(config, model, [EOS_ID], needs_critic=critic)
+        loaded = load_prompts(
+            config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse",
+            limit=prompts,
+        )  # fmt: skip
+        OPEN.append(tracker := Tracker(folder, Silent(), ["parity"]))
+        self.folder, self.checkpoints = folder, Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None)
+        self.trainer = Trainer(
+            config, collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=loaded),
+            actor=workers.actor, reference=workers.reference, critic=workers.critic,
+            tracker=tracker, checkpoints=self.checkpoints, val_prompts=[],
+            interrupted=interrupted,
+        )  # fmt: skip
+
+    def steps(self, count):
+        """Take steps and save after each; the run is then dropped, as by a kill."""
+        if self.trainer.origin is None:
+            self.trainer.beginning = self.trainer.state_dict()
+        self.trainer.sync_weights()
+        for _ in range(count):
+            metrics, batch = self.trainer.train_step()
+            self.trainer.tracker.log_step(self.trainer.step, metrics, batch)
+            self.trainer.between_steps()
+        self.checkpoints.finish()
+        return self
+
+    def resume(self):
+        self.trainer.restore(self.checkpoints.newest())
+        return self
+
+    def resume_or_start(self):
+        return self.resume() if self.checkpoints.newest() else self
+
+    def fit(self):
+        self.trainer.fit()
+        return self
+
+    def result(self):
+        """Everything that must be equal: tensors of the last checkpoint, driver's state, ledger, metrics."""
+        found = {}
+        for role, group in self.trainer.trained().items():
+            tensors = group.hosts.host.roles[role].state.tensors()
+            found |= {f"{role}.{name}": tensor.clone() for name, tensor in tensors.items()}
+        state = self.trainer.state_dict() | {"incarnation": None}
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        timeless = [{k: v for k, v in row.items() if not k.startswith(("timing/", "perf/"))} for row in lines]
+        return found, state, (self.folder / "ledger.jsonl").read_text(), timeless
+
+    def ledger(self):
+        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def assert_same(one, other):
+    (tensors, *rest), (others, *rest_of_other) = one.result(), other.result()
+    assert tensors.keys() == others.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
+    assert rest == rest_of_other
+
+
+def reseed():
+    """Whoever draws from a global stream would now draw something else."""
+    seed = random.SystemRandom().randrange(1 << 31)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+VARIANTS = {
+    "grpo": [],
+    "ppo with an adaptive kl": [
+        "algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.05", "algorithm.kl_in_reward.controller=adaptive",
+    ],
+    "dynamic sampling, entropy target, kl": [
+        "algorithm.dynamic_sampling=3", "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.01",
+        "algorithm.kl_loss.kl_loss_coef=0.01", "trainer.prompts_per_minibatch=4",
+    ],
+    "lora and a greedy baseline": ["model.lora={rank:4}", "algorithm.advantage_estimator=remax"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_F4_a_restart_from_a_checkpoint_changes_nothing_to_the_last_bit(start, tmp_path, name):
+    overrides = [*VARIANTS[name], "trainer.deterministic=true"]
+    whole = Run(start, tmp_path / "whole", *overrides).fit()
+    Run(start, tmp_path / "parts", *overrides).steps(2)
+    reseed()
+    resumed = Run(start, tmp_path / "parts", *overrides).resume()
+    assert (resumed.trainer.step, resumed.trainer.incarnation) == (2, 1)
+    assert_same(resumed.fit(), whole)
+
+
+def test_F4_also_across_the_edge_of_an_epoch_where_each_prompt_is_used_once_an_epoch(start, tmp_path):
+    whole = Run(start, tmp_path / "whole", prompts=6).fit()  # 4 prompts a step: step 2 lies over the edge
+    for count in (1, 1, 1):
+        Run(start, tmp_path / "parts", prompts=6).resume_or_start().steps(count)
+    resumed = Run(start, tmp_path / "parts", prompts=6).resume().fit()
+    assert_same(resumed, whole)
+    assert [uid for line in resumed.ledger() for uid in line["used"]] == list(range(16))
+
+
+def test_a_discarded_future_leaves_no_trace(start, tmp_path):
+    """What came after the checkpoint is taken back in the same process, engines and files included."""
+    whole = Run(start, tmp_path / "whole").fit()
+    run = Run(start, tmp_path / "run").steps(2)
+    kept = run.checkpoints.newest()
+    run.checkpoints.start = lambda *_, **__: None
+    run.steps(2)
+    run.trainer.collector.answers(version=4) if run.trainer.step < 4 else None
+    del run.checkpoints.start
+    run.trainer.restore(kept)
+    assert [line["step"] for line in run.ledger()] == [1, 2]
+    assert sorted(file.name for file in (tmp_path / "run/rollouts").iterdir()) == [
+        "step_000001.parquet", "step_000002.parquet",
+    ]  # fmt: skip
+    assert_same(run.fit(), whole)
+    assert run.trainer.incarnation == 1
+
+
+def test_without_a_checkpoint_the_run_goes_back_to_its_start(start, tmp_path):
+    whole = Run(start, tmp_path / "whole").fit()
+    run = Run(start, tmp_path / "run", "trainer.save_every=0").steps(2)
+    run.trainer.restore(run.trainer.last_good())
+    assert (run.trainer.step, run.ledger()) == (0, [])
+    assert_same(run.fit(), whole)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_groups_in_flight_are_kept_or_issued_again_and_each_is_trained_on_once(start, tmp_path, staleness):
+    overrides = [f"trainer.max_staleness={staleness}"]
+    for count in (1, 2):
+        run = Run(start, tmp_path, *overrides, steps=6).resume_or_start().steps(count)
+        assert run.trainer.collector.groups.groups  # some were in flight
+    run = Run(start, tmp_path, *overrides, steps=6).resume().fit()
+    assert [uid for line in run.ledger() for uid in line["used"]] == list(range(24))
+    assert [line["step"] for line in run.ledger()] == [1, 2, 3, 4, 5, 6]
+    assert run.trainer.collector.groups.groups == {}
+
+
+@pytest.mark.parametrize("override", ["trainer.seed=0", "algorithm.dynamic_sampling=3"])
+@pytest.mark.parametrize("pumps", [1, 5, 12, 20, 31])
+def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_as_if_it_had_not(
+    start, tmp_path, override, pumps
+):
+    overrides = [override, "trainer.deterministic=true", "trainer.save_every=0", "trainer.prompts_per_minibatch=4"]
+    whole = Run(start, tmp_path / "whole", *overrides, steps=2).fit()
+    left = pumps
+
+    def stop():
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Stopped(143)
+
+    stopped = Run(start, tmp_path / "parts", *overrides, steps=2, interrupted=stop)
+    try:
+        stopped.fit()
+    except Stopped:
+        stopped.trainer.save()
+        stopped.checkpoints.finish()
+    resumed = Run(start, tmp_path / "parts", *overrides, steps=2).resume()
+    kept = json.loads((tmp_path / f"parts/checkpoints/step_{stopped.trainer.step}/driver.json").read_text())
+    assert kept["collector"] == json.loads(json.dumps(stopped.trainer.state_dict()["collector"]))
+    assert_same(resumed.fit(), whole)
+
+
+def test_a_save_blocks_the_step_only_while_tensors_are_copied(start, tmp_path, monkeypatch):
+    """The next step runs while the files are written: its metrics are there before the checkpoint is current."""
+    run = Run(start, tmp_path)
+    run.trainer.sync_weights()
+    run.trainer.step = 1
+    run.trainer.save()
+    state = run.trainer.actor.hosts.host.roles["actor"].state
+    assert state.thread is not None
+    assert run.checkpoints.under_way is not None
+    run.checkpoints.finish()
+    assert run.checkpoints.newest().step == 1
+
+
+def test_a_second_checkpoint_of_the_same_step_is_not_made(start, tmp_path, caplog):
+    run = Run(start, tmp_path).steps(1)
+    before = (tmp_path / "checkpoints/step_1/manifest.json").stat()
+    run.trainer.save()
+    run.checkpoints.finish()
+    assert (tmp_path / "checkpoints/step_1/manifest.json").stat() == before
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -1,0 +1,262 @@
+"""A rank's state on disk: what is written is what is read, by any reader; and nothing in a stranger's file is run."""
+
+import os
+import pickle
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rltrain import export
+from rltrain.checkpoint import Checkpoints
+from rltrain.compose import compose
+from rltrain.errors import CheckpointError
+from rltrain.storage import Folder
+from workers import model_export
+from workers.actor import ActorWorker
+from workers.state_files import INDEX, StateFiles, read_index
+
+pytestmark = pytest.mark.usefixtures("process_group")
+LORA = "model.lora={rank:4,targets:[q_proj,down_proj]}"
+
+
+def actor(start, *overrides) -> ActorWorker:
+    return ActorWorker(compose(["placement=inprocess", "rollout=hf", *overrides])[0], start)
+
+
+def learn(made, steps=2):
+    for step in range(steps):
+        torch.manual_seed(step)
+        for parameter in made.optimizer.parameters:
+            parameter.grad = torch.randn_like(parameter)
+        made.optimizer.step()
+
+
+def write(made, url) -> dict:
+    """Save and wait; the files that were written."""
+    made.save_state(str(url))
+    while (found := made.saved_state()) is None:
+        time.sleep(0.01)
+    assert found.error == ""
+    return found.files
+
+
+class Alone:
+    """A group of one rank."""
+
+    def __init__(self, worker):
+        self.start, self.wait = (lambda method, *arguments: getattr(worker, method)(*arguments)), lambda one: [one]
+
+
+def copies(made):
+    return {name: tensor.clone() for name, tensor in made.state.tensors().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("overrides", [[], [LORA]])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_F4_weights_moments_and_schedule_come_back_bitwise_and_the_next_update_is_the_same(
+    start, tmp_path, overrides, steps
+):
+    made = actor(start, *overrides)
+    learn(made, steps)
+    before = copies(made)
+    write(made, tmp_path)
+    learn(made, 3)
+    other = actor(start, *overrides)
+    learn(other, 1)
+    other.load_state(str(tmp_path))
+    assert other.optimizer.steps == steps
+    assert same(copies(other), before)
+    learn(other, 3)
+    assert same(copies(other), copies(made))
+
+
+def test_without_a_checkpoint_a_rank_goes_back_to_its_start(start):
+    made = actor(start)
+    before = copies(made)
+    learn(made)
+    made.load_state(None)
+    assert same(copies(made), before)
+
+
+def test_what_is_saved_is_the_moment_of_the_call_however_the_weights_move_while_it_is_written(start, tmp_path):
+    made = actor(start)
+    before = copies(made)
+    made.save_state(str(tmp_path))
+    learn(made)
+    while made.saved_state() is None:
+        time.sleep(0.01)
+    saved = StateFiles(Folder(str(tmp_path / "state/actor")))
+    assert all(torch.equal(saved.tensor(name), tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("shard_bytes", [4 << 30, 200_000])
+@pytest.mark.parametrize("overrides", [[], [LORA]])
+def test_the_export_is_the_model_for_transformers_in_one_file_or_several(
+    start, tmp_path, overrides, shard_bytes, monkeypatch
+):
+    monkeypatch.setattr(model_export, "SHARD_BYTES", shard_bytes)
+    made = actor(start, *overrides)
+    learn(made)
+    files = write(made, tmp_path)
+    assert len([name for name in files if name.startswith("model/model")]) > 1 or shard_bytes > 1 << 30
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.dtype == torch.float32
+    weights = made.weights()
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == weights.keys()
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in weights.items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer("12=")["input_ids"] == AutoTokenizer.from_pretrained(start)("12=")["input_ids"]
+    assert {name: Folder(str(tmp_path)).checksum(name) for name in files} == files
+    if overrides:
+        from peft import PeftModel
+
+        peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), tmp_path / "model/adapter")
+        for name, tensor in peft.merge_and_unload().named_parameters():
+            assert (tensor - weights[name]).abs().max() < 1e-6, name
+
+
+def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):
+    write(actor(start, LORA), tmp_path)
+    with pytest.raises(CheckpointError, match="is of another model, its 'model"):
+        actor(start).load_state(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
+        actor(start).load_state(str(tmp_path / "nowhere"))
+
+
+def test_any_file_system_will_do(start):
+    made = actor(start)
+    learn(made)
+    before = copies(made)
+    files = write(made, "memory://rank/state")
+    assert "model/model.safetensors" in files
+    made.load_state(None)
+    made.load_state("memory://rank/state")
+    assert same(copies(made), before)
+
+
+def test_a_full_disk_is_told_in_one_line(start):
+    made = actor(start)
+    made.save_state("/dev/full/x")
+    while (found := made.saved_state()) is None:
+        time.sleep(0.01)
+    assert "Not a directory" in found.error
+    assert "\n" not in found.error
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own with little room."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"no mount here: {error}")
+    if done.returncode:
+        pytest.skip(f"no mount here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_the_reason_is_said(start, small_disk, caplog):
+    made = actor(start)
+    checkpoints = Checkpoints(Folder(str(small_disk)), "a: 1", keep=0, best=None)
+    for step in (1, 2):  # one takes 7 MB
+        checkpoints.start(step, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
+        checkpoints.finish()
+        learn(made)
+    assert os.listdir(small_disk) == ["step_1"]
+    assert checkpoints.newest().step == 1
+    (said,) = (record.message for record in caplog.records if record.name.startswith("rltrain"))
+    assert said.startswith(f"{small_disk}/step_2: not saved, ")
+    assert "No space left on device" in said or "the disk is full" in said
+
+
+# Strangers' files
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.mark}",))
+
+
+def index(folder: Path, content) -> Folder:
+    (folder / INDEX).write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    return Folder(str(folder))
+
+
+def test_a_hostile_index_is_refused_in_one_line_and_runs_nothing(tmp_path):
+    mark = tmp_path / "ran"
+    for content in (Evil(mark), Metadata({}, planner_data=Evil(mark), storage_data={})):
+        with pytest.raises(CheckpointError, match=r"\.metadata: refused, it asks for posix.system") as caught:
+            read_index(index(tmp_path, content))
+        assert "\n" not in str(caught.value)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"garbage", b"\x80\x04.", {"a": 1}, Metadata({"x": BytesStorageMetadata()}, storage_data={}),
+     Metadata({}), Metadata({}, storage_data={MetadataIndex("x"): _StorageInfo("../../secret", 0, 1)}),
+     Metadata({}, storage_data={MetadataIndex("x"): _StorageInfo("__0_0.distcp", -1, 1)})],
+)  # fmt: skip
+def test_an_index_of_anything_but_tensors_beside_it_is_refused(tmp_path, content):
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused"):
+        read_index(index(tmp_path, content))
+
+
+def test_tensors_are_read_without_running_what_is_in_them(start, tmp_path):
+    made, mark = actor(start), tmp_path / "ran"
+    write(made, tmp_path)
+    folder = Folder(str(tmp_path / "state/actor"))
+    files = StateFiles(folder)
+    evil = tmp_path / "evil.pt"
+    torch.save(Evil(mark), evil)
+    for place in files.index.storage_data.values():
+        place.relative_path, place.offset, place.length = "evil.pt", 0, evil.stat().st_size
+    evil.rename(tmp_path / "state/actor/evil.pt")
+    (tmp_path / "state/actor" / INDEX).write_bytes(pickle.dumps(files.index))
+    with pytest.raises(pickle.UnpicklingError):
+        StateFiles(folder).tensor("schedule")
+    with pytest.raises(CheckpointError):
+        made.load_state(str(tmp_path))
+    assert not mark.exists()
+
+
+# python -m rltrain.export
+
+
+def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, capsys):
+    made = actor(start)
+    learn(made)
+    checkpoints = Checkpoints(Folder(str(tmp_path / "checkpoints")), "a: 1", keep=0, best=None)
+    checkpoints.start(3, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
+    checkpoints.finish()
+    folder, out = tmp_path / "checkpoints/step_3", tmp_path / "out"
+    assert export.main([str(folder), str(out)]) == 0
+    weights = made.weights()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(out).named_parameters():
+        assert torch.equal(tensor, weights[name])
+    assert export.main([str(folder), str(out)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert export.main([str(tmp_path), str(tmp_path / "new")]) == 1
+    assert "holds no manifest.json" in capsys.readouterr().err
+    assert export.main([]) == 2
+    assert "usage:" in capsys.readouterr().err
