@@ -132,6 +132,7 @@ def train(
             ),
             actor=workers.actor, reference=workers.reference, critic=workers.critic,
             tracker=tracker, exporter=Exporter(output_dir, tokenizer), val_prompts=val_prompts,
+            restart=workers.restart_training,
         )  # fmt: skip
         try:
             trainer.fit()

@@ -146,15 +146,20 @@ class PromptGroups:
         return found if len(found) == count and all(group.state in states for group in found) else []
 
 
-def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int) -> list[Request]:
-    """One request a missing answer, each with a random stream of its own keyed by (seed, uid, sample)."""
+def requests_of(
+    group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False
+) -> list[Request]:
+    """One request a missing answer, each with a random stream of its own keyed by (seed, uid, sample).
+
+    `whole`: one for every answer if any is missing, for an engine whose rounding depends on what it computes together.
+    """
     return [
         Request(
             (group.uid, number), group.prompt.ids, temperature if number < group.samples else 0.0, max_tokens,
             stream_seed(seed, group.uid, number),
         )
         for number in range(group.size)
-        if number not in group.completions
+        if whole or number not in group.completions
     ]  # fmt: skip
 
 

@@ -70,6 +70,14 @@ class Tracker:
         for name, value in metrics.items():
             self.tensorboard.add_scalar(name, value, step)
 
+    def cut_back(self, step: int) -> None:
+        """Forget everything after this step."""
+        for name, kept in (("metrics.jsonl", self.history), ("evaluations.jsonl", self.evaluations)):
+            kept[:] = [row for row in kept if row["step"] <= step and step]
+            self.files[name].truncate(0)
+            for row in kept:
+                self.files[name].write(json.dumps(row) + "\n")
+
     def close(self) -> Path | None:
         """Finish the files and draw the learning curve; returns its path, or None when there was no step."""
         for file in self.files.values():

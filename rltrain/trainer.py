@@ -7,7 +7,8 @@ process and a cluster run the same code.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rltrain.batching import minibatches
 from rltrain.checkpoint import Exporter
@@ -22,9 +23,10 @@ from rltrain.credit import (
     with_random_draws,
 )
 from rltrain.data import Prompt
-from rltrain.errors import LogProbError, RewardError
+from rltrain.errors import LogProbError, RewardError, WorkerLost
 from rltrain.metrics import Timer, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.protocol import DataProto
+from rltrain.recovery import Restarts
 from rltrain.schema import Config
 from rltrain.tracking import Tracker
 from workers.dispatch import PLAN_METRICS
@@ -43,6 +45,7 @@ class Trainer:
         tracker: where metrics and samples go.
         exporter: where models go.
         val_prompts: for evaluations.
+        restart: ends all processes of the training ranks and starts them anew; None: they cannot be.
     """
 
     def __init__(
@@ -56,24 +59,33 @@ class Trainer:
         tracker: Tracker,
         exporter: Exporter,
         val_prompts: Sequence[Prompt],
+        restart: Callable[[], None] | None = None,
     ) -> None:
         self.config, self.collector, self.tracker, self.exporter = config, collector, tracker, exporter
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
-        self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
-        self.entropy_controller = entropy_controller(config.algorithm)
         self.needs_actor_pass = needs_actor_pass(config)
-        self.step = 0
-        self.engine_checked = False
+        self.restarts = Restarts(restart, config.trainer.max_restarts)
+        self._begin()
         for group in (actor, reference, critic):
             if group is not None:
                 group.meanwhile(collector.advance)
 
     def fit(self) -> None:
-        """Train to the last step, evaluating before, after and as often as the config says; then export the model."""
+        """Train to the last step and export the model, going on from the last checkpoint where a training rank died."""
+        while True:
+            try:
+                self.train()
+                break
+            except WorkerLost as error:
+                self.recover(error)
+
+    def train(self) -> None:
+        """Train from where the run stands, evaluating before, after and as often as the config says; then export."""
         trainer = self.config.trainer
         self.sync_weights()
-        self.evaluate()
+        if not self.step:
+            self.evaluate()
         while self.step < trainer.total_steps:
             metrics, batch = self.train_step()
             self.tracker.log_step(self.step, metrics, batch)
@@ -83,6 +95,28 @@ class Trainer:
                 self.exporter.save_step(self.actor, self.step)
         self.evaluate()
         self.exporter.save_final(self.actor)
+
+    def _begin(self) -> None:
+        self.kl_controller = kl_controller(self.config.algorithm.kl_in_reward)
+        self.entropy_controller = entropy_controller(self.config.algorithm)
+        self.step, self.engine_checked = 0, False
+
+    def recover(self, error: WorkerLost) -> None:
+        """Have new training ranks go on from the last good checkpoint. Raises WorkerError after too many restarts."""
+        checkpoint = self.last_checkpoint()
+        self.restarts.after(error, checkpoint.step if checkpoint else 0)
+        self.restore(checkpoint)
+
+    def last_checkpoint(self) -> Any:
+        """The newest good checkpoint of this run; None: there is none."""
+        return None
+
+    def restore(self, checkpoint: Any) -> None:
+        """Put everything back to a checkpoint, or to the start of the run; the ranks' processes are fresh."""
+        assert checkpoint is None, "there are none yet"
+        self._begin()
+        self.collector.restart()
+        self.tracker.cut_back(0)
 
     def train_step(self) -> tuple[dict[str, float], DataProto]:
         """One step: metrics, and the batch that was trained on."""

@@ -56,7 +56,7 @@ class RewardPool:
         self._kinds = [_kind(function.path) for function in reward.functions]
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
-        self._running: dict[int, tuple[RewardRequest, ...] | _Alone] = {}  # by slot
+        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # by slot; None: aborted
         self._finished: list[RewardResult] = []
         self._keys: set[Key] = set()
         # Of async calls, so many wait side by side; a chunk has more, so that one that ends makes room for the next.
@@ -125,6 +125,12 @@ class RewardPool:
             self._keys.remove(result.key)
         return results
 
+    def abort(self) -> None:
+        """Drop all pending requests; what workers are doing comes to nothing, even where it is asked for again."""
+        for queue in (self._fresh, self._alone, self._finished, self._keys):
+            queue.clear()
+        self._running = dict.fromkeys(self._running)
+
     def close(self) -> None:
         """Stop the workers; pending requests are dropped. Closing twice is fine."""
         self._transport.close()
@@ -140,6 +146,8 @@ class RewardPool:
     def _advance(self, timeout_s: float) -> None:
         for event in self._transport.wait(timeout_s):
             work = self._running.pop(event.slot)
+            if work is None:
+                continue
             if isinstance(event, Lost):
                 self._lost(work, event)
             elif isinstance(work, _Alone):

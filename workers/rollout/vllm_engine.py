@@ -23,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rltrain.errors import SyncError
 from rltrain.schema import Config, RolloutConfig
+from workers.progress import tick
 from workers.rollout.messages import Completion, Request
 from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket
@@ -131,6 +132,7 @@ class InProcessVLLM:
     def step(self) -> list[Completion]:
         """One token for every running request; returns those that finished."""
         done = [output for output in self.engine.step() if output.finished]
+        tick()
         return [completion_of(output, self.keys.pop(output.request_id)) for output in done]
 
     def abort(self) -> None:
