@@ -113,7 +113,7 @@ class RayHosts(Hosts):
     ) -> None:  # fmt: skip
         self.actors, self.size, self.concurrent, self.meanwhile = list(actors), len(actors), True, None
         self.name, self.spawn, self.phase = name, spawn, "starting"
-        self.vigil = Vigil(watch, self.size) if watch else None
+        self.vigil = Vigil(watch, name, self.size) if watch else None
         if self.vigil:
             for rank, actor in enumerate(self.actors):
                 self.vigil.expect(rank, actor.introduce.remote())
@@ -189,7 +189,7 @@ class RayHosts(Hosts):
         for rank in busy:
             limit = self.vigil.watch.hang_timeout_s
             if rank not in self.vigil.gone and self.vigil.still_s([rank]) >= limit:
-                where = self.vigil.stacks([rank], f"{self.name} hangs")[rank]
+                where = self.vigil.stacks([rank], "answering").get(rank, "?")
                 self.vigil.give_up(rank, f"made no progress for {limit:g} s ({where})")
         return dict(self.vigil.gone)
 
@@ -258,7 +258,7 @@ def _hung(watched: Sequence[_Watched], limit_s: float | None) -> WorkerLost | No
     blamed = [(one, busy) for one in watched if (busy := one.vigil.busy(one.ranks))]
     said = []
     for one, ranks in blamed or [(one, list(one.ranks)) for one in watched]:
-        frames = one.vigil.stacks(ranks, f"{one.group.name} in {one.group.phase}")
+        frames = one.vigil.stacks(ranks, one.group.phase)
         said += [f"{one.group.phase}: {one.describe(rank)} hangs in {frames.get(rank, '?')}" for rank in ranks]
         for rank in ranks:
             one.vigil.give_up(rank, f"made no progress for {limit:g} s")

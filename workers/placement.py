@@ -25,7 +25,6 @@ ROLES = {
     REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
 COLLECTIVE_TIMEOUT_S = 600.0  # at least; a hang is to be found before
-STACKS = "stacks"  # folder of a run's output for the stacks of processes that hang
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,18 @@ def connect(config: Config) -> dict[str, float]:
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
         options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
+    if not config.verbose:
+        _no_reports()
     ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
     return dict(ray.cluster_resources())
+
+
+def _no_reports() -> None:
+    """Keep Ray from printing a paragraph for each process that died: what becomes of it is said in one line."""
+    with contextlib.suppress(ImportError):
+        from ray._private import worker
+
+        worker.print_to_stdstream = lambda *_, **__: None
 
 
 def disconnect() -> None:
@@ -197,7 +206,7 @@ def build(hosts: Hosts, role: str, path: str, *arguments: Any, ranks: Sequence[i
 
 def watch_of(config: Config) -> Watch:
     """What watches the processes of this run."""
-    folder = Path(config.trainer.output_dir).expanduser().absolute() / STACKS
+    folder = Path(config.trainer.output_dir).expanduser().absolute()
     return Watch(
         hang_timeout_s=config.trainer.hang_timeout_s, start_timeout_s=config.placement.start_timeout_s, folder=folder
     )

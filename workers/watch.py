@@ -5,7 +5,7 @@ an object in the driver; others are tiny Ray actors.
 """
 
 import contextlib
-import logging
+import json
 import os
 import signal
 import time
@@ -16,8 +16,7 @@ from typing import Any
 
 from workers.progress import STACKS_SIGNAL, Process, counts_of, stacks_of, state_of
 
-logger = logging.getLogger(__name__)
-
+PROCESSES, STACKS = "processes.json", "stacks"  # in a run's output
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # for so long may a process be stopped (SIGSTOP) before it counts as dead
 _STACKS_S = 0.3  # in which a process that can has written its stacks down
@@ -79,7 +78,7 @@ class Watch:
     Args:
         hang_timeout_s: without any progress, after which a busy process counts as dead.
         start_timeout_s: in which a process must have started.
-        folder: where stacks are written to; None: nowhere.
+        folder: of the run's output, where it says which processes there are, and writes the stacks of those that hang.
     """
 
     def __init__(self, *, hang_timeout_s: float, start_timeout_s: float, folder: Path | None = None) -> None:
@@ -90,6 +89,17 @@ class Watch:
         self.others: dict[str, Any] = {}  # by machine
         self.asked: dict[str, tuple[Any, list[Process]]] = {}  # what an observer elsewhere has not answered yet
         self.seen: dict[Process, Sight] = {}  # what they said last
+        self.named: dict[str, Process] = {}
+
+    def name(self, name: str, process: Process) -> None:
+        """Write down what a process is called, for people who look at a run, in place of what was called so before."""
+        self.named[name] = process
+        table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
+        if self.folder is not None and self.folder.is_dir():
+            partial = self.folder / f"{PROCESSES}.partial"
+            with contextlib.suppress(OSError):
+                partial.write_text(json.dumps(table, indent=1) + "\n")
+                partial.replace(self.folder / PROCESSES)
 
     def look(self, processes: Sequence[Process]) -> list[Sight | None]:
         """What each is doing, without waiting: of another machine, what was last heard from there, or None."""
@@ -152,10 +162,10 @@ class Watch:
                 found = ray.get(self._observer(node).stacks.remote(there), timeout=_REMOTE_S)
                 texts.update(zip(there, found, strict=True))
         for process, name in zip(processes, names, strict=True):
-            if self.folder is not None and texts[process]:
+            if self.folder is not None and self.folder.is_dir() and texts[process]:
                 with contextlib.suppress(OSError):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    (self.folder / f"{name}.txt").write_text(texts[process])
+                    (self.folder / STACKS).mkdir(exist_ok=True)
+                    (self.folder / STACKS / f"{name}.txt").write_text(texts[process])
         return [innermost(texts[process]) for process in processes]
 
 
@@ -164,11 +174,12 @@ class Vigil:
 
     Args:
         watch: sees them.
+        name: what each is called, with its rank.
         size: how many there are; each counts as starting until `expect` says where to hear from it.
     """
 
-    def __init__(self, watch: Watch, size: int) -> None:
-        self.watch, self.looked = watch, 0.0
+    def __init__(self, watch: Watch, name: str, size: int) -> None:
+        self.watch, self.name, self.looked = watch, name, 0.0
         self.processes: list[Process | None] = [None] * size
         self.awaited: list[Any] = [None] * size  # by rank: a call whose result is its Process
         self.born, self.moved = [0.0] * size, [0.0] * size
@@ -219,7 +230,9 @@ class Vigil:
             if ray.wait([call], timeout=0)[0]:
                 self.awaited[rank] = None
                 try:
-                    self.processes[rank] = ray.get(call)
+                    self.processes[rank] = process = ray.get(call)
+                    if process is not None:
+                        self.watch.name(f"{self.name} {rank}", process)
                 except ray.exceptions.RayError:
                     self.gone[rank] = "died while it started"
             elif now >= self.born[rank] + self.watch.start_timeout_s:
@@ -247,10 +260,10 @@ class Vigil:
         if process := self.processes[rank]:
             self.watch.kill([process])
 
-    def stacks(self, ranks: Sequence[int], name: str) -> dict[int, str]:
-        """Write down the stacks of these ranks; returns the innermost frames of each."""
+    def stacks(self, ranks: Sequence[int], phase: str) -> dict[int, str]:
+        """Write down the stacks of these ranks, which hang in `phase`; returns the innermost frames of each."""
         known = [(rank, process) for rank in ranks if (process := self.processes[rank])]
-        names = [f"{name.replace(' ', '_')}_{rank}_{int(time.time())}" for rank, _ in known]
+        names = [f"{phase}_{self.name.replace(' ', '_')}_{rank}_{process.pid}" for rank, process in known]
         frames = self.watch.stacks([process for _, process in known], names)
         return {rank: found for (rank, _), found in zip(known, frames, strict=True)}
 
