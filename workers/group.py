@@ -157,7 +157,7 @@ class RayHosts(Hosts):
                 raise _lost(watched, proof_s=_PROOF_S) or WorkerError(_last_line(error.cause)) from error
             except ray.exceptions.RayActorError as error:
                 raise _lost(watched, proof_s=_PROOF_S) or WorkerLost(
-                    f"{self.name}: a process died in {self.phase}: it was killed, crashed, or ran out of memory "
+                    f"{self.phase}: a worker process died, a {self.name}: it was killed, crashed, or ran out of memory "
                     "(verbose=true shows Ray's report)"
                 ) from error
             except ray.exceptions.RayError as error:  # an object was lost, a node went away, memory ran out

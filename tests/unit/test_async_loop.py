@@ -9,6 +9,7 @@ from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.trainer import Trainer
+from tests.fakes import Immortal
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -16,7 +17,7 @@ PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {}) for n in range(40)]
 P, G = 3, 2
 
 
-class Engines:
+class Engines(Immortal):
     """Each look gives none or a few of the answers, in random order, sampled with the weights of `version`."""
 
     def __init__(self, seed=0, most=3):
