@@ -103,11 +103,11 @@ class Trainer:
 
     def recover(self, error: WorkerLost) -> None:
         """Have new training ranks go on from the last good checkpoint. Raises WorkerError after too many restarts."""
-        checkpoint = self.last_checkpoint()
+        checkpoint = self.last_good()
         self.restarts.after(error, checkpoint.step if checkpoint else 0)
         self.restore(checkpoint)
 
-    def last_checkpoint(self) -> Any:
+    def last_good(self) -> Any:
         """The newest good checkpoint of this run; None: there is none."""
         return None
 

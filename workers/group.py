@@ -211,9 +211,7 @@ class RayHosts(Hosts):
         """End the processes that would outlive Ray: those that are stopped."""
         if self.vigil:
             self.vigil.look(at_once=True)
-            for rank, sight in enumerate(self.vigil.sights):
-                if sight is not None and sight.state == "T":
-                    self.vigil.give_up(rank, "was stopped")
+            self.vigil.end_stopped()
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     else:
         watch = watch_of(config)
         rewards = RewardPool.on_ray(
-            config.reward, workers=placement.reward_workers, start_timeout_s=placement.start_timeout_s
+            config.reward, workers=placement.reward_workers, start_timeout_s=placement.start_timeout_s, watch=watch
         )
         replicas = ray_hosts(config, "rollout replica", placement.rollout_replicas, watch=watch)
 

@@ -92,10 +92,10 @@ def began_of(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
-def state_of(process: Process) -> str:
+def state_of(pid: int, began: int) -> str:
     """A process's state as `/proc` has it, such as S or T; "" if it is gone, or no more than a name of one that was."""
-    fields = _stat(process.pid)
-    return "" if not fields or int(fields[19]) != process.began or fields[0] in "ZX" else fields[0]
+    fields = _stat(pid)
+    return "" if not fields or int(fields[19]) != began or fields[0] in "ZX" else fields[0]
 
 
 def counts_of(process: Process) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.progress import STACKS_SIGNAL, Process, counts_of, stacks_of, state_of
+from workers.reward.processes import descendants
 
 PROCESSES, STACKS = "processes.json", "stacks"  # in a run's output
 LOOK_EVERY_S = 1.0
@@ -54,13 +55,17 @@ class Observer:
         return found
 
     def kill(self, processes: Sequence[Process]) -> None:
-        """End them at once, stopped ones too."""
+        """End them at once, stopped ones too, and what they have started."""
         for process in processes:
+            below = descendants(process.pid) if state_of(process.pid, process.began) else []
             _signal(process, signal.SIGKILL)
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _sight(process: Process) -> Sight:
-    state = state_of(process)
+    state = state_of(process.pid, process.began)
     with contextlib.suppress(OSError):
         return Sight(state, *counts_of(process)) if state else Sight("")
     return Sight("")  # it ended in this very moment
@@ -68,7 +73,7 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process):  # not to another that has its number now
+        if state_of(process.pid, process.began):  # not to another that has its number now
             os.kill(process.pid, number)
 
 
@@ -259,6 +264,12 @@ class Vigil:
         self.gone[rank] = how
         if process := self.processes[rank]:
             self.watch.kill([process])
+
+    def end_stopped(self) -> None:
+        """End the processes that are stopped: they would outlive Ray."""
+        for rank, sight in enumerate(self.sights):
+            if sight is not None and sight.state == "T":
+                self.give_up(rank, "was stopped")
 
     def stacks(self, ranks: Sequence[int], phase: str) -> dict[int, str]:
         """Write down the stacks of these ranks, which hang in `phase`; returns the innermost frames of each."""

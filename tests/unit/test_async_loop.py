@@ -235,7 +235,7 @@ def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, batche
             for greedy in [False, True][:evaluations]:
                 answers.append(facts(made.evaluate(PROMPTS[30:35], greedy=greedy)))
             assert set(made.groups.groups) == in_flight
-        assert made.in_flight == [made.groups]
+        assert made.in_flight == [made.training]
         return seen, answers, sorted(key for key in made.rollout.asked if key[0] >= 0), beside_some
 
     alone, beside = run(0), run(2)

@@ -12,6 +12,7 @@ from rltrain.schema import RewardConfig
 from workers.reward.messages import Key, RewardRequest, RewardResult
 from workers.reward.transport import Answer, Call, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed
+from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,9 @@ class RewardPool:
 
     @classmethod
     def on_ray(
-        cls, reward: RewardConfig, *, workers: int, start_timeout_s: float, runtime_env: dict[str, Any] | None = None
-    ) -> Self:
+        cls, reward: RewardConfig, *, workers: int, start_timeout_s: float, runtime_env: dict[str, Any] | None = None,
+        watch: Watch | None = None,
+    ) -> Self:  # fmt: skip
         """Score in Ray actors, which start at once and without being waited for. Ray must be initialised.
 
         Args:
@@ -86,10 +88,13 @@ class RewardPool:
             workers: number of actors.
             start_timeout_s: seconds in which an actor must have started and imported the functions.
             runtime_env: of the actors.
+            watch: sees what becomes of them.
         """
         from workers.reward.ray_transport import RayTransport
 
-        transport = RayTransport(reward, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env)
+        transport = RayTransport(
+            reward, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env, watch=watch
+        )
         return cls(transport, reward)
 
     @property

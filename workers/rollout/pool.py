@@ -159,19 +159,21 @@ class RolloutPool:
             self.submit(queued)
 
     def abort(self) -> None:
-        """Drop everything unfinished: none of it is returned, even where it is asked for again."""
-        self.queue, self.lost = [], set()
+        """Drop everything unfinished: none of it is ever returned, even where it is asked for again."""
+        self.queue = []
         for keys in self.running:
             keys.clear()
+        self._finish(self.sent)  # or they would arrive after the engine was told to drop them
         serving = self._in(State.SERVING)
         calls = self.hosts.start("rollout", "abort", [()] * len(serving), ranks=serving)
-        for replica, call in zip(serving, calls, strict=True):
-            self._result(replica, call)
-        for replica, call in [*self.sent, *self.asked.items()]:
+        self._finish(list(zip(serving, calls, strict=True)))
+        self._finish(list(self.asked.items()))
+        self.sent, self.asked, self.lost = [], {}, set()
+
+    def _finish(self, calls: Sequence[tuple[int, Any]]) -> None:
+        for replica, call in calls:
             if self.state[replica] is State.SERVING:
                 self._result(replica, call)
-        self.sent, self.asked = [], {}
-        self.lost = set()  # of those that died just now
 
     def sleep(self) -> None:
         """Let the training ranks have the memory of the devices until `load`, where the engines have any to give."""
