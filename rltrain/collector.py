@@ -29,6 +29,15 @@ PATIENCE_S = 10.0  # after the first failed reward of a step; what fails fast is
 EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never replays a training stream
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """Groups in flight together, and how their answers are sampled."""
+
+    groups: PromptGroups
+    temperature: float
+    seed: int
+
+
 @dataclass
 class _Step:
     """One step, `open` until its batch is whole: groups it will have, replacements left, all seen, and uids dropped."""
@@ -60,7 +69,6 @@ class Collector:
     ) -> None:  # fmt: skip
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
         self.models = models
-        self.first_failure = 0.0  # of this step, by the clock; 0: none
         self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
         algorithm = config.algorithm
         self.groups = PromptGroups(
@@ -71,8 +79,10 @@ class Collector:
             whole=config.trainer.deterministic,
             greedy_baseline="baseline_rewards" in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         )
-        self.in_flight = [self.groups]
+        self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
+        self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
+        self.first_failure = 0.0  # of this step, by the clock; 0: none
         self.meanwhile: Callable[[], None] = lambda: None  # called while it waits; may raise, and then nothing is lost
 
     def collect(self, version: int) -> DataProto:
@@ -140,10 +150,9 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`: what engines and reward workers have in hand now is never taken."""
         self.rollout.abort()
-        while self.rewards.pending:
-            self.rewards.poll(0.5)
+        self.rewards.abort()
         self.order.load_state_dict(state["order"])
-        self.in_flight, self.first_failure = [self.groups], 0.0
+        self.in_flight, self.first_failure = [self.training], 0.0
         self.step = _Step(places=0, refills=0, open=False)
         if (kept := state["step"]) is not None:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
@@ -157,14 +166,16 @@ class Collector:
         return self.prompts[self.order.at(uid)]
 
     def advance(self) -> None:
-        """Pass on what there is, without waiting."""
+        """Pass on what there is, without waiting, and see that the engines are alive."""
         if self.rollout.pending or self.rewards.pending:
             self._pump(wait=False)
+        else:
+            self.rollout.look()
 
     def _draw(self, version: int) -> None:
         """Add and ship as many new groups as the state allows."""
         self.groups.add([self.prompts[index] for index in self.order.next(self.groups.wanted(version))])
-        self._ship(self.groups, version, temperature=self.config.rollout.temperature, seed=self.config.trainer.seed)
+        self._ship(self.training, version)
 
     def _drop_flat(self, step: "_Step") -> None:
         """Drop the finished groups without spread, unless the step would have none at all."""
@@ -209,37 +220,55 @@ class Collector:
         count = len(prompts)
         once = PromptGroups(samples_per_prompt=1, prompts_per_step=count, max_staleness=0, steps=1, first_uid=-count)
         once.add(prompts)
-        self.in_flight.append(once)
         temperature = 0.0 if greedy else self.config.rollout.temperature
-        self._ship(once, 0, temperature=temperature, seed=self.config.trainer.seed + EVAL_SEED)
+        flight = _Flight(once, temperature, self.config.trainer.seed + EVAL_SEED)
+        self.in_flight.append(flight)
+        self._ship(flight, 0)
         while not (groups := once.take(count)):
             self._pump()
-        self.in_flight.remove(once)
+        self.in_flight.remove(flight)
         with_model_scores(groups, self.models)
         batch = to_batch(groups, self.config.reward.components)
         self._check_failures(groups, batch)
         return batch
 
-    def _ship(self, groups: PromptGroups, version: int, *, temperature: float, seed: int) -> None:
-        limit = self.config.rollout.max_response_length
-        if shipped := groups.ship(version):
-            self.rollout.submit([requests_of(g, temperature=temperature, max_tokens=limit, seed=seed) for g in shipped])
+    def _ship(self, flight: _Flight, version: int | None) -> None:
+        limit, whole = self.config.rollout.max_response_length, self.config.trainer.deterministic
+        if shipped := flight.groups.ship(version):
+            self.rollout.submit([
+                requests_of(
+                    group, temperature=flight.temperature, max_tokens=limit, seed=flight.seed, whole=whole
+                ) for group in shipped
+            ])  # fmt: skip
 
     def _pump(self, *, wait: bool = True) -> None:
-        """Pass finished answers on to be scored, and scores on to their groups."""
+        """Pass finished answers on to be scored, and scores on to their groups.
+
+        `wait`: for what comes next, while the training ranks have nothing to do.
+        """
         if wait:
             self.meanwhile()
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
+        if wait:
+            self.rollout.mend()
         # Reward workers that have finished are given more only from here: while they work, look often.
         wait_s = 0.0 if not wait else 0.01 if self.rewards.pending else 0.05
         answers = self.rollout.poll(wait_s) if self.rollout.pending else []
-        requests = [groups.generated(answer) for answer in answers for groups in self.in_flight]
+        requests = [flight.groups.generated(answer) for answer in answers for flight in self.in_flight]
         self.rewards.submit([request for request in requests if request is not None])
+        if lost := self.rollout.take_lost():
+            self._reissue(lost)
         for result in self.rewards.poll(0.5 if wait and not self.rollout.pending else 0.0):
-            for groups in self.in_flight:
-                groups.scored(result)
-                if result.failed and result.key[0] in groups.groups:
-                    self._stop_early(groups)
+            for flight in self.in_flight:
+                flight.groups.scored(result)
+                if result.failed and result.key[0] in flight.groups.groups:
+                    self._stop_early(flight.groups)
+
+    def _reissue(self, uids: set[int]) -> None:
+        """Ask again for what died with an engine; the answers are the same, as each request has its own seed."""
+        for flight in self.in_flight:
+            flight.groups.reissue(uids)
+            self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
         """Do not wait for the rest for long where more have failed already than the whole step may."""

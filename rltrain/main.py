@@ -155,6 +155,7 @@ def train(
             ),
             actor=workers.actor, reference=workers.reference, critic=workers.critic,
             tracker=tracker, checkpoints=checkpoints, val_prompts=val_prompts, interrupted=signals.check,
+            restart=workers.restart_training,
         )  # fmt: skip
         try:
             status = fit(trainer, checkpoint, signals, console)

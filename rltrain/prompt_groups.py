@@ -127,12 +127,14 @@ class PromptGroups:
             if number not in group.results
         ]  # fmt: skip
 
-    def ship(self, version: int) -> list[Group]:
-        """Pending groups, now generating with the weights `version`."""
-        shipped = [group for group in self.groups.values() if group.state is State.PENDING]
+    def ship(self, version: int | None) -> list[Group]:
+        """Pending groups, now generating with the weights `version`; None: only those that were shipped before."""
+        pending = [group for group in self.groups.values() if group.state is State.PENDING]
+        shipped = [group for group in pending if version is not None or group.shipped >= 0]
         for group in shipped:
             group.state = State.GENERATING
-            group.shipped = version if group.shipped < 0 else group.shipped
+            if version is not None and group.shipped < 0:
+                group.shipped = version
         return shipped
 
     def generated(self, completion: Completion) -> RewardRequest | None:
@@ -194,15 +196,18 @@ class PromptGroups:
         return found if len(found) == count and all(group.state in states for group in found) else []
 
 
-def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int) -> list[Request]:
-    """One request a missing answer, each with a random stream of its own keyed by (seed, uid, sample)."""
+def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
+    """One request a missing answer, each with a random stream of its own keyed by (seed, uid, sample).
+
+    `whole`: one for every answer if any is missing, for an engine whose rounding depends on what it computes together.
+    """
     return [
         Request(
             (group.uid, number), group.prompt.ids, temperature if number < group.samples else 0.0, max_tokens,
             stream_seed(seed, group.uid, number),
         )
         for number in range(group.size)
-        if number not in group.completions
+        if whole or number not in group.completions
     ]  # fmt: skip
 
 

@@ -23,9 +23,10 @@ from rltrain.credit import (
     with_random_draws,
 )
 from rltrain.data import Prompt
-from rltrain.errors import LogProbError, RewardError
+from rltrain.errors import LogProbError, RewardError, WorkerLost
 from rltrain.metrics import Timer, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.protocol import DataProto
+from rltrain.recovery import Restarts
 from rltrain.schema import Config
 from rltrain.tracking import Tracker
 from workers.dispatch import PLAN_METRICS
@@ -45,6 +46,7 @@ class Trainer:
         checkpoints: where the state of the run goes.
         val_prompts: for evaluations.
         interrupted: asked wherever the run may stop without losing anything; raises to stop it.
+        restart: ends all processes of the training ranks and starts them anew; None: they cannot be.
 
     Attributes:
         step: training steps taken, and the version of the weights.
@@ -63,14 +65,16 @@ class Trainer:
         checkpoints: Checkpoints,
         val_prompts: Sequence[Prompt],
         interrupted: Callable[[], None] = lambda: None,
+        restart: Callable[[], None] | None = None,
     ) -> None:
         self.config, self.collector, self.tracker, self.checkpoints = config, collector, tracker, checkpoints
         self.interrupted, collector.meanwhile = interrupted, self.while_idle
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
+        self.needs_actor_pass = needs_actor_pass(config)
         self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
         self.entropy_controller = entropy_controller(config.algorithm)
-        self.needs_actor_pass = needs_actor_pass(config)
+        self.restarts = Restarts(restart, config.trainer.max_restarts)
         self.step = self.incarnation = 0
         self.origin: Checkpoint | None = None  # that the run was restored to last
         self.beginning: dict[str, Any] | None = None  # its state before the first step, unless it began from another
@@ -80,9 +84,18 @@ class Trainer:
                 group.meanwhile(collector.advance)
 
     def fit(self) -> None:
-        """Train to the last step, evaluating before, after and as often as the config says, and saving likewise."""
+        """Train to the last step, going on from the last checkpoint where a training rank died."""
         if self.origin is None:
             self.beginning = self.state_dict()
+        while True:
+            try:
+                self.train()
+                return
+            except WorkerLost as error:
+                self.recover(error)
+
+    def train(self) -> None:
+        """Train from where the run stands, evaluating and saving as often as the config says."""
         self.sync_weights()
         self.between_steps()
         while self.step < self.config.trainer.total_steps:
@@ -151,6 +164,12 @@ class Trainer:
     def last_good(self) -> Checkpoint | None:
         """The newest good checkpoint of this run, or else that which it began from; None: its start is all there is."""
         return self.checkpoints.newest() or self.origin
+
+    def recover(self, error: WorkerLost) -> None:
+        """Have new training ranks go on from the last good checkpoint. Raises WorkerError after too many restarts."""
+        checkpoint = self.last_good()
+        self.restarts.after(error, checkpoint.step if checkpoint else 0)
+        self.restore(checkpoint)
 
     def train_step(self) -> tuple[dict[str, float], DataProto]:
         """One step: metrics, and the batch that was trained on."""

@@ -1,7 +1,20 @@
 """What the stand-ins for engines and reward workers share."""
 
 
-class Waiting:
+class Immortal:
+    """Engines none of which dies."""
+
+    def look(self):
+        """Nobody dies."""
+
+    def mend(self):
+        """Nobody has died."""
+
+    def take_lost(self):
+        return set()
+
+
+class Waiting(Immortal):
     """Keeps what it is asked for until a subclass's `poll` takes it."""
 
     def __init__(self):
@@ -9,6 +22,9 @@ class Waiting:
 
     def submit(self, requests):
         self.waiting += requests
+
+    def abort(self):
+        self.waiting = []
 
     @property
     def pending(self):

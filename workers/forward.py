@@ -19,6 +19,7 @@ from rltrain.algorithms import full_kl
 from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
 from workers.fsdp import device
 from workers.head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
+from workers.progress import tick
 from workers.sequence import (
     Sequence,
     gather,
@@ -276,6 +277,7 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
     The columns carry `mask`, True at response tokens, and `response_mask`, True at trained ones. No rows at all: one
     that stands in with nothing trained, so that this rank takes part in the collectives and adds exactly zero.
     """
+    tick()
     part = batch[rows or stand_in(batch)]
     mask = part.padding_mask("responses")
     names = [
@@ -299,6 +301,7 @@ def row_pass(
     """
     parts, names = [], set[str]()
     for rows in microbatches:
+        tick()
         part = batch[rows or stand_in(batch)]
         columns = {name: values.cpu() for name, values in function(part, to_device(pack(part), device())).items()}
         kept = columns if rows else {name: values[:0] for name, values in columns.items()}

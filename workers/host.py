@@ -12,6 +12,8 @@ import os
 import socket
 from typing import Any
 
+from workers import progress
+
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 
 
@@ -33,11 +35,19 @@ class Host:
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
         """Make `path` ("module:Class") with these arguments and keep it as `role`."""
         module, _, name = path.partition(":")
-        self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        with progress.call():
+            self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a role."""
-        return getattr(self.roles[role], method)(*args, **kwargs)
+        with progress.call():
+            return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def introduce(self) -> progress.Process | None:
+        """Which process this is, for who watches it."""
+        import ray
+
+        return progress.announce(ray.get_runtime_context().get_node_id())
 
     def address(self, *, loopback: bool) -> tuple[str, int]:
         """An address of this machine, its own or the loopback one, and a free port on it, for the ranks to meet at."""

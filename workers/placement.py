@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
 from workers.host import Host
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
+from workers.watch import Watch
 
 ROLES = {
     "actor": "workers.actor:ActorWorker",
@@ -23,7 +24,41 @@ ROLES = {
     "critic": "workers.critic:CriticWorker",
     REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
-COLLECTIVE_TIMEOUT_S = 600.0
+COLLECTIVE_TIMEOUT_S = 600.0  # at least; a hang is to be found before
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training ranks' processes, and how their roles are built.
+
+    Attributes:
+        config: the whole config.
+        paths: model directory of each role.
+        hosts: of each role, which may share them.
+    """
+
+    config: Config
+    paths: dict[str, str]
+    hosts: dict[str, Hosts]
+
+    def build(self) -> None:
+        """Form the process groups and build all roles. Raises WorkerLost when a process dies or hangs meanwhile."""
+        pending, placement = [], self.config.placement
+        for group in dict.fromkeys(self.hosts.values()):
+            if isinstance(group, RayHosts):
+                meet(group, self.config)
+        for role, hosts in self.hosts.items():
+            path = self.paths[role]
+            pending.append((hosts, build(hosts, role, ROLES[role.partition(" ")[0]], self.config, path)))
+        for hosts, calls in pending:
+            hosts.wait(calls, limit_s=placement.start_timeout_s)
+
+    def restart(self) -> None:
+        """End all training ranks and start them anew, in place: with the weights that the run began with."""
+        for group in dict.fromkeys(self.hosts.values()):
+            assert isinstance(group, RayHosts), "an object in this process is not restarted"
+            group.renew(range(group.size))
+        self.build()
 
 
 @dataclass
@@ -36,13 +71,22 @@ class Workers:
     reference: WorkerGroup | None
     critic: WorkerGroup | None
     reward_models: list[WorkerGroup]
+    training: Training
+
+    @property
+    def restart_training(self) -> Callable[[], None] | None:
+        """Ends the training ranks' processes and starts them anew; None where they are not processes."""
+        return self.training.restart if isinstance(self.actor.hosts, RayHosts) else None
 
     def close(self) -> None:
-        """End what this run started; Ray takes its actors along."""
+        """End what this run started."""
         with contextlib.suppress(WorkerError):
             self.rewards.close()
         with contextlib.suppress(WorkerError):
             self.rollout.close()
+        for hosts in {self.rollout.hosts, *self.training.hosts.values()}:
+            if isinstance(hosts, RayHosts):
+                hosts.end()
 
 
 def connect(config: Config) -> dict[str, float]:
@@ -66,8 +110,18 @@ def connect(config: Config) -> dict[str, float]:
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
         options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
+    if not config.verbose:
+        _no_reports()
     ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
     return dict(ray.cluster_resources())
+
+
+def _no_reports() -> None:
+    """Keep Ray from printing a paragraph for each process that died: what becomes of it is said in one line."""
+    with contextlib.suppress(ImportError):
+        from ray._private import worker
+
+        worker.print_to_stdstream = lambda *_, **__: None
 
 
 def disconnect() -> None:
@@ -89,43 +143,49 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     Raises:
         WorkerError: if a process does not come up within `placement.start_timeout_s`.
     """
-    roles = config.roles(needs_critic=needs_critic)
+    roles, placement = config.roles(needs_critic=needs_critic), config.placement
     models = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
-    paths = {role: str(Path(own).expanduser().absolute()) for role, own in models.items()}
-    if config.placement.launcher == "inprocess":
-        hosts: Hosts = LocalHosts(Host({}, verbose=True))
+    paths = {role: str(Path(models[role]).expanduser().absolute()) if role in models else path for role in roles}
+    engine = ("workers.rollout.worker:RolloutWorker", config, path, list(stop_ids))
+    if placement.launcher == "inprocess":
+        hosts = LocalHosts(Host({}, verbose=True))
         hosts.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
-        training, rollout = dict.fromkeys(roles, hosts), hosts
+        training = Training(config, paths, dict.fromkeys(roles, hosts))
         rewards = RewardPool.in_process(config.reward)
+        build(hosts, "rollout", *engine)
+        pool = RolloutPool(hosts)
     else:
+        watch = watch_of(config)
         rewards = RewardPool.on_ray(
-            config.reward, workers=config.placement.reward_workers, start_timeout_s=config.placement.start_timeout_s
+            config.reward, workers=placement.reward_workers, start_timeout_s=placement.start_timeout_s, watch=watch
         )
-        ranks = config.placement.actor_ranks
-        rollout = ray_hosts(config, config.placement.rollout_replicas, gpus=_gpus_of_engine(config), concurrency=8)
-        shared = ray_hosts(config, ranks, gpus=1) if config.placement.share_ranks else None
-        training = {role: shared or ray_hosts(config, ranks, gpus=1) for role in roles}
-    pending = [
-        (rollout, build(rollout, "rollout", "workers.rollout.worker:RolloutWorker", config, path, list(stop_ids)))
-    ]
-    if config.takes_turns and _has_gpus():
-        rollout.wait(pending.pop()[1])  # an engine measures what is free on its device: nobody else takes any meanwhile
-    for group in dict.fromkeys(training.values()):
-        if isinstance(group, RayHosts):
-            meet(group, loopback=config.placement.address == "local")
-    for role, hosts in training.items():
-        pending.append((hosts, build(hosts, role, ROLES[role.partition(" ")[0]], config, paths.get(role, path))))
-    for hosts, calls in pending:
-        hosts.wait(calls)
+        replicas = ray_hosts(config, "rollout replica", placement.rollout_replicas, watch=watch)
+
+        def replace(replica: int) -> Any:
+            replicas.renew([replica])
+            return build(replicas, "rollout", *engine, ranks=[replica])[0]
+
+        shared = (
+            ray_hosts(config, "training rank", placement.actor_ranks, watch=watch) if placement.share_ranks else None
+        )
+        training = Training(config, paths, {
+            role: shared or ray_hosts(config, f"{role} rank", placement.actor_ranks, watch=watch) for role in roles
+        })  # fmt: skip
+        pool = RolloutPool(
+            replicas, sleeps=config.takes_turns, replace=replace, start_timeout_s=placement.start_timeout_s,
+            building=build(replicas, "rollout", *engine),
+        )  # fmt: skip
+        if config.takes_turns and _has_gpus():
+            pool.start()  # an engine measures what is free on its device: nobody else takes any meanwhile
+    training.build()
+    pool.start()
     groups = {
-        role: WorkerGroup(
-            hosts, role, work_of(role, paths.get(role, path)), sequence_ranks=config.placement.sequence_ranks
-        )
-        for role, hosts in training.items()
+        role: WorkerGroup(hosts, role, work_of(role, paths[role]), sequence_ranks=placement.sequence_ranks)
+        for role, hosts in training.hosts.items()
     }
     return Workers(
-        RolloutPool(rollout, sleeps=config.takes_turns), rewards, groups["actor"], groups.get("reference"),
-        groups.get("critic"), [groups[role] for role in models],
+        pool, rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
+        [groups[role] for role in models], training,
     )  # fmt: skip
 
 
@@ -134,20 +194,31 @@ def work_of(role: str, path: str) -> RowWork:
     return row_work(text_config(path), head=role in ("actor", "reference"))
 
 
-def build(hosts: Hosts, role: str, path: str, *arguments: Any) -> list[Any]:
-    """Start building a role on every rank; a rollout engine has its own thread where it has its own process."""
+def build(hosts: Hosts, role: str, path: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+    """Start building a role on these ranks (all by default); an engine has its own thread where it has a process."""
     if isinstance(hosts, LocalHosts):
         extra = {"threaded": False} if role == "rollout" else {}
         return [hosts.host.build(role, path, *arguments, **extra)]
     assert isinstance(hosts, RayHosts)
     extra = {"threaded": True} if role == "rollout" else {}
-    return [actor.build.remote(role, path, *arguments, **extra) for actor in hosts.actors]
+    chosen = range(hosts.size) if ranks is None else ranks
+    hosts.phase = f"{role}.build"
+    return [hosts.actors[rank].build.remote(role, path, *arguments, **extra) for rank in chosen]
 
 
-def ray_hosts(config: Config, count: int, *, gpus: int, concurrency: int = 1) -> RayHosts:
-    """Ray actors for one group of ranks or replicas."""
+def watch_of(config: Config) -> Watch:
+    """What watches the processes of this run."""
+    folder = Path(config.trainer.output_dir).expanduser().absolute()
+    return Watch(
+        hang_timeout_s=config.trainer.hang_timeout_s, start_timeout_s=config.placement.start_timeout_s, folder=folder
+    )
+
+
+def ray_hosts(config: Config, name: str, count: int, *, watch: Watch | None = None) -> RayHosts:
+    """Ray actors for one group of ranks or replicas, each called `name` in messages."""
     import ray
 
+    engines = name.startswith("rollout")
     cores = os.cpu_count() or 1
     # Synchronous groups take turns; others compute while the engines do.
     beside = (
@@ -158,22 +229,28 @@ def ray_hosts(config: Config, count: int, *, gpus: int, concurrency: int = 1) ->
     share = 0.5 if config.placement.share_ranks else 1.0  # engine and trainer of a shared device get half of it each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus:
-        resources["num_gpus"] = gpus * share
+        resources["num_gpus"] = share * (_gpus_of_engine(config) if engines else 1)
     environment = {
         "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
-    remote = ray.remote(max_concurrency=concurrency, **resources)(Host)
-    return RayHosts([remote.remote(environment, verbose=config.verbose) for _ in range(count)])
+    # A training rank does one thing at a time, in the order of the calls; an engine listens while it generates.
+    remote = ray.remote(max_concurrency=8 if engines else 1, **resources)(Host)
+
+    def spawn() -> Any:
+        return remote.remote(environment, verbose=config.verbose)
+
+    return RayHosts([spawn() for _ in range(count)], name=name, spawn=spawn, watch=watch)
 
 
-def meet(hosts: RayHosts, *, loopback: bool) -> None:
+def meet(hosts: RayHosts, config: Config) -> None:
     """Form one process group of these ranks."""
-    address = hosts.wait([hosts.actors[0].address.remote(loopback=loopback)])[0]
-    calls = [
-        actor.join.remote(rank, hosts.size, address, COLLECTIVE_TIMEOUT_S) for rank, actor in enumerate(hosts.actors)
-    ]
-    hosts.wait(calls)
+    limits = {"limit_s": config.placement.start_timeout_s}
+    loopback = config.placement.address == "local"
+    address = hosts.wait([hosts.actors[0].address.remote(loopback=loopback)], **limits)[0]
+    timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * config.trainer.hang_timeout_s)
+    calls = [actor.join.remote(rank, hosts.size, address, timeout_s) for rank, actor in enumerate(hosts.actors)]
+    hosts.wait(calls, **limits)
 
 
 def _has_gpus() -> bool:

@@ -9,6 +9,7 @@ from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.forward import Pack, load_model, pack, stand_in, to_device
 from workers.fsdp import device, shard
+from workers.progress import tick
 
 
 class RewardModelWorker:
@@ -33,6 +34,7 @@ class RewardModelWorker:
         """`model_scores` of these rows, in the order of the micro-batches: their tokens are `prompts`, all of them."""
         scores = []
         for rows in microbatches:  # no rows: one that stands in, so that this rank takes part in the collectives
+            tick()
             packed = to_device(pack(batch[rows or stand_in(batch)]), device())
             scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
         return DataProto.from_dict({"model_scores": torch.cat(scores)})

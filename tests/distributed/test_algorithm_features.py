@@ -29,8 +29,8 @@ def hosts(ray_here) -> dict[int, Hosts]:
     """One process, and two ranks; actors of different configs live in them side by side."""
     one = LocalHosts(Host({}, verbose=True))
     one.host.join(0, 1, None, 60.0)
-    two = ray_hosts(config_of(), 2, gpus=1)
-    meet(two, loopback=True)
+    two = ray_hosts(config_of(), "training rank", 2)
+    meet(two, config_of())
     return {1: one, 2: two}
 
 

@@ -19,8 +19,8 @@ SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks):
     """Thirteen rows, and then one, for which the second rank has nothing to compute."""
     config, _ = compose([f"reward.models=[{reward_model}]"])
-    hosts = ray_hosts(config, ranks, gpus=1)
-    meet(hosts, loopback=True)
+    hosts = ray_hosts(config, "training rank", ranks)
+    meet(hosts, config)
     role = "reward_model judge"
     hosts.wait(build(hosts, role, ROLES["reward_model"], config, reward_model))
     (made,) = reward_models(config, [WorkerGroup(hosts, role)])

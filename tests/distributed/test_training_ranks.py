@@ -57,8 +57,8 @@ def replayed(step: int) -> DataProto:
 def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
     hosts: LocalHosts | RayHosts
     if ranks:
-        hosts = ray_hosts(config, ranks, gpus=1)
-        meet(hosts, loopback=True)
+        hosts = ray_hosts(config, "training rank", ranks)
+        meet(hosts, config)
     else:
         hosts = LocalHosts(Host({}, verbose=True))
         hosts.host.join(0, 1, None, 60.0)

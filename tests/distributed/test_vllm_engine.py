@@ -29,7 +29,7 @@ PROMPT = char_tokenizer()("2299907=")["input_ids"]
 
 def engine(path: str, *overrides: str) -> RayHosts:
     config, _ = compose(list(overrides))
-    hosts = ray_hosts(config, 1, gpus=1, concurrency=8)
+    hosts = ray_hosts(config, "rollout replica", 1)
     hosts.wait(build(hosts, "rollout", "workers.rollout.worker:RolloutWorker", config, path, [EOS_ID]))
     return hosts
 

@@ -53,7 +53,7 @@ def folder(tmp_path_factory) -> str:
 def engine(path: str) -> RayHosts:
     """One replica on the device that it shares with this process."""
     config, _ = compose(SMALL)
-    hosts = ray_hosts(config, 1, gpus=1, concurrency=8)
+    hosts = ray_hosts(config, "rollout replica", 1)
     hosts.wait(build(hosts, "rollout", "workers.rollout.worker:RolloutWorker", config, path, [EOS_ID]))
     return hosts
 

@@ -9,7 +9,7 @@ from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.trainer import Trainer
-from tests.fakes import NoCheckpoints
+from tests.fakes import Immortal, NoCheckpoints
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -17,7 +17,7 @@ PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {}) for n in range(40)]
 P, G = 3, 2
 
 
-class Engines:
+class Engines(Immortal):
     """Each look gives none or a few of the answers, in random order, sampled with the weights of `version`."""
 
     def __init__(self, seed=0, most=3):
@@ -235,7 +235,7 @@ def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, batche
             for greedy in [False, True][:evaluations]:
                 answers.append(facts(made.evaluate(PROMPTS[30:35], greedy=greedy)))
             assert set(made.groups.groups) == in_flight
-        assert made.in_flight == [made.groups]
+        assert made.in_flight == [made.training]
         return seen, answers, sorted(key for key in made.rollout.asked if key[0] >= 0), beside_some
 
     alone, beside = run(0), run(2)

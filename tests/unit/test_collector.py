@@ -11,7 +11,7 @@ from rltrain.errors import RewardError
 from rltrain.prompt_groups import Group, State, stream_seed
 from rltrain.protocol import DataProto, jagged
 from rltrain.schema import RewardFunctionConfig
-from tests.fakes import Waiting
+from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -20,7 +20,7 @@ ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, kw
 TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=False, kwargs={})]
 
 
-class Engines:
+class Engines(Immortal):
     """Answers one request at a time, in random order: the token says which request, the version which weights."""
 
     def __init__(self, version=0):

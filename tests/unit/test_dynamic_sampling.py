@@ -8,7 +8,7 @@ from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.errors import RewardError
-from tests.fakes import Waiting
+from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -17,7 +17,7 @@ SAMPLES = 4
 REMAX = ["algorithm.advantage_estimator=remax"]
 
 
-class Engines:
+class Engines(Immortal):
     """Answers one request at a time, in random order; `reason` says how the answer to a key ended."""
 
     def __init__(self, seed=0, reason=lambda key: "stop", tokens=1):

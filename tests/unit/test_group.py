@@ -62,7 +62,7 @@ class FakeHosts(Hosts):
         workers = self.workers if ranks is None else [self.workers[rank] for rank in ranks]
         return [getattr(worker, method)(*own) for worker, own in zip(workers, arguments, strict=True)]
 
-    def wait(self, pending):
+    def wait(self, pending, **_):
         return pending
 
 

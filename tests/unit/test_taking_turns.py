@@ -1,5 +1,7 @@
 """Engines and training ranks that take turns on one device (invariant E6): fakes that refuse every other order."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -71,7 +73,7 @@ class OneReplica(Hosts):
     def start(self, role, method, arguments, *, ranks=None):
         return [getattr(self, method)(*own) for own in arguments]
 
-    def wait(self, pending):
+    def wait(self, pending, **_):
         return pending
 
     def sleep(self):
@@ -98,7 +100,7 @@ class OneReplica(Hosts):
 class Actor:
     """A training rank on the device; also the group of it."""
 
-    role, hosts = "actor", None
+    role, hosts = "actor", SimpleNamespace(dead=dict)
 
     def __init__(self, device):
         self.device, self.version = device, 0
@@ -117,7 +119,7 @@ class Actor:
     def start(self, method, *args):
         return [getattr(self, method)(*args)]
 
-    def wait(self, pending):
+    def wait(self, pending, **_):
         return pending
 
     def start_export(self, path, version, check):

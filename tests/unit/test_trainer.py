@@ -7,6 +7,7 @@ from rltrain.data import Prompt
 from rltrain.errors import LogProbError, RewardError
 from rltrain.protocol import DataProto, jagged
 from rltrain.trainer import Trainer
+from tests.fakes import Immortal
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -376,7 +377,7 @@ def test_a_selector_that_chooses_by_chance_gets_new_draws_each_step():
     assert trainer("algorithm.loss_mode=clip_cov")[0].train_step()[1].values("random_draws").tolist() == draws[0]
 
 
-class Engines:
+class Engines(Immortal):
     def __init__(self):
         self.requests, self.pending, self.sleep = [], 0, lambda: None
         self.load = lambda actor, version, *, check: None

@@ -15,7 +15,7 @@ from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.trainer import Trainer
-from tests.fakes import NoCheckpoints
+from tests.fakes import Immortal, NoCheckpoints
 from workers.group import LocalHosts, WorkerGroup
 from workers.host import Host
 from workers.reward.messages import RewardResult
@@ -25,7 +25,7 @@ PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
 LENGTHS = [2, 4, 3]  # of the answers to one prompt; answer 1 is cut, though others might be longer
 
 
-class Engines:
+class Engines(Immortal):
     """Answer n to every prompt has LENGTHS[n] tokens; those in `cut` ended at the limit."""
 
     def __init__(self, cut):
@@ -88,7 +88,7 @@ class FakeGroup:
     def start(self, method, *args):
         return ["weights"]
 
-    def wait(self, pending):
+    def wait(self, pending, **_):
         return pending
 
 

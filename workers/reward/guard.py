@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rltrain.errors import WorkerError
 from rltrain.schema import RewardFunctionConfig
+from workers.progress import Process, announce, began_of, state_of
 from workers.reward import processes
 from workers.reward.child import READY
 from workers.reward.messages import RewardRequest, RewardResult
@@ -32,10 +33,14 @@ _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import s
 
 @dataclass(frozen=True)
 class Ended:
-    """The process is gone, and with it the call; `reason` reads after "reward function 'name' "."""
+    """The process is gone, and with it the call; `reason` reads after "reward function 'name' ".
+
+    `outside`: what ended it (SIGKILL, SIGSTOP) is more likely not of the function's doing.
+    """
 
     timed_out: bool
     reason: str
+    outside: bool = field(default=False, repr=False)
 
 
 class _LostError(Exception):
@@ -97,10 +102,19 @@ class GuardedWorker:
             answer = None
         if answer is not None:
             return answer
-        timed_out = not said and self._process.poll() is None
+        status, began = self._process.poll(), began_of(self._process.pid)
+        stopped = status is None and began is not None and state_of(self._process.pid, began) == "T"
+        timed_out = not said and not stopped and status is None
         ending = self._end()
         self._start()
-        return Ended(timed_out, said or ending)
+        reason = "was stopped (SIGSTOP)" if stopped else said or ending
+        return Ended(timed_out, reason, outside=stopped or status == -signal.SIGKILL)
+
+    def introduce(self) -> Process | None:
+        """Which process this is, for who watches it."""
+        import ray
+
+        return announce(ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
         """End the process, also while another thread waits for it; there will be no further one."""

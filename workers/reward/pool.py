@@ -12,6 +12,7 @@ from rltrain.schema import RewardConfig
 from workers.reward.messages import Key, RewardRequest, RewardResult
 from workers.reward.transport import Answer, Call, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed
+from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class RewardPool:
         self._kinds = [_kind(function.path) for function in reward.functions]
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
-        self._running: dict[int, tuple[RewardRequest, ...] | _Alone] = {}  # by slot
+        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # by slot; None: aborted
         self._finished: list[RewardResult] = []
         self._keys: set[Key] = set()
         # Of async calls, so many wait side by side; a chunk has more, so that one that ends makes room for the next.
@@ -77,8 +78,9 @@ class RewardPool:
 
     @classmethod
     def on_ray(
-        cls, reward: RewardConfig, *, workers: int, start_timeout_s: float, runtime_env: dict[str, Any] | None = None
-    ) -> Self:
+        cls, reward: RewardConfig, *, workers: int, start_timeout_s: float, runtime_env: dict[str, Any] | None = None,
+        watch: Watch | None = None,
+    ) -> Self:  # fmt: skip
         """Score in Ray actors, which start at once and without being waited for. Ray must be initialised.
 
         Args:
@@ -86,10 +88,13 @@ class RewardPool:
             workers: number of actors.
             start_timeout_s: seconds in which an actor must have started and imported the functions.
             runtime_env: of the actors.
+            watch: sees what becomes of them.
         """
         from workers.reward.ray_transport import RayTransport
 
-        transport = RayTransport(reward, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env)
+        transport = RayTransport(
+            reward, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env, watch=watch
+        )
         return cls(transport, reward)
 
     @property
@@ -125,6 +130,12 @@ class RewardPool:
             self._keys.remove(result.key)
         return results
 
+    def abort(self) -> None:
+        """Drop all pending requests; what workers are doing comes to nothing, even where it is asked for again."""
+        for queue in (self._fresh, self._alone, self._finished, self._keys):
+            queue.clear()
+        self._running = dict.fromkeys(self._running)
+
     def close(self) -> None:
         """Stop the workers; pending requests are dropped. Closing twice is fine."""
         self._transport.close()
@@ -140,6 +151,8 @@ class RewardPool:
     def _advance(self, timeout_s: float) -> None:
         for event in self._transport.wait(timeout_s):
             work = self._running.pop(event.slot)
+            if work is None:
+                continue
             if isinstance(event, Lost):
                 self._lost(work, event)
             elif isinstance(work, _Alone):

@@ -14,6 +14,7 @@ from rltrain.rewards.loading import absolute
 from rltrain.schema import RewardConfig
 from workers.reward.guard import Ended, GuardedWorker
 from workers.reward.transport import Answer, Call, Lost, settings
+from workers.watch import Vigil, Watch
 
 _START_ATTEMPTS = 3
 _MARGIN_S = 10.0  # the guard in the actor keeps a call's deadline; this is for an actor that is stuck itself
@@ -42,9 +43,11 @@ class RayTransport:
         size: int,
         start_timeout_s: float,
         runtime_env: dict[str, Any] | None,
+        watch: Watch | None = None,
     ) -> None:
-        """Start `size` actors without waiting for them."""
+        """Start `size` actors without waiting for them; `watch` sees those that are stopped."""
         self.size = size
+        self._vigil = Vigil(watch, "reward worker", size) if watch else None
         # Actors have a working directory of their own.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
@@ -56,7 +59,7 @@ class RayTransport:
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
         self._actor_class = ray.remote(GuardedWorker).options(**options)
-        self._slots = [self._started(attempts=1) for _ in range(size)]
+        self._slots = [self._started(number, attempts=1) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
         """See `Transport`."""
@@ -77,6 +80,8 @@ class RayTransport:
         Raises:
             WorkerError: an actor does not start.
         """
+        if self._vigil:
+            self._vigil.look()
         busy = [slot for slot in self._slots if slot.pending is not None]
         if not busy:
             return []
@@ -89,6 +94,9 @@ class RayTransport:
 
     def close(self) -> None:
         """See `Transport`."""
+        if self._vigil:
+            self._vigil.look(at_once=True)
+            self._vigil.end_stopped()
         _kill([slot.actor for slot in self._slots])
         self._slots = []
 
@@ -101,26 +109,37 @@ class RayTransport:
                 return self._gone(number, slot, _reason(error, starting=slot.starting), timed_out=False)
             if isinstance(answer, Ended):
                 self._slots[number] = self._waiting(slot.actor, attempts=1)
-                return Lost(number, answer.timed_out, answer.reason)
+                return Lost(number, answer.timed_out, answer.reason, outside=answer.outside)
             was_starting, slot.starting, slot.pending = slot.starting, False, None
             return None if was_starting else Answer(number, answer)
+        if self._vigil and number in self._vigil.gone:
+            return self._gone(number, slot, self._vigil.gone[number], timed_out=False)
         if slot.pending is not None and time.monotonic() >= slot.deadline:
-            return self._gone(number, slot, f"did not answer within {self._start_timeout_s:g} s", timed_out=True)
+            return self._gone(number, slot, "did not answer in time, nor did what guards it", timed_out=False)
         return None
 
     def _gone(self, number: int, slot: _Slot, reason: str, *, timed_out: bool) -> Lost | None:
         """Replace an actor; its call, if it had one, is lost."""
-        _kill([slot.actor])
+        if self._vigil and number in self._vigil.gone:  # nobody is there to be asked
+            with contextlib.suppress(Exception):
+                ray.kill(slot.actor, no_restart=True)
+        else:
+            _kill([slot.actor])
+        if self._vigil:
+            self._vigil.give_up(number, reason)
         if not slot.starting:
-            self._slots[number] = self._started(attempts=1)
-            return Lost(number, timed_out, reason, outside=not timed_out)
+            self._slots[number] = self._started(number, attempts=1)
+            return Lost(number, timed_out, reason, outside=not timed_out) if slot.pending is not None else None
         if slot.attempts == _START_ATTEMPTS:
             raise WorkerError(f"reward worker {number} did not start in {slot.attempts} attempts: it {reason}")
-        self._slots[number] = self._started(attempts=slot.attempts + 1)
+        self._slots[number] = self._started(number, attempts=slot.attempts + 1)
         return None
 
-    def _started(self, *, attempts: int) -> _Slot:
-        return self._waiting(self._actor_class.remote(self._functions, **self._options), attempts=attempts)
+    def _started(self, number: int, *, attempts: int) -> _Slot:
+        actor = self._actor_class.remote(self._functions, **self._options)
+        if self._vigil:
+            self._vigil.expect(number, actor.introduce.remote())
+        return self._waiting(actor, attempts=attempts)
 
     def _waiting(self, actor: Any, *, attempts: int) -> _Slot:
         """A slot that is idle once its actor has answered, so that imports never count as a call's time."""

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rltrain.algorithms.draws import stream_draws
 from rltrain.schema import Config, RolloutConfig
+from workers.progress import tick
 from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
 from workers.rollout.messages import Completion, Request
 from workers.sync.adapters import Adapters
@@ -66,6 +67,7 @@ class HFEngine:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """One token for every answer under way, and for those that there is place for now; returns what finished."""
+        tick()
         batch, logits = self.batch, []
         requests = self._admitted()
         if batch:

@@ -5,10 +5,12 @@ Needs vLLM 0.25 to 0.33: the weight-transfer calls used here exist in that range
 
 import asyncio
 import gc
+import os
 import pickle
 import queue
 import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future as ConcurrentFuture
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +21,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rltrain.errors import SyncError
 from rltrain.schema import Config, RolloutConfig
+from workers.progress import tick
 from workers.rollout.messages import Completion, Request
 from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket
@@ -131,6 +135,7 @@ class InProcessVLLM:
     def step(self) -> list[Completion]:
         """One token for every running request; returns those that finished."""
         done = [output for output in self.engine.step() if output.finished]
+        tick()
         return [completion_of(output, self.keys.pop(output.request_id)) for output in done]
 
     def abort(self) -> None:
@@ -191,6 +196,7 @@ class AsyncVLLM:
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.keys: dict[str, tuple[int, int]] = {}
         self.answers: queue.Queue[Completion | BaseException] = queue.Queue()
+        self.pulse: ConcurrentFuture[Any] | None = None  # a question to the core, which answers between two steps
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
@@ -224,11 +230,20 @@ class AsyncVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Answers that have finished, waiting briefly for the first. Raises what the engine raised."""
+        """Answers that have finished, waiting briefly for the first. Raises what the engine raised.
+
+        Without its core this process is of no use, and ends: another takes its place.
+        """
         found: list[Completion] = []
+        if self.pulse is None or self.pulse.done():
+            if self.pulse is not None and self.pulse.exception() is None:
+                tick()
+            self.pulse = asyncio.run_coroutine_threadsafe(self.engine.is_sleeping(), self.loop)
         try:
             item = self.answers.get(timeout=0.05)
             while True:
+                if isinstance(item, EngineDeadError):
+                    os._exit(1)
                 if isinstance(item, BaseException):
                     raise item
                 if self.keys.pop(f"{item.key[0]}-{item.key[1]}", None):

@@ -63,7 +63,7 @@ class RolloutWorker:
         self.news = threading.Condition()
         self.commands: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self.error: BaseException | None = None
-        self.closed = False
+        self.closed, self.aborts = False, 0
         module, _, name = ENGINES[config.rollout.engine].partition(":")
 
         def build() -> None:
@@ -88,7 +88,10 @@ class RolloutWorker:
                 self._deliver(self.engine.step())
         with self.news:
             self.receiver.require()
-            self.news.wait_for(lambda: self.finished or self.error, timeout_s if self.thread else 0)
+            aborts = self.aborts
+            self.news.wait_for(
+                lambda: self.finished or self.error or self.aborts != aborts, timeout_s if self.thread else 0
+            )
             if self.error:
                 raise self.error
             taken, self.finished = self.finished, []
@@ -98,7 +101,8 @@ class RolloutWorker:
         """Drop all unfinished requests and all answers not yet taken."""
         self._run(lambda: self.engine.abort())
         with self.news:
-            self.finished = []
+            self.finished, self.aborts = [], self.aborts + 1
+            self.news.notify_all()  # a poll that waits has nothing to wait for
 
     def sleep(self) -> bool:
         """Give up the device's memory until the next weight sync, if the engine does that; returns whether it did."""

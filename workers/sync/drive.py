@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rltrain.errors import RLTrainError, SyncError
+from rltrain.errors import RLTrainError, SyncError, WorkerLost
 from workers.group import Hosts
 from workers.sync.memory import new_path
 from workers.sync.sender import SLOTS, Offer
@@ -24,15 +24,20 @@ ROLE = "rollout"
 class Ranks(Protocol):
     """The actor's ranks, as `WorkerGroup` has them."""
 
+    hosts: Hosts
+
     def start(self, method: str, *args: Any) -> list[Any]:
         """Start a call on every rank."""
 
-    def wait(self, pending: list[Any]) -> list[Any]:
+    def wait(self, pending: list[Any], *, beside: Sequence[Hosts] = ()) -> list[Any]:
         """Results by rank."""
 
 
-def sync(actor: Ranks, rollout: Hosts, version: int, *, check: bool, share: bool = True) -> None:
-    """Send the actor's weights to all engines.
+def sync(
+    actor: Ranks, rollout: Hosts, version: int, *, check: bool, share: bool = True,
+    replicas: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """Send the actor's weights to the engines.
 
     Args:
         actor: the ranks.
@@ -40,44 +45,60 @@ def sync(actor: Ranks, rollout: Hosts, version: int, *, check: bool, share: bool
         version: of the weights.
         check: prove that they arrived (invariant E5).
         share: use shared memory where all are on one host.
+        replicas: those that get them; None: all.
 
     Raises:
-        SyncError: the engines do not compute with these weights, or did not get all of them; then they generate
-            nothing until a sync succeeds.
+        WorkerLost: a process died or hung; the engines that are left generate nothing until a sync succeeds.
+        SyncError: the engines do not compute with these weights, or did not get all of them; as before.
     """
-    path = new_path()
+    path, replicas = new_path(), range(rollout.size) if replicas is None else replicas
+    engines = _Engines(rollout, replicas, actor.hosts)
     try:
         begun = actor.start("start_export", path if share and rollout.concurrent else None, version, check)
-        told = rollout.start(ROLE, "start_load", [(path, version)] * rollout.size)
-        offers, places = actor.wait(begun), rollout.wait(told)
-        _stream(actor, rollout, path, offers, places)
+        told = engines.start("start_load", [(path, version)] * len(replicas))
+        offers, places = actor.wait(begun), engines.wait(told)  # neither depends on the other
+        _stream(actor, engines, path, offers, places)
     except BaseException as error:
-        _give_up(rollout, path, error)
-        if isinstance(error, RLTrainError) and not isinstance(error, SyncError):
+        engines.give_up(path, error)
+        if isinstance(error, RLTrainError) and not isinstance(error, SyncError | WorkerLost):
             raise SyncError(f"weight sync {version} broke off: {error}") from error
         raise
     finally:
-        with contextlib.suppress(RLTrainError):  # a rank that died has nothing to end
-            actor.wait(actor.start("end_export"))
+        if not actor.hosts.dead():  # the others may wait for it for ever
+            with contextlib.suppress(RLTrainError):
+                actor.wait(actor.start("end_export"), beside=[rollout])
         with contextlib.suppress(OSError):  # where its creator died
             os.unlink(path)
 
 
-def _stream(actor: Ranks, rollout: Hosts, path: str, offers: Sequence[Offer], places: Sequence[str | None]) -> None:
+class _Engines:
+    """The replicas that take part, and the ranks that they wait for."""
+
+    def __init__(self, hosts: Hosts, replicas: Sequence[int], actor: Hosts) -> None:
+        self.hosts, self.replicas, self.actor = hosts, list(replicas), actor
+
+    def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self.hosts.start(ROLE, method, arguments, ranks=self.replicas)
+
+    def wait(self, pending: list[Any]) -> list[Any]:
+        return self.hosts.wait(pending, ranks=self.replicas, beside=[self.actor])
+
+    def give_up(self, path: str, error: BaseException) -> None:
+        """Tell those that are left that the rest does not come."""
+        reason = f"{type(error).__name__}: {error}"
+        for replica in self.replicas:
+            if replica not in self.hosts.dead():
+                with contextlib.suppress(RLTrainError):
+                    self.hosts.call(ROLE, "give_up_load", [(path, reason)], ranks=[replica])
+
+
+def _stream(actor: Ranks, engines: _Engines, path: str, offers: Sequence[Offer], places: Sequence[str | None]) -> None:
     """All buckets, and the end."""
     shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
     loaded: list[list[Any]] = []
     for number in range(offers[0].buckets):
         free = loaded[number - SLOTS] if number >= SLOTS else []
         parts = actor.start("export", number, shared, *free)
-        before = loaded[-1] if loaded else [None] * rollout.size
-        loaded.append(rollout.start(ROLE, "load_bucket", [(path, own, *parts) for own in before]))
-    rollout.wait(rollout.start(ROLE, "finish_load", [(path, own) for own in loaded[-1]]))
-
-
-def _give_up(rollout: Hosts, path: str, error: BaseException) -> None:
-    """Tell the engines that are left that the rest does not come."""
-    reason = f"{type(error).__name__}: {error}"
-    for replica in range(rollout.size):
-        with contextlib.suppress(RLTrainError):
-            rollout.call(ROLE, "give_up_load", [(path, reason)], ranks=[replica])
+        before = loaded[-1] if loaded else [None] * len(engines.replicas)
+        loaded.append(engines.start("load_bucket", [(path, own, *parts) for own in before]))
+    engines.wait(engines.start("finish_load", [(path, own) for own in loaded[-1]]))

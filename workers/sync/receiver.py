@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rltrain.errors import SyncError
+from workers.progress import tick
 from workers.sync.buckets import Bucket, join
 from workers.sync.memory import whereabouts
 
@@ -90,6 +91,7 @@ class Receiver:
             raise SyncError(f"weight sync {sync}: this engine was told of another, {self.sync}; report this")
 
     def _guarded(self, step: Callable[[], None]) -> None:
+        tick()
         try:
             step()
         except BaseException as error:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from workers.fsdp import full, tied_names
 from workers.lora import adapter_tensors, adapters_of, plain_parameters
+from workers.progress import tick
 from workers.sync.adapters import merge
 from workers.sync.buckets import Bucket, Piece, Place, aligned, end, plan
 from workers.sync.checks import checksum, probe
@@ -108,6 +109,7 @@ class Sender:
             rows = rows.to(self.torch_dtype).cpu()
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
+        tick()
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)  # so many bytes are a multiple of 8, as `checksum` needs
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []

@@ -54,6 +54,8 @@ class SlowHosts(Hosts):
 
     def abort(self, rank):
         self.running[rank], self.finished[rank] = [], []
+        if self.open[rank]:
+            self.say(rank)
 
     def finish(self, rank, key):
         self.running[rank].remove(key)
@@ -67,7 +69,7 @@ class SlowHosts(Hosts):
     def first(self, pending, timeout_s):
         return [number for number, one in enumerate(pending) if one is None or one.answers is not None]
 
-    def wait(self, pending):
+    def wait(self, pending, **_):
         assert all(one is None or one.answers is not None for one in pending), "waits for a slow replica"
         return [one and one.answers for one in pending]
 
@@ -99,7 +101,7 @@ def test_submissions_are_not_waited_for_and_one_that_failed_is_raised_by_the_nex
             super().submit(rank, requests)
             return Poll(0)
 
-        def wait(self, pending):
+        def wait(self, pending, **_):
             if any(one is not None and one.answers == "broke" for one in pending):
                 raise WorkerError("the engine broke")
             return super().wait(pending)
@@ -108,9 +110,9 @@ def test_submissions_are_not_waited_for_and_one_that_failed_is_raised_by_the_nex
     pool = RolloutPool(hosts)
     pool.submit([[request(0)]])
     assert hosts.running == [[(0, 0)], []]  # nothing goes to a replica that has nothing to do
-    (sent,) = pool.sent
+    ((_, sent),) = pool.sent
     assert pool.poll(0.0) == []
-    assert pool.sent == [sent]
+    assert pool.sent == [(0, sent)]
     sent.answers = "broke"
     with pytest.raises(WorkerError, match="the engine broke"):
         pool.poll(0.0)
@@ -130,7 +132,7 @@ def test_a_replica_that_said_nothing_is_asked_again():
 
 def test_a_replica_in_this_very_process_is_given_the_callers_own_patience():
     hosts = SlowHosts(1, concurrent=False)
-    hosts.wait = lambda pending: [one and (one.answers or []) for one in pending]
+    hosts.wait = lambda pending, **_: [one and (one.answers or []) for one in pending]
     hosts.first = lambda pending, timeout_s: list(range(len(pending)))
     pool = RolloutPool(hosts)
     pool.submit([[request(0)]])

@@ -36,10 +36,17 @@ class Ranks:
     def __init__(self, log, buckets=3, wheres=("here", "here"), fail=""):
         self.log, self.buckets, self.wheres, self.fail = log, buckets, wheres, fail
 
+    @property
+    def hosts(self):
+        return self
+
+    def dead(self):
+        return {}
+
     def start(self, method, *args):
         return [getattr(self, method)(rank, *args) for rank in range(2)]
 
-    def wait(self, pending):
+    def wait(self, pending, **_):
         return pending
 
     def start_export(self, rank, path, version, check):
@@ -68,13 +75,16 @@ class Replicas:
         self.receivers = [Receiver() for _ in engines]
         self.wheres = wheres or ["here"] * self.size
 
+    def dead(self):
+        return {}
+
     def start(self, role, method, arguments, *, ranks=None):
         chosen = range(self.size) if ranks is None else ranks
         return [getattr(self, method)(n, *own) for n, own in zip(chosen, arguments, strict=True)]
 
     call = start
 
-    def wait(self, pending):
+    def wait(self, pending, **_):
         return pending
 
     def start_load(self, n, sync, version):

@@ -1,0 +1,92 @@
+"""Processes of a group that die, are stopped or hang: found out, named, and replaced in place."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from rltrain.errors import WorkerError, WorkerLost
+from workers.group import RayHosts, WorkerGroup
+from workers.host import Host
+from workers.watch import PROCESSES, STACKS, Watch
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Two ranks whose role is an event that nobody sets, and which hang after 4 s without progress."""
+    watch = Watch(hang_timeout_s=4.0, start_timeout_s=100.0, folder=tmp_path)
+    hosts = RayHosts([spawn(), spawn()], name="rank", spawn=spawn, watch=watch)
+    build(hosts)
+    yield WorkerGroup(hosts, "event")
+    hosts.end()
+    for actor in hosts.actors:
+        ray.kill(actor)
+
+
+def spawn():
+    return ray.remote(num_cpus=0)(Host).remote({})
+
+
+def build(hosts):
+    hosts.wait([actor.build.remote("event", "threading:Event") for actor in hosts.actors], limit_s=100.0)
+
+
+def pid_of(group, rank):
+    deadline = time.monotonic() + 60
+    while group.hosts.vigil.processes[rank] is None and time.monotonic() < deadline:
+        group.hosts.vigil.look(at_once=True)
+    return group.hosts.vigil.processes[rank].pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_rank_that_died_is_named_with_its_phase_and_another_takes_its_place(group, number, tmp_path):
+    pid = pid_of(group, 1)
+    pending, began = group.start("wait"), time.monotonic()
+    os.kill(pid, number)
+    with pytest.raises(
+        WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on node .*\) (is gone|has been stopped)"
+    ) as told:
+        group.wait(pending)
+    assert time.monotonic() - began < 30
+    assert "rank 0" not in str(told.value)
+    group.hosts.renew([0, 1])
+    build(group.hosts)
+    assert group.wait(group.start("is_set")) == [False, False]
+    assert pid_of(group, 1) != pid
+    assert json.loads((tmp_path / PROCESSES).read_text())["rank 1"]["pid"] == pid_of(group, 1)
+
+
+def test_a_hang_is_named_with_where_it_hangs_and_the_stacks_are_kept(group, tmp_path):
+    pid = pid_of(group, 0)
+    with pytest.raises(WorkerLost, match=rf"no progress for 4 s: event.wait: rank 0 \(pid {pid}.*wait \(threading.py:"):
+        group.wait(group.start("wait"))
+    texts = [path.read_text() for path in (tmp_path / STACKS).iterdir()]
+    assert len(texts) == 2
+    assert all("threading.py" in text for text in texts)
+    assert sorted(group.hosts.dead()) == [0, 1]  # they were ended
+
+
+def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):
+    """It ticks six times in 6 s, each well before the limit of 4 s."""
+    on = [actor.__ray_call__.remote(_ticking) for actor in group.hosts.actors]
+    assert group.wait(on) == ["done", "done"]
+
+
+def _ticking(host):
+    from workers.progress import tick
+
+    for _ in range(6):
+        time.sleep(1)
+        tick()
+    return "done"
+
+
+def test_an_error_that_a_worker_raises_is_no_death(group):
+    with pytest.raises(WorkerError, match="AttributeError") as told:
+        group.wait(group.start("no_such_method"))
+    assert not isinstance(told.value, WorkerLost)

@@ -1,0 +1,174 @@
+"""What is seen of processes from outside: real ones for the observer, and made-up sights for the vigil."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workers import progress, watch
+from workers.progress import Process
+from workers.watch import LOOK_EVERY_S, STOPPED_S, Observer, Sight, Vigil, innermost
+
+CHILD = """
+import sys, time
+from workers import progress
+print(*vars(progress.announce("here")).values(), flush=True)
+def work():
+    while True:
+        if sys.stdin.readline():
+            progress.tick()
+with progress.call():
+    work()
+"""
+
+
+@pytest.fixture
+def child():
+    """A process that ticks when it is told to, as it announced itself."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    pid, began, node, counter, stacks = running.stdout.readline().split()
+    running.announced = Process(int(pid), int(began), node, int(counter), int(stacks))
+    with running:
+        yield running
+        running.kill()
+
+
+def seen_as(process: Process, wanted: Sight) -> bool:
+    deadline = time.monotonic() + 20
+    while (found := Observer().look([process])[0]) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found == wanted
+
+
+def test_ticks_calls_and_states_of_a_process_are_seen_from_outside(child):
+    assert seen_as(child.announced, Sight("S", ticks=0, calls=1))
+    child.stdin.write("\n")
+    assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
+    os.kill(child.pid, signal.SIGSTOP)
+    assert seen_as(child.announced, Sight("T", ticks=1, calls=1))
+    Observer().kill([child.announced])  # stopped as it is
+    assert seen_as(child.announced, Sight(""))
+
+
+def test_a_later_process_with_the_same_number_is_not_taken_for_it(child):
+    other = Process(child.pid, child.announced.began - 1, "here", 0, 0)
+    assert Observer().look([other]) == [Sight("")]
+    Observer().kill([other])
+    assert seen_as(child.announced, Sight("S", ticks=0, calls=1))
+
+
+def test_a_process_writes_its_stacks_down_when_it_is_asked(child):
+    (text,) = Observer().stacks([child.announced])
+    assert "in work" in text
+    assert innermost(text).startswith("work (<string>:")
+    os.kill(child.pid, signal.SIGSTOP)
+    assert Observer().stacks([child.announced]) == [text]  # of before: it cannot now
+
+
+def test_without_an_announcement_ticks_cost_nothing_and_mean_nothing():
+    assert progress._announced is None
+    progress.tick()
+    with progress.call():
+        pass
+
+
+STACKS = """Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/a/workers/rollout/worker.py", line 90 in poll
+
+Current thread 0x00007e (most recent call first):
+  File "/a/torch/_ops.py", line 1 in all_reduce
+  File "/a/workers/actor.py", line 80 in update
+  File "/a/workers/host.py", line 44 in call
+  File "/a/ray/worker.py", line 9 in main
+"""
+
+
+def test_the_frames_shown_are_those_of_the_thread_that_works():
+    assert innermost(STACKS) == "all_reduce (_ops.py:1) < update (actor.py:80) < call (host.py:44)"
+    assert innermost("") == ""
+
+
+class Eyes:
+    """A watch that sees what it is told to."""
+
+    start_timeout_s, hang_timeout_s = 60.0, 10.0
+
+    def __init__(self, *sights):
+        self.sights, self.killed = list(sights), []
+
+    def look(self, processes):
+        return [self.sights[process.pid] for process in processes]
+
+    def kill(self, processes):
+        self.killed += [process.pid for process in processes]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    return now
+
+
+def vigil_of(eyes: Eyes) -> Vigil:
+    made = Vigil(eyes, "rank", len(eyes.sights))
+    for rank in range(len(eyes.sights)):
+        made.expect(rank, None)
+        made.processes[rank] = Process(rank, 0, "here", 0, 0)
+    return made
+
+
+def test_a_process_that_is_gone_is_known_at_the_next_look_and_looks_are_rare(clock):
+    eyes = Eyes(Sight("S"), Sight("R"))
+    vigil = vigil_of(eyes)
+    vigil.look()
+    eyes.sights[1] = Sight("")
+    vigil.look()
+    assert vigil.gone == {}
+    clock[0] += LOOK_EVERY_S
+    vigil.look()
+    assert list(vigil.gone) == [1]
+    assert vigil.gone[1].startswith("is gone")
+    vigil.expect(1, None)
+    assert vigil.gone == {}
+
+
+def test_a_stopped_process_counts_as_dead_after_a_while_only_and_is_ended(clock):
+    eyes = Eyes(Sight("T"))
+    vigil = vigil_of(eyes)
+    vigil.look(at_once=True)
+    eyes.sights[0] = Sight("S")
+    clock[0] += STOPPED_S
+    vigil.look(at_once=True)  # it went on
+    eyes.sights[0] = Sight("T")
+    vigil.look(at_once=True)
+    clock[0] += STOPPED_S - 0.1
+    vigil.look(at_once=True)
+    assert (vigil.gone, eyes.killed) == ({}, [])
+    clock[0] += 0.1
+    vigil.look(at_once=True)
+    assert (list(vigil.gone), eyes.killed) == ([0], [0])
+
+
+def test_ranks_stand_still_when_none_of_them_ticks(clock):
+    eyes = Eyes(Sight("S", 1, 1), Sight("S", 1, 0))
+    vigil = vigil_of(eyes)
+    vigil.look(at_once=True)
+    vigil.touch([0, 1])
+    clock[0] += 5
+    eyes.sights[1] = Sight("S", 2, 0)
+    vigil.look(at_once=True)
+    assert (vigil.still_s([0]), vigil.still_s([0, 1])) == (5, 0)
+    assert vigil.busy([0, 1]) == [0]
+
+
+def test_a_process_that_was_not_seen_is_not_gone(clock):
+    vigil = vigil_of(Eyes(None))
+    vigil.look(at_once=True)
+    assert vigil.gone == {}
