@@ -146,9 +146,7 @@ class PromptGroups:
         return found if len(found) == count and all(group.state in states for group in found) else []
 
 
-def requests_of(
-    group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False
-) -> list[Request]:
+def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
     """One request a missing answer, each with a random stream of its own keyed by (seed, uid, sample).
 
     `whole`: one for every answer if any is missing, for an engine whose rounding depends on what it computes together.

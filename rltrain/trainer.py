@@ -73,12 +73,14 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the last step and export the model, going on from the last checkpoint where a training rank died."""
+        lost: WorkerLost | None = None
         while True:
             try:
-                self.train()
-                break
+                if lost is not None:
+                    self.recover(lost)
+                return self.train()
             except WorkerLost as error:
-                self.recover(error)
+                lost = error
 
     def train(self) -> None:
         """Train from where the run stands, evaluating before, after and as often as the config says; then export."""

@@ -165,7 +165,9 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
             replicas.renew([replica])
             return build(replicas, "rollout", *engine, ranks=[replica])[0]
 
-        shared = ray_hosts(config, "training rank", placement.actor_ranks, watch=watch) if placement.share_ranks else None
+        shared = (
+            ray_hosts(config, "training rank", placement.actor_ranks, watch=watch) if placement.share_ranks else None
+        )
         training = Training(config, paths, {
             role: shared or ray_hosts(config, f"{role} rank", placement.actor_ranks, watch=watch) for role in roles
         })  # fmt: skip

@@ -48,7 +48,9 @@ def test_the_rank_that_died_is_named_with_its_phase_and_another_takes_its_place(
     pid = pid_of(group, 1)
     pending, began = group.start("wait"), time.monotonic()
     os.kill(pid, number)
-    with pytest.raises(WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on node .*\) (is gone|has been stopped)") as told:
+    with pytest.raises(
+        WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on node .*\) (is gone|has been stopped)"
+    ) as told:
         group.wait(pending)
     assert time.monotonic() - began < 30
     assert "rank 0" not in str(told.value)

@@ -92,9 +92,7 @@ class _Engines:
                     self.hosts.call(ROLE, "give_up_load", [(path, reason)], ranks=[replica])
 
 
-def _stream(
-    actor: Ranks, engines: _Engines, path: str, offers: Sequence[Offer], places: Sequence[str | None]
-) -> None:
+def _stream(actor: Ranks, engines: _Engines, path: str, offers: Sequence[Offer], places: Sequence[str | None]) -> None:
     """All buckets, and the end."""
     shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
     loaded: list[list[Any]] = []
