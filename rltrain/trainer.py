@@ -84,6 +84,7 @@ class Trainer:
                 group.meanwhile(collector.advance)
 
     def fit(self) -> None:
+<<<<<<< HEAD
         """Train to the last step, going on from the last checkpoint where a training rank died."""
         if self.origin is None:
             self.beginning = self.state_dict()
@@ -91,8 +92,17 @@ class Trainer:
             try:
                 self.train()
                 return
+=======
+        """Train to the last step and export the model, going on from the last checkpoint where a training rank died."""
+        lost: WorkerLost | None = None
+        while True:
+            try:
+                if lost is not None:
+                    self.recover(lost)
+                return self.train()
+>>>>>>> survival
             except WorkerLost as error:
-                self.recover(error)
+                lost = error
 
     def train(self) -> None:
         """Train from where the run stands, evaluating and saving as often as the config says."""

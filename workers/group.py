@@ -156,6 +156,7 @@ class RayHosts(Hosts):
                     raise error.cause from None
                 raise _lost(watched, proof_s=_PROOF_S) or WorkerError(_last_line(error.cause)) from error
             except ray.exceptions.RayActorError as error:
+                _blame(watched, error.actor_id)
                 raise _lost(watched, proof_s=_PROOF_S) or WorkerLost(
                     f"{self.phase}: a worker process died, a {self.name}: it was killed, crashed, or ran out of memory "
                     "(verbose=true shows Ray's report)"
@@ -225,6 +226,14 @@ class _Watched:
     def describe(self, rank: int) -> str:
         """Which process that is."""
         return f"{self.group.name} {rank} ({self.vigil.place(rank)})"
+
+
+def _blame(watched: Sequence[_Watched], actor_id: str | None) -> None:
+    """Ray says that this actor is dead; where its machine is gone, nothing else may be seen of that yet."""
+    for one in watched:
+        for rank in one.ranks:
+            if one.group.actors[rank]._actor_id.hex() == actor_id:
+                one.vigil.gone.setdefault(rank, "is gone: killed, crashed or out of memory, or its machine is")
 
 
 def _lost(watched: Sequence[_Watched], *, proof_s: float = 0.0) -> WorkerLost | None:

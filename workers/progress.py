@@ -75,7 +75,7 @@ def tick() -> None:
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """This process does something for somebody, as long as the block runs: one that waits for work does not hang."""
+    """This process is at work, for as long as the block runs: one that waits for work does not hang."""
     if _counter is None:
         yield
         return

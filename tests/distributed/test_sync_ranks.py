@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from rltrain.compose import compose
-from rltrain.errors import SyncError
+from rltrain.errors import SyncError, WorkerLost
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
@@ -112,9 +112,9 @@ def test_after_a_sync_that_broke_off_engines_refuse_to_work_and_the_next_sync_me
     assert answers(workers)[0][1] != expected[0][1]
 
 
-def test_the_death_of_a_rank_is_a_sync_error_and_leaves_no_file(workers, nothing_left):
+def test_the_death_of_a_rank_is_named_and_leaves_no_file(workers, nothing_left):
     on(workers.actor.hosts, failing("die"), ranks=[0])
-    with pytest.raises(SyncError, match="weight sync 5 broke off: "):
+    with pytest.raises(WorkerLost, match=r"training rank 0 \(pid .* is gone"):
         drive.sync(workers.actor, workers.rollout.hosts, 5, check=True)
     with pytest.raises(SyncError, match="weight sync 5 failed"):
         workers.rollout.hosts.call("rollout", "poll", [(0.1,)], ranks=[1])

@@ -60,13 +60,14 @@ class RolloutPool:
         self.queue: list[Sequence[Request]] = []  # groups that no replica could take yet
         self.lost: set[int] = set()  # uids of groups some of whose answers died with a replica
         self.latest: tuple[Ranks, int, bool] | None = None  # actor, version and check of the last `load`
-        self.deaths = 0  # since the last answer
+        self.deaths, self.started = 0, not self.building  # deaths: since the last answer
 
     def start(self) -> None:
         """Wait until all replicas are ready for weights. Raises WorkerError when one cannot be built."""
         while self.building:
-            self._settle(LONG_POLL_S, first=True)
+            self._settle(LONG_POLL_S)
             self.look()
+        self.started = True
 
     def submit(self, groups: Sequence[Sequence[Request]]) -> None:
         """Start answering; returns at once, and what goes wrong is raised by the next `poll`.
@@ -241,8 +242,8 @@ class RolloutPool:
         self.state[replica] = State.STARTING
         self.building[replica], self.began[replica] = self.replace(replica), time.monotonic()
 
-    def _settle(self, timeout_s: float, *, first: bool = False) -> None:
-        """See which engines are built. `first`: one that cannot be is an error, not another death."""
+    def _settle(self, timeout_s: float) -> None:
+        """See which engines are built. At the start of a run, one that cannot be is an error, not another death."""
         replicas = list(self.building)
         for number in self.hosts.first([self.building[replica] for replica in replicas], timeout_s):
             replica = replicas[number]
@@ -250,7 +251,7 @@ class RolloutPool:
             try:
                 self.hosts.wait([call], ranks=[replica])
             except WorkerError as error:
-                if first and not isinstance(error, WorkerLost):
+                if not self.started and not isinstance(error, WorkerLost):
                     raise
                 self._lose(replica, f"did not start: {error}")
             else:
