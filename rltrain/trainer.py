@@ -84,23 +84,15 @@ class Trainer:
                 group.meanwhile(collector.advance)
 
     def fit(self) -> None:
-<<<<<<< HEAD
         """Train to the last step, going on from the last checkpoint where a training rank died."""
         if self.origin is None:
             self.beginning = self.state_dict()
-        while True:
-            try:
-                self.train()
-                return
-=======
-        """Train to the last step and export the model, going on from the last checkpoint where a training rank died."""
         lost: WorkerLost | None = None
         while True:
             try:
                 if lost is not None:
                     self.recover(lost)
                 return self.train()
->>>>>>> survival
             except WorkerLost as error:
                 lost = error
 
