@@ -78,7 +78,7 @@ class Trainer:
         self.step = self.incarnation = 0
         self.origin: Checkpoint | None = None  # that the run was restored to last
         self.beginning: dict[str, Any] | None = None  # its state before the first step, unless it began from another
-        self.engine_checked = False
+        self.engine_checked = self.checked_before = False  # now, and before the step that is under way
         for group in (actor, reference, critic):
             if group is not None:
                 group.meanwhile(collector.advance)
@@ -110,6 +110,7 @@ class Trainer:
     def between_steps(self) -> None:
         """Evaluate and save, where it is time and not done yet: a restored run has done what its checkpoint has."""
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
+        self.checked_before = self.engine_checked
         if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
             self.evaluate()
         if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
@@ -138,7 +139,7 @@ class Trainer:
         return {
             "step": self.step,
             "incarnation": self.incarnation,
-            "engine_checked": self.engine_checked,
+            "engine_checked": self.checked_before,
             "kl_controller": self.kl_controller.state_dict(),
             "entropy_controller": self.entropy_controller.state_dict(),
             "collector": self.collector.state_dict(),
@@ -159,6 +160,7 @@ class Trainer:
         self.entropy_controller.load_state_dict(state["entropy_controller"])
         self.tracker.restore(state["step"], {} if checkpoint is None else checkpoint.history)
         self.step, self.engine_checked = state["step"], state["engine_checked"]
+        self.checked_before = self.engine_checked
         self.incarnation = 1 + max(self.incarnation, state["incarnation"])
         self.checkpoints.last = None if checkpoint is None else checkpoint.step
         self.origin = checkpoint

@@ -38,3 +38,17 @@ class NoCheckpoints:
 
     def advance(self):
         return True
+
+
+class FakeCheckpoints:
+    """Saves that are done at once."""
+
+    def __init__(self, log):
+        self.log, self.last, self.saved = log, None, []
+        self.advance = lambda: True
+        self.finish = lambda: log.append("saves finished")
+
+    def start(self, step, incarnation, groups, state, *, history, metrics):
+        self.log.append(f"save {' and '.join(groups)} {step}")
+        self.last = step
+        self.saved.append((state, history, metrics))

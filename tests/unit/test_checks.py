@@ -83,11 +83,23 @@ def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["config.yaml", "metrics.jsonl", "evaluations.jsonl", "rollouts", "model", "checkpoints", "tensorboard"],
+    [
+        "config.yaml",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "ledger.jsonl",
+        "rollouts",
+        "model",
+        "checkpoints",
+        "tensorboard",
+    ],
 )
 def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     (tmp_path / name).touch()
-    assert refusal(f"trainer.output_dir={tmp_path}").endswith(f"holds another run ({name}); name a new folder")
+    assert refusal(f"trainer.output_dir={tmp_path}").endswith(
+        f"holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto"
+    )
+    check(config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto"))  # whose it is `rltrain.resume` looks at
 
 
 def test_an_output_folder_that_is_there_and_holds_no_run_is_fine(tmp_path):

@@ -17,8 +17,8 @@ from rltrain.schema import Config
 from rltrain.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[2]
-# Their only value today; whoever makes more of them removes them here.
-FIXED = {"trainer.resume"}
+# Read by nothing yet; whoever reads them removes them here.
+FIXED = {"trainer.max_restarts", "trainer.max_skipped_updates", "trainer.hang_timeout_s"}
 # These say what the config holds, or refuse it: a key that only they read would have no effect.
 TELLERS = {"schema.py", "algorithm_config.py", "plan.py", "checks.py", "algorithm_checks.py", "compose.py"}
 # Sections that are handed over whole, as keyword arguments of a function; and what it does not get from there.

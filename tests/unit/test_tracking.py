@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rltrain.protocol import DataProto, jagged
-from rltrain.tracking import Tracker, draw_learning_curve, sample_table
+from rltrain.tracking import Tracker, draw_learning_curve, ledger_line, sample_table
 
 NAN = math.nan
 PARTS = ["right", "short"]
@@ -65,6 +65,41 @@ def test_every_step_and_every_evaluation_is_one_json_object_a_line_of_its_file(r
 
     assert lines("metrics.jsonl") == run[1].history == [{"step": 1, **metrics(0.25)}, {"step": 2, **metrics(0.75)}]
     assert lines("evaluations.jsonl") == run[1].evaluations == [{"step": 0, **EVALUATION}]
+
+
+def test_the_ledger_says_of_each_group_what_became_of_it_and_which_samples_failed(run):
+    lines = [json.loads(line) for line in (run[0] / "ledger.jsonl").read_text().splitlines()]
+    assert lines == [{"step": step, "used": [0, 1], "dropped": [], "failed": [[0, 1]]} for step in (1, 2)]
+    dropping = batch()
+    dropping.meta_info["dropped"] = [2, 5]
+    assert ledger_line(3, dropping)["dropped"] == [2, 5]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_on_from_there(tmp_path, other):
+    (tmp_path / "first").mkdir()
+    tracker = Tracker(tmp_path / "first", FakeDisplay(), PARTS)
+    tracker.log_eval(0, EVALUATION)
+    tracker.log_step(1, {**metrics(0.25), "odd": NAN}, batch())
+    kept, history = tracker.state(), list(tracker.history)
+    tracker.log_step(2, metrics(9.0), batch())
+    tracker.log_failed(3, batch())
+    if other:
+        tracker.close()
+        (tmp_path / "second").mkdir()
+        tracker = Tracker(tmp_path / "second", FakeDisplay(), PARTS)
+        (tmp_path / "second/tensorboard").rename(tmp_path / "unused")
+    tracker.restore(1, kept)
+    assert tracker.state() == kept
+    assert str(tracker.history) == str(history)  # NaN and all
+    assert tracker.evaluated(0)
+    assert tracker.metrics_of(1).items() >= metrics(0.25).items()
+    assert [file.name for file in (tracker.output_dir / "rollouts").iterdir()] == ["step_000001.parquet"] * (not other)
+    tracker.log_step(2, metrics(0.75), batch())
+    tracker.close()
+    events = EventAccumulator(str(tracker.output_dir / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
 
 
 def test_a_line_is_on_disk_as_soon_as_its_step_is_logged(tmp_path):

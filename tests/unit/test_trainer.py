@@ -7,7 +7,7 @@ from rltrain.data import Prompt
 from rltrain.errors import LogProbError, RewardError
 from rltrain.protocol import DataProto, jagged
 from rltrain.trainer import Trainer
-from tests.fakes import Immortal
+from tests.fakes import FakeCheckpoints, Immortal
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -88,20 +88,6 @@ class FakeTracker:
 
     def log_eval(self, step, metrics):
         self.evals.append((step, metrics))
-
-
-class FakeCheckpoints:
-    """Saves that are done at once."""
-
-    def __init__(self, log):
-        self.log, self.last, self.saved = log, None, []
-        self.advance = lambda: True
-        self.finish = lambda: log.append("saves finished")
-
-    def start(self, step, incarnation, groups, state, *, history, metrics):
-        self.log.append(f"save {' and '.join(groups)} {step}")
-        self.last = step
-        self.saved.append((state, history, metrics))
 
 
 BASE = [
