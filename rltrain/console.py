@@ -87,6 +87,10 @@ class ConsoleDisplay:
         line = f"held-out accuracy after {step} steps: {text}; {length:.1f} tokens"
         self.console.print(line, highlight=False, soft_wrap=True)
 
+    def warning(self, text: str) -> None:
+        """One line that stands out."""
+        self.console.print(Text(f"warning: {_short(text, 1000)}", "yellow"), soft_wrap=True)
+
 
 def step_text(metrics: dict[str, float]) -> str:
     """The figures of the bar."""

@@ -24,6 +24,8 @@ ROLES = {
     REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
 COLLECTIVE_TIMEOUT_S = 600.0
+# For processes that all are on this machine: nobody else can connect to them.
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass
@@ -65,7 +67,7 @@ def connect(config: Config) -> dict[str, float]:
 
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
-        options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
+        options |= {"include_dashboard": False, "num_cpus": os.cpu_count(), "_node_ip_address": "127.0.0.1"}
     ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
     return dict(ray.cluster_resources())
 
@@ -163,6 +165,8 @@ def ray_hosts(config: Config, count: int, *, gpus: int, concurrency: int = 1) ->
         "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
+    if config.placement.address == "local":
+        environment |= LOOPBACK
     remote = ray.remote(max_concurrency=concurrency, **resources)(Host)
     return RayHosts([remote.remote(environment, verbose=config.verbose) for _ in range(count)])
 
