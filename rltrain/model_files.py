@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # broken files raise whatever their parser raises
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
@@ -183,3 +184,12 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def obey_umask(folder: Path) -> None:
+    """Give the files below a folder the modes that the user's umask says; safetensors writes for the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)

@@ -20,6 +20,7 @@ from rltrain.algorithms import (
     rollout_diagnostics,
 )
 from rltrain.errors import ConfigError, LogProbError
+from rltrain.model_files import obey_umask
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.dispatch import Minibatch, UpdateResult
@@ -174,9 +175,10 @@ class ActorWorker:
             self.model.generation_config = GenerationConfig.from_model_config(self.model.config)
             self.model.save_pretrained(path, state_dict={name: tensor.cpu() for name, tensor in state.items()})
             if (self.path / "generation_config.json").is_file():
-                shutil.copy(self.path / "generation_config.json", path)
+                shutil.copyfile(self.path / "generation_config.json", Path(path) / "generation_config.json")
             if adapters:
                 save_adapter(self.model, adapters, Path(path) / "adapter", self.path)
+            obey_umask(Path(path))
 
 
 def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:

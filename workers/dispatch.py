@@ -38,7 +38,7 @@ class UpdateResult:
         sums: sums over this rank's trained tokens, by metric; over all ranks they are divided by `tokens`.
         losses: parts of the loss, already divided by the counts of the whole mini-batch, summed over mini-batches.
         tokens: trained tokens over all mini-batches and ranks, but those of skipped steps.
-        steps: per optimizer step, values that are the same on all ranks; `skipped` is 1 where its numbers are not finite.
+        steps: per optimizer step, values that are the same on all ranks; `skipped` is 1 if its numbers are not finite.
         first: sums over this rank's trained tokens of the first mini-batch, where the weights are still the old ones.
         first_tokens: trained tokens of the first mini-batch on this rank.
     """

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,33 @@ def connect(config: Config) -> dict[str, float]:
         if local:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but said aloud it needs no warning
             os.environ.setdefault("RAY_worker_niceness", "0")  # workers are all there is to run
-    import ray
+    with _on_loopback() if local else contextlib.nullcontext():
+        import ray
 
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
-        options |= {"include_dashboard": False, "num_cpus": os.cpu_count(), "_node_ip_address": "127.0.0.1"}
+        options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
     ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
     return dict(ray.cluster_resources())
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Imported in here, Ray takes the loopback address for that of this node, and its daemons listen nowhere else.
+
+    Despite its name the variable counts on Linux too. `ray.init(_node_ip_address="127.0.0.1")` does not do it: Ray
+    takes that for a mistake. Programs started later may well want a cluster, so it is not left behind.
+    """
+    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def disconnect() -> None:

@@ -70,7 +70,9 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_those_between_good_o
         assert update(workers, poisoned(prepared(workers, step), 3))["skipped_updates"] == 1
     before = weights_of(workers["actor"])
     batch = poisoned(poisoned(prepared(workers), 3), 15)
-    with pytest.raises(NumericsError, match=r"^2 updates in a row, up to optimizer step 8, .*max_skipped_updates=1; look"):
+    with pytest.raises(
+        NumericsError, match=r"^2 updates in a row, up to optimizer step 8, .*max_skipped_updates=1; look"
+    ):
         update(workers, batch)
     assert same(before, weights_of(workers["actor"]))
 

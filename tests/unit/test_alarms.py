@@ -20,7 +20,9 @@ def steps_with(found: list[list[str]]) -> list[int]:
 def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped():
     found = looks(alarms(), "rollout/log_prob_gap", [0.01, 0.06, 0.07, 0.05, 0.2, 0.2])
     assert steps_with(found) == [2, 5]
-    assert found[1][0].startswith("step 2: engine and actor differ by 0.06 nats a token, above rollout.max_log_prob_gap=0.05")
+    assert found[1][0].startswith(
+        "step 2: engine and actor differ by 0.06 nats a token, above rollout.max_log_prob_gap=0.05"
+    )
 
 
 def test_E1_the_gap_of_the_update_counts_where_the_actor_made_no_pass_of_its_own():
@@ -61,14 +63,18 @@ def test_a_reward_that_loses_most_of_what_was_learnt_is_told():
 
 @pytest.mark.parametrize("spread", [0.3, 0.5])
 def test_a_reward_that_only_wavers_is_not(spread):
-    wavering = [0.5 + (-1) ** step * 0.1 + (0.2 if step > 20 else 0.0) - (0.15 if step > 40 else 0.0) for step in range(60)]
+    wavering = [
+        0.5 + (-1) ** step * 0.1 + (0.2 if step > 20 else 0.0) - (0.15 if step > 40 else 0.0) for step in range(60)
+    ]
     assert not steps_with(looks(alarms(), "reward/mean", wavering, **{"reward/std": spread}))
 
 
 def test_numbers_that_are_missing_or_not_finite_say_nothing():
     made = alarms()
     for step in range(1, 10):
-        assert made.look(step, {"rollout/entropy": None, "reward/mean": float("nan"), "rollout/log_prob_gap": None}) == []
+        assert (
+            made.look(step, {"rollout/entropy": None, "reward/mean": float("nan"), "rollout/log_prob_gap": None}) == []
+        )
 
 
 def test_the_history_looked_at_again_puts_the_alarms_back_to_where_they_were():

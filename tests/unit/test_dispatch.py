@@ -110,7 +110,10 @@ def test_updates_of_two_ranks_add_up():
 
 
 def test_a_skipped_step_is_counted_and_in_no_mean():
-    nan, good = float("nan"), UpdateResult({"clip": 2.0}, {"policy_loss": 0.5}, first={"same_policy": 4.0}, first_tokens=2)
+    nan, good = (
+        float("nan"),
+        UpdateResult({"clip": 2.0}, {"policy_loss": 0.5}, first={"same_policy": 4.0}, first_tokens=2),
+    )
     bad = UpdateResult({"clip": nan}, {"policy_loss": nan}, first={"same_policy": nan}, first_tokens=3)
     assert good.finite
     assert not bad.finite

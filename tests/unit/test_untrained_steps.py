@@ -66,8 +66,8 @@ def test_skipped_updates_are_told_in_one_line_with_the_batch_and_the_run_goes_on
     metrics = skipping(made, 1.0).train_step()[0]
     assert metrics["actor/skipped_updates"] == 1
     assert made.tracker.told == [
-        "step 1: 1 of 2 actor updates skipped, as their loss or gradient is not finite; the step's batch: /run/failed/1 "
-        "of 4"
+        "step 1: 1 of 2 actor updates skipped, as their loss or gradient is not finite; the step's batch: "
+        "/run/failed/1 of 4"
     ]
     assert log[-1] == "load actor as 1, checked: True"
 
@@ -85,5 +85,5 @@ def test_too_many_skipped_updates_end_the_run_with_the_batch_kept():
         raise NumericsError("4 updates in a row")
 
     skipping(made, 0).actor.update = update
-    with pytest.raises(NumericsError, match="^4 updates in a row; the step's batch: /run/failed/1 of 4$"):
+    with pytest.raises(NumericsError, match=r"^4 updates in a row; the step's batch: /run/failed/1 of 4$"):
         made.train_step()
