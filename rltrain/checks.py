@@ -123,11 +123,16 @@ def builtin_task(config: Config) -> Task:
     return TASKS[source.removeprefix(BUILTIN)]
 
 
+def output_folder(trainer: TrainerConfig) -> Path:
+    """The run's folder. Of `new/../old` it is `old`, also where there is no `new`: making that would reach the other."""
+    return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
+
+
 def _check_output(trainer: TrainerConfig) -> None:
-    where, folder = f"trainer.output_dir={trainer.output_dir}", Path(trainer.output_dir).expanduser()
     require(bool(trainer.output_dir.strip()), "trainer.output_dir is empty; name a folder")
+    where, folder = f"trainer.output_dir={trainer.output_dir}", output_folder(trainer)
     require(
-        folder.is_absolute() or RAY_JOB not in os.environ,
+        Path(trainer.output_dir).expanduser().is_absolute() or RAY_JOB not in os.environ,
         f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
     )
     for name in RUN_FILES if trainer.resume == "never" else ():  # else `rltrain.resume` looks at whose they are

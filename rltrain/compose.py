@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.errors import ConfigError
 from rltrain.schema import ALL_LINEAR, Config
+from rltrain.secret_values import refuse_secrets
 from rltrain.typed import keys, parse, require, unknown_key
 
 # Below these a key is a knob of the chosen function: rltrain.checks knows which exist, the schema does not.
@@ -119,6 +120,7 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
     model = values.get("model")
     if isinstance(model, dict):
         model["lora"] = _lora(model.get("lora"))
+    refuse_secrets(values)
     config = parse(Config, values)
     return config, to_yaml(config)
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from rltrain.errors import one_line
 from rltrain.protocol import DataProto
 
 SHOWN_PARTS = 3  # of a reward, in the bar
@@ -76,7 +77,8 @@ class ConsoleDisplay:
         """Say that rewards failed: at the first step where any did, and then now and then."""
         errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
         if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
-            text = f"  step {step}: {len(errors)} of {len(batch)} rewards failed and are left out: {_short(errors[0])}"
+            first = one_line(errors[0])
+            text = f"  step {step}: {len(errors)} of {len(batch)} rewards failed and are left out: {first}"
             self.console.print(Text(text, "yellow"), soft_wrap=True)
         self.failures_seen = self.failures_seen or bool(errors)
 
@@ -86,6 +88,10 @@ class ConsoleDisplay:
         length = metrics["eval/sampled_length"]
         line = f"held-out accuracy after {step} steps: {text}; {length:.1f} tokens"
         self.console.print(line, highlight=False, soft_wrap=True)
+
+    def warning(self, text: str) -> None:
+        """One line that stands out."""
+        self.console.print(Text(f"warning: {one_line(text, 1000)}", "yellow"), soft_wrap=True)
 
 
 def step_text(metrics: dict[str, float]) -> str:
@@ -114,13 +120,7 @@ def sample_text(step: int, batch: DataProto) -> Text:
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
     score = f"{float(batch.batch['scores'][row]):g}" if batch.batch["valid"][row] else "failed"
     start, end = (f"  step {step}:", "dim"), f"{ending}  -> reward {score}"
-    return Text.assemble(start, " ", _short(prompt), (_short(response), "bold"), end)
-
-
-def _short(text: str, limit: int = 200) -> str:
-    # A control character could move the cursor or recolour the terminal: shown as \n, \x1b, ...
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
+    return Text.assemble(start, " ", one_line(prompt), (one_line(response), "bold"), end)
 
 
 def summary(

@@ -55,3 +55,10 @@ class RewardError(RLTrainError, RuntimeError):
     """
 
     batch: Any = None
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """The text as a terminal may get it: on one line, its middle left out if it is long."""
+    # A control character could move the cursor or recolour the terminal: shown as \n, \x1b, ...
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]

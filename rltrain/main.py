@@ -15,12 +15,14 @@ from typing import Any
 from rich.console import Console
 
 from rltrain.algorithm_checks import check_algorithm, needs_critic
-from rltrain.checks import builtin_task, check, check_cluster, sandbox_warning
+from rltrain.checks import builtin_task, check, check_cluster, output_folder, sandbox_warning
 from rltrain.compose import compose, parse_args, to_yaml, usage
-from rltrain.errors import ConfigError, RLTrainError, Stopped
+from rltrain.errors import ConfigError, RLTrainError, Stopped, one_line
 from rltrain.schema import Config
+from rltrain.secret_values import redacted
 from workers.host import quiet
 
+LONGEST = 4000  # characters of an error that are shown: it may repeat what was typed, or a row of the data
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143
 
 
@@ -63,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fail(message: str, status: int, *, verbose: bool) -> int:
     """Say what went wrong on one line of stderr, after its traceback if that is wanted; returns the status."""
     if verbose:
-        traceback.print_exc()
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201 (one line, however wide)
+        print(redacted(traceback.format_exc()), file=sys.stderr)  # noqa: T201 (asked for)
+    print(f"error: {one_line(redacted(' '.join(message.split())), LONGEST)}", file=sys.stderr)  # noqa: T201 (one line)
     return status
 
 
@@ -90,7 +92,7 @@ def run(config: Config, overrides: Sequence[str], console: Console) -> int:
     plan(config, console, len(prompts), len(val_prompts))
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (one line; what a reward process says is dropped)
-    output_dir = Path(config.trainer.output_dir).expanduser().absolute()
+    output_dir = output_folder(config.trainer)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(resolved_yaml(config))
     try:

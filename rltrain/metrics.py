@@ -64,6 +64,12 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
     return metrics
 
 
+def entropy_estimate(batch: DataProto) -> float:
+    """Of the policy that sampled, at its temperature: minus the mean log-prob of what it drew, in nats a token."""
+    sampled = batch.values("rollout_log_probs")
+    return -float(sampled.mean()) if len(sampled) else float("nan")
+
+
 def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
     """How many weight versions the tokens are behind those that are trained now: mean and largest."""
     behind = version - batch.values("policy_version")

@@ -119,7 +119,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # broken files raise whatever their parser raises
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(

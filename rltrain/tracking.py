@@ -30,6 +30,9 @@ class Display(Protocol):
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """After each evaluation."""
 
+    def warning(self, text: str) -> None:
+        """What the user should know, on one line."""
+
 
 class Tracker:
     """Writes a run's results as they come.
@@ -94,6 +97,26 @@ class Tracker:
     def log_failed(self, step: int, batch: DataProto) -> Path:
         """Record the samples of a step that could not be trained on; returns the file."""
         return self._write_samples(f"failed_{step:06d}", batch)
+
+    def save_batch(self, step: int, batch: DataProto) -> str:
+        """Keep the whole batch of a step in `failed/`, for `DataProto.load`; returns its path, or why there is none."""
+        path = self.output_dir / "failed" / f"step_{step:06d}.pt"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            batch.save(path)
+        except (OSError, RuntimeError, TypeError) as error:  # a full disk; a column that JSON cannot hold
+            return f"could not be kept ({' '.join(str(error).split())})"
+        return str(path)
+
+    def warn(self, text: str) -> None:
+        """Tell the user, now."""
+        self.display.warning(text)
+
+    def log_alarm(self, step: int, text: str) -> None:
+        """Tell the user, and record it; the text names the step itself."""
+        self.warn(text)
+        with (self.output_dir / "alarms.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "alarm": text}) + "\n")
 
     def _write_samples(self, name: str, batch: DataProto) -> Path:
         path = self.output_dir / "rollouts" / f"{name}.parquet"

@@ -7,9 +7,11 @@ process and a cluster run the same code.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rltrain.alarms import Alarms
 from rltrain.batching import minibatches
 from rltrain.checkpoint import Checkpoint, Checkpoints
 from rltrain.collector import Collector
@@ -23,8 +25,8 @@ from rltrain.credit import (
     with_random_draws,
 )
 from rltrain.data import Prompt
-from rltrain.errors import LogProbError, RewardError, WorkerLost
-from rltrain.metrics import Timer, log_prob_gap, sample_metrics, staleness_metrics
+from rltrain.errors import LogProbError, NumericsError, RewardError, WorkerLost
+from rltrain.metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.protocol import DataProto
 from rltrain.recovery import Restarts
 from rltrain.schema import Config
@@ -74,6 +76,7 @@ class Trainer:
         self.needs_actor_pass = needs_actor_pass(config)
         self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
         self.entropy_controller = entropy_controller(config.algorithm)
+        self.alarms = Alarms(config)
         self.restarts = Restarts(restart, config.trainer.max_restarts)
         self.step = self.incarnation = 0
         self.origin: Checkpoint | None = None  # that the run was restored to last
@@ -104,6 +107,8 @@ class Trainer:
             self.while_idle()
             metrics, batch = self.train_step()
             self.tracker.log_step(self.step, metrics, batch)
+            for alarm in self.alarms.look(self.step, metrics):
+                self.tracker.log_alarm(self.step, alarm)
             self.between_steps()
         self.checkpoints.finish()
 
@@ -192,7 +197,7 @@ class Trainer:
         with timer("rewards"):
             batch = self.scored(batch)
         metrics = sample_metrics(batch, [component.name for component in config.reward.components])
-        metrics |= staleness_metrics(batch, self.step)
+        metrics |= staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
         with timer("advantages"):
             batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
             batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
@@ -204,16 +209,14 @@ class Trainer:
             )  # fmt: skip
         if self.critic is not None:
             with timer("update_critic"):
-                budget = config.critic.max_tokens_per_microbatch
-                metrics |= _named("critic", self.critic.update(batch, plan, max_tokens=budget))
+                metrics |= self.updated(self.critic, batch, plan)
         with timer("update_actor"):
-            budget, entropy_coef = config.actor.max_tokens_per_microbatch, self.entropy_controller.value
-            updated = self.actor.update(batch, plan, entropy_coef, max_tokens=budget)
-            metrics |= _named("actor", updated)
+            entropy_coef = self.entropy_controller.value
+            metrics |= self.updated(self.actor, batch, plan, entropy_coef)
             if config.algorithm.entropy_target is not None:
                 metrics["actor/entropy_coef"] = entropy_coef
-                if batch.values("response_mask").any():
-                    self.entropy_controller.update(updated["entropy"])
+                if batch.values("response_mask").any() and math.isfinite(metrics["actor/entropy"]):
+                    self.entropy_controller.update(metrics["actor/entropy"])
         self.step += 1
         with timer("sync_weights"):
             self.sync_weights()
@@ -229,10 +232,32 @@ class Trainer:
             path = self.tracker.log_failed(self.step + 1, error.batch)
             raise RewardError(f"{error}; all samples: {path}") from None
 
+    def budget(self, group: WorkerGroup) -> int:
+        """Tokens of a role's micro-batch."""
+        return (self.config.critic if group is self.critic else self.config.actor).max_tokens_per_microbatch
+
     def rows(self, group: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """A forward pass of one role over all rows."""
-        role = self.config.critic if group is self.critic else self.config.actor
-        return group.rows(method, batch, max_tokens=role.max_tokens_per_microbatch)
+        return group.rows(method, batch, max_tokens=self.budget(group))
+
+    def updated(
+        self, group: WorkerGroup, batch: DataProto, plan: Sequence[list[int]], *arguments: float
+    ) -> dict[str, float]:
+        """Update one role; returns its metrics. The batch of a skipped update is kept for a look at it.
+
+        Raises NumericsError where too many updates in a row were skipped.
+        """
+        step, role = self.step + 1, "critic" if group is self.critic else "actor"
+        try:
+            metrics = group.update(batch, plan, *arguments, max_tokens=self.budget(group))
+        except NumericsError as error:
+            raise NumericsError(f"{error}; the step's batch: {self.tracker.save_batch(step, batch)}") from None
+        if skipped := int(metrics.get("skipped_updates", 0)):
+            self.tracker.warn(
+                f"step {step}: {skipped} of {len(plan)} {role} updates skipped, as their loss or gradient is not "
+                f"finite; the step's batch: {self.tracker.save_batch(step, batch)}"
+            )
+        return _named(role, metrics)
 
     def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Adds `old_log_probs`, the proximal policy's: recomputed by the actor, or those of the engine.

@@ -49,8 +49,9 @@ class ActorWorker:
         self.model = shard(model, config)
         self.model.eval()  # no dropout: the policy that is trained is the one that samples
         self.optimizer = Optimizer(
-            [p for p in self.model.parameters() if p.requires_grad], config.actor, config.optimizer_steps
-        )
+            [p for p in self.model.parameters() if p.requires_grad], config.actor, config.optimizer_steps,
+            max_skipped=config.trainer.max_skipped_updates,
+        )  # fmt: skip
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
@@ -94,14 +95,15 @@ class ActorWorker:
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
             chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
+            part = UpdateResult()
             for rows in minibatch.microbatches:
-                columns = self._backward(chosen, rows, minibatch, result, entropy_coef)
+                columns = self._backward(chosen, rows, minibatch, part, entropy_coef)
                 if number == 0:
-                    _compare(columns, result)
-            if number == 0 and "old_log_probs" in batch:
-                self._check_same_policy(result)
-            result.tokens += minibatch.num_tokens
-            result.steps.append(self.optimizer.step(trained=minibatch.num_tokens > 0))
+                    _compare(columns, part)
+            if number == 0 and "old_log_probs" in batch and part.finite:
+                self._check_same_policy(part)
+            step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
+            result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
             torch.cuda.empty_cache()  # the engine wakes next, on the same device; nothing happens without a GPU
         return result

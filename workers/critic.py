@@ -29,7 +29,10 @@ class CriticWorker:
         nn.init.zeros_(model.get_submodule(name).weight)
         self.model = shard(model, config)
         self.model.eval()  # no dropout: the value of a state must not depend on chance
-        self.optimizer = Optimizer(list(self.model.parameters()), config.critic, config.optimizer_steps)
+        self.optimizer = Optimizer(
+            list(self.model.parameters()), config.critic, config.optimizer_steps,
+            max_skipped=config.trainer.max_skipped_updates,
+        )  # fmt: skip
         self.state = RankState("critic", self.model, self.optimizer)
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
@@ -40,10 +43,11 @@ class CriticWorker:
         """One optimizer step a mini-batch, towards the column `returns`, clipped around the column `values`."""
         result = UpdateResult(losses={"value_loss": 0.0})
         for minibatch in minibatches:
+            part = UpdateResult(losses={"value_loss": 0.0})
             for rows in minibatch.microbatches:
-                self._backward(batch, rows, minibatch, result)
-            result.tokens += minibatch.num_tokens
-            result.steps.append(self.optimizer.step(trained=minibatch.num_tokens > 0))
+                self._backward(batch, rows, minibatch, part)
+            step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
+            result.add(part, minibatch.num_tokens, step)
         return result
 
     def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:

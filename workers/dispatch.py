@@ -1,5 +1,6 @@
 """How a call on a batch is split over ranks and its results are collected: pure, so that it is tested without Ray."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,8 +37,8 @@ class UpdateResult:
     Attributes:
         sums: sums over this rank's trained tokens, by metric; over all ranks they are divided by `tokens`.
         losses: parts of the loss, already divided by the counts of the whole mini-batch, summed over mini-batches.
-        tokens: trained tokens over all mini-batches and ranks.
-        steps: per optimizer step, values that are the same on all ranks.
+        tokens: trained tokens over all mini-batches and ranks, but those of skipped steps.
+        steps: per optimizer step, values that are the same on all ranks; `skipped` is 1 if its numbers are not finite.
         first: sums over this rank's trained tokens of the first mini-batch, where the weights are still the old ones.
         first_tokens: trained tokens of the first mini-batch on this rank.
     """
@@ -48,6 +49,21 @@ class UpdateResult:
     steps: list[dict[str, float]] = field(default_factory=list)
     first: dict[str, float] = field(default_factory=dict)
     first_tokens: int = 0
+
+    @property
+    def finite(self) -> bool:
+        """Whether all parts of the loss are."""
+        return all(map(math.isfinite, self.losses.values()))
+
+    def add(self, part: "UpdateResult", tokens: int, step: dict[str, float]) -> None:
+        """Count in a mini-batch of `tokens` trained tokens. Of one whose step was skipped no number is believed."""
+        kept = not step["skipped"]
+        for total, values in ((self.sums, part.sums), (self.losses, part.losses), (self.first, part.first)):
+            for name, value in values.items():
+                total[name] = total.get(name, 0.0) + (value if kept else 0.0)
+        self.tokens += tokens if kept else 0
+        self.first_tokens += part.first_tokens if kept else 0
+        self.steps.append(step)
 
 
 def split_rows(
@@ -110,12 +126,15 @@ def collect_rows(parts: Sequence[DataProto], plan: Sequence[Sequence[Rows]]) -> 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Metrics of an update over all ranks: means over trained tokens; of losses and step values over optimizer steps.
 
-    The metrics are empty of the clock; `grad_norm_max` is the largest of the optimizer steps.
+    The metrics are empty of the clock; `grad_norm_max` is the largest of the optimizer steps. Skipped steps are counted
+    in `skipped_updates`, and in no mean; where all were skipped, means are NaN.
     """
     first = results[0]
-    tokens = max(first.tokens, 1)
+    kept = [step for step in first.steps if not step["skipped"]]
+    tokens, count = float(max(first.tokens, 1)), float(max(len(kept), 1))
+    if first.steps and not kept:
+        tokens = count = math.nan
     metrics = {name: sum(r.sums[name] for r in results) / tokens for name in first.sums}
-    count = max(len(first.steps), 1)
     metrics |= {name: sum(r.losses[name] for r in results) / count for name in first.losses}
     first_tokens = sum(r.first_tokens for r in results)
     begun = {name: sum(r.first[name] for r in results) for name in first.first}
@@ -123,10 +142,11 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         metrics["same_policy_gap"] = begun["same_policy"] / max(first_tokens, 1)
     if "weight" in begun:
         metrics |= {f"engine_{name}": value for name, value in divergence(begun, first_tokens).items()}
-    for name in first.steps[0] if first.steps else ():
-        metrics[name] = sum(step[name] for step in first.steps) / count
-    if "grad_norm" in metrics:
-        metrics["grad_norm_max"] = max(step["grad_norm"] for step in first.steps)
+    if first.steps:
+        metrics["grad_norm"] = sum(step["grad_norm"] for step in kept) / count
+        metrics["grad_norm_max"] = max((step["grad_norm"] for step in kept), default=math.nan)
+        metrics["lr"] = sum(step["lr"] for step in first.steps) / len(first.steps)
+        metrics["skipped_updates"] = sum(step["skipped"] for step in first.steps)
     return metrics
 
 

@@ -91,10 +91,14 @@ class Optimizer:
         parameters: those of the sharded model.
         config: rates and limits.
         total_steps: optimizer steps of the whole run.
+        max_skipped: so many steps in a row may be skipped because their numbers are not finite.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], config: OptimizerConfig, total_steps: int, *, max_skipped: int
+    ) -> None:
         self.parameters, self.config, self.total_steps, self.steps = parameters, config, total_steps, 0
+        self.max_skipped, self.skipped = max_skipped, 0  # the latter: in a row, up to now
         self.adamw = torch.optim.AdamW(
             parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
         )
@@ -116,26 +120,35 @@ class Optimizer:
         factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
         return config.lr * max(0.0, factor[config.lr_schedule])
 
-    def step(self, *, trained: bool = True) -> dict[str, float]:
-        """Clip, step, clear the gradients. Returns the norm of the full gradient before clipping, and the rate.
+    def step(self, *, trained: bool = True, finite: bool = True) -> dict[str, float]:
+        """Clip, step, clear the gradients. Returns the norm of the full gradient before clipping, the rate, `skipped`.
 
-        Where nothing was `trained` the weights stay (AdamW's momentum would move them), and the schedule goes on.
-        Raises NumericsError for a gradient that is not finite; the weights stay.
+        The weights stay where nothing was `trained` (AdamW's momentum would move them), and where the gradient or any
+        rank's loss is not `finite`: then `skipped` is 1, on all ranks. The schedule goes on. A collective.
+        Raises NumericsError, the weights as they were, when that is too often in a row.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
-        if not math.isfinite(norm):
-            raise NumericsError(
-                f"the gradient of optimizer step {self.steps + 1} has norm {norm}: the loss is not finite somewhere; "
-                "lower the learning rate, or look at this step's rewards and log-probs"
-            )
-        lr = self.lr()
-        if not trained:
-            self.steps += 1
-            self.adamw.zero_grad(set_to_none=True)
-            return {"grad_norm": norm, "lr": lr}
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+        lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))
+        self.skipped = self.skipped + 1 if skip else 0
+        if trained and not skip:
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self.steps += 1
-        return {"grad_norm": norm, "lr": lr}
+        if self.skipped > self.max_skipped:
+            raise NumericsError(
+                f"{self.skipped} updates in a row, up to optimizer step {self.steps}, had a loss or gradient that is "
+                f"not finite (norm {norm}), more than trainer.max_skipped_updates={self.max_skipped}; look at rewards, "
+                "advantages and log-probs of these samples, and lower the learning rate or the loss's clip ranges"
+            )
+        return {"grad_norm": norm, "lr": lr, "skipped": float(skip)}
+
+
+def _on_all_ranks(good: bool) -> bool:
+    """Whether this holds on every rank; a collective."""
+    if dist.get_world_size() == 1:
+        return good
+    flag = torch.tensor(good, dtype=torch.int32)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)

@@ -29,6 +29,7 @@ class Host:
         os.environ.update(environment)
         keep_freed_memory()
         self.roles: dict[str, Any] = {}
+        self.listener: socket.socket | None = None
         if not verbose:
             quiet()
 
@@ -50,21 +51,27 @@ class Host:
         return progress.announce(ray.get_runtime_context().get_node_id())
 
     def address(self, *, loopback: bool) -> tuple[str, int]:
-        """An address of this machine, its own or the loopback one, and a free port on it, for the ranks to meet at."""
+        """Where this process listens for the ranks to meet: its node's address in the cluster, or the loopback one.
+
+        Not on all addresses of the machine: who reaches that port reads and writes what the ranks tell each other.
+        """
         host = "127.0.0.1"
         if not loopback:
             import ray
 
             host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        self.listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return host, self.listener.getsockname()[1]
 
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
-        """Join the process group of these ranks (gloo, with nccl for GPUs); without an address it has one rank."""
+        """Join the process group of these ranks (gloo, with nccl for GPUs); without an address it has one rank.
+
+        Rank 0 is the one that gave the address.
+        """
         from workers.process_group import join
 
-        join(rank, world_size, address, timeout_s)
+        listener, self.listener = self.listener, None
+        join(rank, world_size, address, timeout_s, listener=listener)
 
 
 def keep_freed_memory() -> None:

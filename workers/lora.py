@@ -119,7 +119,7 @@ def skeleton(path: str) -> PreTrainedModel:
         if path == BUILTIN_MODEL:
             return tiny_model()
         config = AutoConfig.from_pretrained(Path(path).expanduser(), local_files_only=True, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:

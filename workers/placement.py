@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ ROLES = {
     REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
 COLLECTIVE_TIMEOUT_S = 600.0  # at least; a hang is to be found before
+# For processes that all are on this machine: nobody else can connect to them.
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def connect(config: Config) -> dict[str, float]:
         if local:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but said aloud it needs no warning
             os.environ.setdefault("RAY_worker_niceness", "0")  # workers are all there is to run
-    import ray
+    with _on_loopback() if local else contextlib.nullcontext():
+        import ray
 
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
@@ -122,6 +125,25 @@ def _no_reports() -> None:
         from ray._private import worker
 
         worker.print_to_stdstream = lambda *_, **__: None
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Imported in here, Ray takes the loopback address for that of this node, and its daemons listen nowhere else.
+
+    Despite its name the variable counts on Linux too. `ray.init(_node_ip_address="127.0.0.1")` does not do it: Ray
+    takes that for a mistake. Programs started later may well want a cluster, so it is not left behind.
+    """
+    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def disconnect() -> None:
@@ -234,6 +256,8 @@ def ray_hosts(config: Config, name: str, count: int, *, watch: Watch | None = No
         "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
+    if config.placement.address == "local":
+        environment |= LOOPBACK
     # A training rank does one thing at a time, in the order of the calls; an engine listens while it generates.
     remote = ray.remote(max_concurrency=8 if engines else 1, **resources)(Host)
 

@@ -1,13 +1,17 @@
 """The process group of the training ranks."""
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 
-def join(rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
+def join(
+    rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float, *,
+    listener: socket.socket | None = None,
+) -> None:  # fmt: skip
     """Initialise torch.distributed for this rank, once in a process.
 
     Args:
@@ -15,6 +19,7 @@ def join(rank: int, world_size: int, address: tuple[str, int] | None, timeout_s:
         world_size: number of ranks.
         address: where rank 0 serves the rendezvous; None for a group of one, which opens no socket.
         timeout_s: of the rendezvous and of each collective.
+        listener: on rank 0, what listens at that address.
     """
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
@@ -23,6 +28,10 @@ def join(rank: int, world_size: int, address: tuple[str, int] | None, timeout_s:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     timeout = timedelta(seconds=timeout_s)
-    store = dist.HashStore() if address is None else dist.TCPStore(*address, world_size, rank == 0, timeout)
+    if address is None:
+        store: dist.Store = dist.HashStore()
+    else:
+        serving = None if listener is None else listener.detach()  # on its own, a store listens on every address
+        store = dist.TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -25,6 +25,7 @@ from typing import Any
 
 from rltrain.errors import ConfigError, RLTrainError
 from rltrain.rewards.result import RewardResult
+from rltrain.secret_values import redacted
 
 BUILTIN = {  # short names
     "final_answer": "final_answer", "exact_answer": "final_answer", "exact_match": "exact_match",
@@ -317,7 +318,7 @@ def described(error: BaseException) -> str:
     except Exception as second:
         text = f"its text cannot be had: __str__ raised {type(second).__name__}"
     encodable = text.encode("utf-8", "backslashreplace").decode()  # the text may hold half a surrogate pair
-    return f"{type(error).__name__}: {' '.join(encodable.split())[:_LONGEST_TEXT]}".rstrip(": ")
+    return f"{type(error).__name__}: {redacted(' '.join(encodable.split()))[:_LONGEST_TEXT]}".rstrip(": ")
 
 
 def _nearest_function(name: str, module: ModuleType) -> str:

@@ -198,7 +198,7 @@ def actor(name: str, *, checkpointing: bool) -> tuple[nn.Module, Optimizer]:
     rates = SimpleNamespace(
         lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.0, max_grad_norm=1.0, lr_warmup_steps=0, lr_schedule="constant"
     )
-    return model, Optimizer(list(model.parameters()), rates, 1000)  # type: ignore[arg-type]
+    return model, Optimizer(list(model.parameters()), rates, 1000, max_skipped=0)  # type: ignore[arg-type]
 
 
 def train_pass(model: nn.Module, packed: Pack) -> None:

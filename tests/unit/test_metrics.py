@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from rltrain.metrics import Timer, log_prob_gap, sample_metrics, staleness_metrics
+from rltrain.metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.protocol import DataProto, jagged
 
 NAN = math.nan
@@ -123,3 +123,9 @@ def test_the_timer_adds_up_each_phase_and_counts_tokens_a_second():
     assert 0.04 <= metrics["timing/a"] <= metrics["timing/step"]
     assert metrics["timing/b"] < 0.01
     assert metrics["perf/tokens_per_s"] * metrics["timing/step"] == pytest.approx(8 + 4)
+
+
+def test_entropy_is_estimated_from_what_the_engine_drew():
+    made = DataProto.from_dict({"rollout_log_probs": jagged([[-1.0, -2.0], [], [-6.0]], torch.float32)})
+    assert entropy_estimate(made) == 3.0
+    assert math.isnan(entropy_estimate(made[1:2]))

@@ -40,6 +40,9 @@ class FakeDisplay:
     def evaluation(self, step, metrics):
         self.shown.append(("evaluation", step, metrics))
 
+    def warning(self, text):
+        self.shown.append(("warning", text))
+
 
 def metrics(reward: float) -> dict[str, float]:
     return {"reward/mean": reward, "rollout/length_mean": 3.0}
@@ -180,3 +183,18 @@ def test_a_run_without_a_step_has_no_curve(tmp_path):
     tracker.log_eval(0, EVALUATION)
     assert tracker.close() is None
     assert not (tmp_path / "learning_curve.png").exists()
+
+
+def test_a_batch_that_is_kept_can_be_loaded_and_one_that_cannot_be_kept_says_why(tmp_path):
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
+    made = batch()
+    path = tracker.save_batch(3, made)
+    assert path == str(tmp_path / "failed" / "step_000003.pt")
+    back = DataProto.load(path)
+    assert back.values("rollout_log_probs").tolist() == made.values("rollout_log_probs").tolist()
+    assert back.non_tensor_batch["reward_error"].tolist() == made.non_tensor_batch["reward_error"].tolist()
+    (tmp_path / "failed" / "step_000004.pt").mkdir()
+    assert tracker.save_batch(4, made).startswith("could not be kept (")
+    tracker.warn("look out")
+    assert tracker.display.shown == [("warning", "look out")]
+    tracker.close()

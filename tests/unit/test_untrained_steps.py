@@ -1,9 +1,9 @@
-"""A step that trains nothing moves no controller and checks no engine."""
+"""A step that trains nothing moves no controller and checks no engine; one that is skipped is told and kept."""
 
 import pytest
 from test_trainer import FakeCollector, samples, trainer
 
-from rltrain.errors import LogProbError
+from rltrain.errors import LogProbError, NumericsError
 
 ENTROPY = ["algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.01", "algorithm.entropy_coef_step=0.004"]
 
@@ -50,3 +50,40 @@ def test_once_checked_the_engine_is_not_asked_about_again():
     for _ in range(4):
         made.train_step()
     assert log.count("actor compute_log_probs 1111") == 2
+
+
+def skipping(made, count, **metrics):
+    """The actor skips so many updates, and the tracker writes down what it is told."""
+    made.actor.update = lambda *_, **__: {"loss": 0.5, "skipped_updates": count, **metrics}
+    made.tracker.told = []
+    made.tracker.warn = made.tracker.told.append
+    made.tracker.save_batch = lambda step, batch: f"/run/failed/{step} of {len(batch)}"
+    return made
+
+
+def test_skipped_updates_are_told_in_one_line_with_the_batch_and_the_run_goes_on():
+    made, log = trainer("trainer.prompts_per_minibatch=1")
+    metrics = skipping(made, 1.0).train_step()[0]
+    assert metrics["actor/skipped_updates"] == 1
+    assert made.tracker.told == [
+        "step 1: 1 of 2 actor updates skipped, as their loss or gradient is not finite; the step's batch: "
+        "/run/failed/1 of 4"
+    ]
+    assert log[-1] == "load actor as 1, checked: True"
+
+
+def test_a_step_whose_updates_were_all_skipped_does_not_move_the_entropy_coefficient():
+    made, _ = trainer(*ENTROPY)
+    skipping(made, 2.0, entropy=float("nan"))
+    assert [made.train_step()[0]["actor/entropy_coef"] for _ in range(2)] == [0.01, 0.01]
+
+
+def test_too_many_skipped_updates_end_the_run_with_the_batch_kept():
+    made, _ = trainer()
+
+    def update(*_, **__):
+        raise NumericsError("4 updates in a row")
+
+    skipping(made, 0).actor.update = update
+    with pytest.raises(NumericsError, match=r"^4 updates in a row; the step's batch: /run/failed/1 of 4$"):
+        made.train_step()

@@ -49,6 +49,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
     assert config.vllm is not None, "vllm settings are there when the engine is vllm"
     arguments: dict[str, Any] = {
         "model": path,
+        "trust_remote_code": False,
         "dtype": dtype,
         "seed": 0,  # requests carry their own
         "max_model_len": config.max_prompt_length + config.max_response_length,

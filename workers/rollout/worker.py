@@ -57,7 +57,7 @@ class RolloutWorker:
     def __init__(self, config: Config, path: str, stop_ids: Sequence[int], *, threaded: bool) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         self.finished: list[Completion] = []
         self.receiver = Receiver()
         self.news = threading.Condition()

@@ -1,0 +1,93 @@
+"""An update whose loss or gradient is not finite is skipped on every rank alike."""
+
+import math
+
+import pytest
+import torch
+from test_training_ranks import ENTROPY_COEF, config_of, group, prepared, weights_of
+
+from rltrain.errors import NumericsError
+from rltrain.protocol import DataProto
+from workers.group import WorkerGroup
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
+HALVES = [list(range(12)), list(range(12, 24))]
+
+
+def poisoned(batch: DataProto, row: int, value: float = math.inf) -> DataProto:
+    """One token of one row, which one rank alone sees, has this advantage."""
+    advantages = batch.values("advantages").clone()
+    advantages[int(batch.offsets("advantages")[row])] = value
+    return batch.with_values("responses", advantages=advantages)
+
+
+def update(workers: dict[str, WorkerGroup], batch: DataProto) -> dict[str, float]:
+    return workers["actor"].update(batch, HALVES, ENTROPY_COEF, max_tokens=8192)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_skipped_update_leaves_weights_and_moments_bitwise_alone_and_the_schedule_goes_on(start, ranks, value):
+    """Steps 1, 2 and 4 of four, with step 3 skipped, are bitwise three steps at the rates of 1, 2 and 4."""
+    workers = group(config_of(), start, ranks)
+    rates = [update(workers, prepared(workers))["lr"]]
+    before = weights_of(workers["actor"])
+    batch = prepared(workers, 1)
+    both = poisoned(poisoned(batch, 3, value), 15, value)
+    metrics = update(workers, both)
+    assert metrics["skipped_updates"] == 2
+    assert metrics["lr"] < rates[0]
+    assert math.isnan(metrics["grad_norm"])
+    assert math.isnan(metrics["policy_loss"])
+    assert same(before, weights_of(workers["actor"]))
+    after = update(workers, batch)
+    assert after["skipped_updates"] == 0
+    assert after["lr"] < metrics["lr"]
+    assert all(math.isfinite(number) for number in after.values())
+    assert not same(before, weights_of(workers["actor"]))
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_other_mini_batch_of_a_step_is_trained_on_as_if_the_skipped_one_were_not_there(start, ranks):
+    config = config_of("actor.lr_schedule=constant")
+    workers, others = group(config, start, ranks), group(config, start, ranks)
+    metrics = update(workers, poisoned(prepared(workers), 3))
+    alone = others["actor"].update(prepared(others), HALVES[1:], ENTROPY_COEF, max_tokens=8192)
+    assert same(weights_of(workers["actor"]), weights_of(others["actor"]))
+    assert metrics["skipped_updates"] == 1
+    # The comparison with the old policy is made on the first mini-batch, and is not there where that was skipped.
+    for name in ("policy_loss", "grad_norm", "grad_norm_max", "entropy", "ref_kl"):
+        assert metrics[name] == alone[name], name
+
+
+def test_too_many_skipped_updates_in_a_row_stop_the_run_and_those_between_good_ones_do_not(start):
+    workers = group(config_of("trainer.max_skipped_updates=1"), start, 2)
+    for step in range(3):
+        assert update(workers, poisoned(prepared(workers, step), 3))["skipped_updates"] == 1
+    before = weights_of(workers["actor"])
+    batch = poisoned(poisoned(prepared(workers), 3), 15)
+    with pytest.raises(
+        NumericsError, match=r"^2 updates in a row, up to optimizer step 8, .*max_skipped_updates=1; look"
+    ):
+        update(workers, batch)
+    assert same(before, weights_of(workers["actor"]))
+
+
+def test_a_loss_that_is_not_finite_is_enough_though_its_gradient_is(start, process_group):
+    from torch import nn
+
+    from workers.fsdp import Optimizer
+
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = Optimizer([parameter], config_of().actor, 10, max_skipped=1)
+    parameter.grad = torch.ones(3)
+    assert optimizer.step(finite=False)["skipped"] == 1
+    assert torch.equal(parameter, torch.ones(3))
+    assert not optimizer.adamw.state
+    parameter.grad = torch.ones(3)
+    assert optimizer.step()["skipped"] == 0
+    assert not torch.equal(parameter, torch.ones(3))

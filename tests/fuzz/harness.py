@@ -1,0 +1,110 @@
+"""The command line in this process, up to where the workers would start, and what it may leave behind."""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hypothesis import HealthCheck, settings
+
+import rltrain.data
+import rltrain.main
+
+# Cases of one test; its share of all is fixed, so that COUNT says how many there are altogether.
+COUNT = int(os.environ.get("FUZZ_COUNT", "0"))
+ROWS = 32  # of a built-in task
+
+
+def cases(share: float, by_default: int) -> Any:
+    """Hypothesis's settings: so many cases, the same ones each time unless `make fuzz` asks for others."""
+    return settings(
+        max_examples=max(1, round(share * COUNT)) if COUNT else by_default, derandomize=not COUNT, deadline=None,
+        database=None, suppress_health_check=list(HealthCheck), print_blob=True,
+    )  # fmt: skip
+
+
+class Started(BaseException):
+    """The workers would start now."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line came to.
+
+    Attributes:
+        status: the exit status; None if the workers were to start.
+        out, err: what was written.
+    """
+
+    status: int | None
+    out: str
+    err: str
+
+
+def command(overrides: Sequence[str]) -> Outcome:
+    """Run the program on these words. The workers' start is the end of it."""
+
+    def train(*_: Any, **__: Any) -> None:
+        raise Started
+
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(rltrain.main, "train", train),
+        mock.patch.object(rltrain.main, "join_cluster", return_value=None),
+        mock.patch.object(rltrain.data, "BUILTIN_TRAIN_ROWS", ROWS),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            status = rltrain.main.main(list(overrides))
+        except Started:
+            status = None
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, byte for byte; None stands for a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@contextlib.contextmanager
+def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
+    """The block appends its outcome: where no worker was to start nothing is new, and what was there stays."""
+    before, outcomes = files(folder), []
+    yield outcomes
+    after = files(folder)
+    for name, content in before.items():
+        assert name in after, f"{name} is gone"
+        assert after[name] == content, f"{name} was written over"
+    new = sorted(after.keys() - before.keys())
+    (outcome,) = outcomes
+    if outcome.status is None:
+        assert sum(name.endswith("config.yaml") for name in new) == 1, new
+        assert all(after[name] is None or name.endswith("config.yaml") for name in new), new
+    else:
+        assert not new, new
+    for name in sorted(new, reverse=True):  # for the next case
+        path = folder / name
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def check_refusal(outcome: Outcome) -> None:
+    """A user reads one line that says what is wrong; nothing of Python's."""
+    if outcome.status is None:
+        return
+    shown = f"status {outcome.status}\n{outcome.err}"
+    assert outcome.status in (0, 2), shown
+    assert "Traceback" not in outcome.err, shown
+    assert "unexpected" not in outcome.err, shown
+    if outcome.status == 2:
+        assert outcome.err.startswith("error: "), shown
+        assert outcome.err.count("\n") == 1, shown
+        assert outcome.err.endswith("\n"), shown
+        assert len(outcome.err) < rltrain.main.LONGEST + 100, shown
+        assert outcome.err.isprintable() or outcome.err[:-1].isprintable(), ascii(outcome.err)
+    else:
+        assert outcome.err == "", shown

@@ -1,0 +1,89 @@
+import pytest
+
+from rltrain.alarms import COLLAPSED_SHARE, PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS, Alarms
+from rltrain.compose import compose
+
+
+def alarms(*overrides: str) -> Alarms:
+    return Alarms(compose(["rollout=hf", "rollout.max_log_prob_gap=0.05", *overrides])[0])
+
+
+def looks(made: Alarms, name: str, values: list[float | None], **others: float) -> list[list[str]]:
+    """What is said at each step, steps counted from 1."""
+    return [made.look(step, {name: value, **others}) for step, value in enumerate(values, start=1)]
+
+
+def steps_with(found: list[list[str]]) -> list[int]:
+    return [step for step, messages in enumerate(found, start=1) if messages]
+
+
+def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped():
+    found = looks(alarms(), "rollout/log_prob_gap", [0.01, 0.06, 0.07, 0.05, 0.2, 0.2])
+    assert steps_with(found) == [2, 5]
+    assert found[1][0].startswith(
+        "step 2: engine and actor differ by 0.06 nats a token, above rollout.max_log_prob_gap=0.05"
+    )
+
+
+def test_E1_the_gap_of_the_update_counts_where_the_actor_made_no_pass_of_its_own():
+    assert steps_with(looks(alarms(), "actor/engine_gap", [0.01, 0.06])) == [2]
+
+
+def test_answers_of_older_weights_differ_from_the_actor_and_should():
+    assert not steps_with(looks(alarms(), "rollout/log_prob_gap", [0.3, 0.6], **{"rollout/staleness_max": 1.0}))
+
+
+def test_entropy_that_stays_far_below_its_start_is_told_once_it_persists():
+    low = 0.6 * COLLAPSED_SHARE * 0.9
+    values = [0.5, 0.6, 0.7, *[0.1] * 10, low, 0.1, *[low] * (PERSISTENT_STEPS + 2)]
+    found = looks(alarms(), "rollout/entropy", values)
+    begins = START_STEPS + 10 + 2 + PERSISTENT_STEPS
+    assert steps_with(found) == [begins]
+    assert f"nats a token, for {PERSISTENT_STEPS} steps below 0.03, 5% of its start" in found[begins - 1][0]
+
+
+def test_batches_in_which_no_group_has_a_spread_are_told_once_they_persist():
+    found = looks(alarms(), "reward/zero_spread_fraction", [1.0, 1.0, 0.9, *[1.0] * 9, 0.5, *[1.0] * PERSISTENT_STEPS])
+    assert steps_with(found) == [3 + PERSISTENT_STEPS, 13 + PERSISTENT_STEPS]
+
+
+def test_a_group_of_one_never_has_a_spread_and_that_is_no_alarm():
+    one = alarms("algorithm=ppo", "rollout.samples_per_prompt=1")
+    assert not steps_with(looks(one, "reward/zero_spread_fraction", [1.0] * 20))
+
+
+def test_a_reward_that_loses_most_of_what_was_learnt_is_told():
+    rising = [0.2 + 0.04 * step for step in range(20)]
+    found = looks(alarms(), "reward/mean", [*rising, *[0.1] * 10], **{"reward/std": 0.3})
+    begun = steps_with(found)
+    assert len(begun) == 1
+    assert 20 + 2 <= begun[0] <= 20 + WINDOW_STEPS
+    assert "and was 0.88 at its best" in found[begun[0] - 1][0]
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.5])
+def test_a_reward_that_only_wavers_is_not(spread):
+    wavering = [
+        0.5 + (-1) ** step * 0.1 + (0.2 if step > 20 else 0.0) - (0.15 if step > 40 else 0.0) for step in range(60)
+    ]
+    assert not steps_with(looks(alarms(), "reward/mean", wavering, **{"reward/std": spread}))
+
+
+def test_numbers_that_are_missing_or_not_finite_say_nothing():
+    made = alarms()
+    for step in range(1, 10):
+        assert (
+            made.look(step, {"rollout/entropy": None, "reward/mean": float("nan"), "rollout/log_prob_gap": None}) == []
+        )
+
+
+def test_the_history_looked_at_again_puts_the_alarms_back_to_where_they_were():
+    values = [0.9, 0.9, 0.9, *[0.001] * (PERSISTENT_STEPS + 3)]
+    whole, after = alarms(), alarms()
+    expected = looks(whole, "rollout/entropy", values)
+    cut = PERSISTENT_STEPS + 1
+    assert looks(after, "rollout/entropy", values[:cut]) == expected[:cut]
+    rest = [after.look(step, {"rollout/entropy": value}) for step, value in enumerate(values[cut:], start=cut + 1)]
+    assert rest == expected[cut:]
+    assert after.__dict__.keys() == whole.__dict__.keys()
+    assert after.sounding == whole.sounding == {"entropy"}

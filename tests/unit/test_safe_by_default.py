@@ -1,0 +1,121 @@
+"""Nothing that is loaded may run as code: each use of what could is known, and says why it is safe."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / folder).rglob("*.py"))
+# Pickles whose bytes come from a process that this run started, or that can name nothing.
+PICKLES = {
+    ("rltrain/rewards/code_tests_link.py", "pickle.Pickler"),
+    ("rltrain/rewards/code_tests_link.py", "pickle.Unpickler"),
+    ("rltrain/rewards/code_tests_link.py", "pickle.UnpicklingError"),
+    ("rltrain/wire.py", "pickle.PickleBuffer"),
+    ("workers/rollout/vllm_engine.py", "pickle.dumps"),
+    ("workers/rollout/vllm_worker.py", "pickle.loads"),
+}
+# Model-written programs are what the sandbox is for; a file of the user's rewards is imported.
+RUNS_CODE = {
+    (f"rltrain/rewards/{name}_inside.py", function)
+    for name in ("code_tests", "sandbox")
+    for function in ("exec", "compile")
+}
+LOADERS = ("from_pretrained", "from_config")
+
+
+def calls(path: Path) -> list[tuple[str, ast.Call]]:
+    """Every call, by what is called as it is written."""
+    return [
+        (ast.unparse(node.func), node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+    ]
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def keyword(call: ast.Call, name: str) -> object:
+    return next((ast.literal_eval(k.value) for k in call.keywords if k.arg == name), None)
+
+
+def test_tensors_are_loaded_with_weights_only_and_nowhere_by_numpy_or_yaml_objects():
+    found = 0
+    for path in SOURCES:
+        for name, call in calls(path):
+            if name.endswith("torch.load"):
+                found += 1
+                assert keyword(call, "weights_only") is True, f"{named(path)}:{call.lineno}"
+            assert name not in (
+                "np.load",
+                "numpy.load",
+                "yaml.load",
+                "yaml.unsafe_load",
+                "joblib.load",
+                "shelve.open",
+            ), path
+    assert found
+
+
+def test_every_use_of_pickle_is_known():
+    used = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "cloudpickle", "dill", "marshal"):
+                used |= {(named(path), f"{node.module}.{alias.name}") for alias in node.names}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
+                "pickle",
+                "cloudpickle",
+                "dill",
+                "marshal",
+            ):
+                used.add((named(path), ast.unparse(node)))
+    assert used == PICKLES
+
+
+def test_no_text_is_evaluated():
+    used = {
+        (named(path), name) for path in SOURCES for name, _ in calls(path)
+        if name in ("eval", "exec", "compile", "os.system", "__import__")
+    }  # fmt: skip
+    assert used == RUNS_CODE
+
+
+def test_no_shell_reads_a_command():
+    for path in SOURCES:
+        for name, call in calls(path):
+            assert keyword(call, "shell") is not True if name.startswith("subprocess.") else True, (
+                f"{named(path)}: {name}"
+            )
+
+
+def test_a_models_own_code_is_never_run():
+    found = 0
+    for path in SOURCES:
+        for name, call in calls(path):
+            # AutoX alone look for code beside the weights; a class of transformers' own has none.
+            if name.rpartition(".")[2] in LOADERS and name.startswith(("Auto", "kind.")):
+                found += 1
+                assert keyword(call, "trust_remote_code") is False, f"{named(path)}:{call.lineno}: {name}"
+                assert name.endswith("from_config") or keyword(call, "local_files_only") is True, (
+                    f"{named(path)}: {name}"
+                )
+    assert found >= 6
+    assert '"trust_remote_code": False' in (ROOT / "workers/rollout/vllm_engine.py").read_text()
+
+
+def test_a_torch_file_that_would_run_code_is_not_loaded(tmp_path):
+    import pickle
+
+    import pytest
+    import torch
+
+    from rltrain.protocol import DataProto
+
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "trapped",)
+
+    torch.save({"tensors": {}, "families": [], "rows": 0, "others": Trap(), "meta": "{}"}, tmp_path / "batch.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        DataProto.load(tmp_path / "batch.pt")
+    assert not (tmp_path / "trapped").exists()
