@@ -159,6 +159,11 @@ class Checkpoints:
                 logger.warning("%s; looking at the checkpoint before it", error)
         return None
 
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        """The run is where this checkpoint is: if it is one of these, it need not be saved again."""
+        own = checkpoint is not None and str(checkpoint.folder) == str(self.folder.at(f"step_{checkpoint.step}"))
+        self.last = checkpoint.step if checkpoint is not None and own else None
+
     def start(
         self, step: int, incarnation: int, groups: Mapping[str, WorkerGroup], state: Mapping[str, Any], *,
         history: Mapping[str, bytes], metrics: Mapping[str, float],

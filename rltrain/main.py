@@ -74,13 +74,13 @@ def run(config: Config, overrides: Sequence[str], console: Console) -> int:
     """Load the data, show the plan, start the workers, train, and say what came of it."""
     from rltrain.console import resume_command, summary
     from rltrain.credit import with_all_knobs
-    from rltrain.resume import beginning, require_same_prompts
+    from rltrain.resume import beginning, require_usable
 
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, val_prompts = load_data(config, tokenizer)
     start = beginning(with_all_knobs(config))
     if start.checkpoint is not None:
-        require_same_prompts(start.checkpoint, prompts.fingerprint(), f"data.train={config.data.train}")
+        require_usable(config, start.checkpoint, prompts)
     for line in start.said:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if start.over:

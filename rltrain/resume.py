@@ -9,10 +9,16 @@ import yaml
 
 from rltrain.checkpoint import MANIFEST, Checkpoint, Checkpoints, read, steps_in
 from rltrain.checks import RUN_FILES
+from rltrain.collector import Collector
+from rltrain.credit import entropy_controller, kl_controller
+from rltrain.data import PromptSet
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.schema import Config, TrainerConfig
 from rltrain.storage import Folder, absolute
+from rltrain.tracking import rows_of
 from rltrain.typed import require
+from workers.checkpoint import STATE
+from workers.state_files import read_index
 
 # Sections, and keys, that do not decide what is learnt: they may differ from those of the checkpoint.
 FREE = (
@@ -201,19 +207,54 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def require_same_prompts(checkpoint: Checkpoint, fingerprint: int, where: str) -> None:
-    """Refuse data that has changed under its name.
+def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
+    """Refuse data that has changed under its name, and a state that no run could go on from, before any worker starts.
 
     Args:
+        config: the whole config.
         checkpoint: to go on from.
-        fingerprint: of the prompts that were loaded.
-        where: their config key and value.
+        prompts: to train on, as they were loaded.
 
     Raises:
-        ConfigError: they are not those of the checkpoint.
+        ConfigError: naming what is wrong with them.
     """
     require(
-        checkpoint.state.get("prompts") == fingerprint,
-        f"{where}: holds other prompts than when {checkpoint.folder} was written, so they cannot be gone on with in "
-        "their order; put the data back, or start a new run",
+        checkpoint.state.get("prompts") == prompts.fingerprint(),
+        f"data.train={config.data.train}: holds other prompts than when {checkpoint.folder} was written, so they "
+        "cannot be gone on with in their order; put the data back, or start a new run",
     )
+    try:
+        _try(config, checkpoint, prompts)
+    except Exception as error:  # it may say anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"{checkpoint.folder}: its state is none that a run could go on from ({reason}); give another checkpoint"
+        ) from None
+
+
+def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
+    state, nobody = checkpoint.state, _Nobody()
+    Collector(config, rollout=nobody, rewards=nobody, prompts=prompts).load_state_dict(state["collector"])
+    kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
+    entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
+    if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
+        raise ValueError("it is of another step than its manifest")
+    if not isinstance(state["engine_checked"], bool):
+        raise ValueError("engine_checked is neither true nor false")
+    for lines in checkpoint.history.values():
+        rows_of(lines)
+    there = checkpoint.folder.at(STATE)
+    for role in there.names():
+        read_index(there.at(role))
+
+
+class _Nobody:
+    """Engines and reward workers that have nothing to do and are asked for nothing."""
+
+    pending = 0
+
+    def abort(self) -> None:
+        """There is nothing to drop."""
+
+    def submit(self, requests: Any) -> None:
+        """Forget them."""

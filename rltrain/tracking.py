@@ -67,7 +67,7 @@ class Tracker:
         for file in (self.output_dir / "rollouts").iterdir():
             if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
                 file.unlink()
-        self.history, self.evaluations = (_rows(kept.get(name, b"")) for name in (METRICS, EVALUATIONS))
+        self.history, self.evaluations = (rows_of(kept.get(name, b"")) for name in (METRICS, EVALUATIONS))
         whole = any((self.output_dir / "tensorboard").glob("events.*"))
         self._open(step + 1 if whole else None)
         if not whole:  # another folder than the run began in
@@ -159,7 +159,7 @@ class Tracker:
         return path
 
 
-def _rows(lines: bytes) -> list[dict[str, float]]:
+def rows_of(lines: bytes) -> list[dict[str, float]]:
     """Metrics as they were before JSON, which has no NaN."""
     rows = (json.loads(line) for line in lines.splitlines())
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

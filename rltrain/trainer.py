@@ -167,7 +167,7 @@ class Trainer:
         self.step, self.engine_checked = state["step"], state["engine_checked"]
         self.checked_before = self.engine_checked
         self.incarnation = 1 + max(self.incarnation, state["incarnation"])
-        self.checkpoints.last = None if checkpoint is None else checkpoint.step
+        self.checkpoints.restored(checkpoint)
         self.origin = checkpoint
 
     def last_good(self) -> Checkpoint | None:

@@ -8,8 +8,9 @@ import pytest
 
 from rltrain.compose import compose, to_yaml
 from rltrain.credit import with_all_knobs
+from rltrain.data import Prompt
 from rltrain.errors import ConfigError
-from rltrain.resume import FREE, beginning, require_same_prompts
+from rltrain.resume import FREE, beginning, require_usable
 from rltrain.schema import Config
 from rltrain.typed import keys
 from tests.unit.test_checkpoint import Ranks, made, save
@@ -166,12 +167,72 @@ def test_auto_never_mixes_two_runs(tmp_path):
     assert f"the run in {tmp_path}/a has its checkpoints in" in said
 
 
+class Prompts(list):
+    def fingerprint(self):
+        return 7
+
+
+GOOD = {
+    "step": 2, "incarnation": 2, "engine_checked": True, "kl_controller": {"kl_coef": 0.0},
+    "entropy_controller": {"value": 0.0}, "prompts": 7,
+    "collector": {
+        "order": {"size": 3, "seed": 0, "shuffle": True, "drawn": 128}, "step": None,
+        "groups": {
+            "next_uid": 128, "used": 127, "dropped": 0,
+            "groups": [{
+                "uid": 127, "shipped": 2, "results": [],
+                "completions": [{"key": [127, 0], "token_ids": [1], "log_probs": [-1.0], "finish_reason": "stop",
+                                 "versions": [2], "text": "a"}],
+            }],
+        },
+    },
+}  # fmt: skip
+
+
+def leaves(value, path=()):
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [leaf for key, child in inner for leaf in leaves(child, (*path, key))]
+
+
+def changed(path, value):
+    state = json.loads(json.dumps(GOOD))
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return state
+
+
+def usable(tmp_path, state, fingerprint=7):
+    checkpoint = beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
+    shutil.rmtree(checkpoint.folder.path("state"), ignore_errors=True)
+    prompts = Prompts([Prompt(n, "p", [1], {}) for n in range(3)])
+    prompts.fingerprint = lambda: fingerprint
+    require_usable(config(tmp_path), dataclasses.replace(checkpoint, state=state), prompts)
+
+
 def test_other_prompts_under_the_same_name_are_refused(tmp_path):
     saved(tmp_path)
-    checkpoint = beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
-    require_same_prompts(checkpoint, 7, "data.train=x.jsonl")
-    with pytest.raises(ConfigError, match=r"^data.train=x.jsonl: holds other prompts than when"):
-        require_same_prompts(checkpoint, 8, "data.train=x.jsonl")
+    usable(tmp_path, GOOD)
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match=r"^data.train=builtin:median: holds other prompts than when"):
+        usable(tmp_path, GOOD, fingerprint=8)
+
+
+def test_a_state_that_no_run_could_go_on_from_is_refused_in_one_line_or_harmless(tmp_path):
+    saved(tmp_path)
+    own, checkpoint = config(tmp_path), beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
+    shutil.rmtree(checkpoint.folder.path("state"))
+    prompts, said = Prompts([Prompt(n, "p", [1], {}) for n in range(3)]), []
+    paths = [path for path in leaves(GOOD) if path[-1] not in ("text", "finish_reason", "prompts")]
+    for path in paths:
+        for value in (None, "x", [], {}, {"a": 1}, [[]]):
+            try:
+                require_usable(own, dataclasses.replace(checkpoint, state=changed(path, value)), prompts)
+            except ConfigError as error:
+                said.append(str(error))
+    assert len(said) > 3 * len(paths)
+    assert [text for text in said if "\n" in text or "is none that a run could go on from" not in text] == []
 
 
 @pytest.mark.parametrize("content", ["", "- 1", "a: [", "\x00", "!!python/object/apply:os.system ['true']"])

@@ -212,6 +212,19 @@ def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_as_if_i
     assert_same(resumed.fit(), whole)
 
 
+def test_a_run_that_takes_over_in_another_folder_has_the_checkpoint_there_too_and_whole_curves(start, tmp_path):
+    old = Run(start, tmp_path / "old", steps=2).fit()
+    new = Run(start, tmp_path / "new", steps=2)
+    new.trainer.restore(old.checkpoints.newest())
+    new.fit()
+    assert new.checkpoints.newest().step == 2
+    new.checkpoints.publish(tmp_path / "new/model")
+    files = [(tmp_path / name / "checkpoints/step_2/model/model.safetensors").read_bytes() for name in ("old", "new")]
+    assert files[0] == files[1] == (tmp_path / "new/model/model.safetensors").read_bytes()
+    assert (tmp_path / "new/metrics.jsonl").read_text() == (tmp_path / "old/metrics.jsonl").read_text()
+    assert new.ledger() == old.ledger()
+
+
 def test_a_save_blocks_the_step_only_while_tensors_are_copied(start, tmp_path, monkeypatch):
     """The next step runs while the files are written: its metrics are there before the checkpoint is current."""
     run = Run(start, tmp_path)
