@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check mutants bench bench-gpu chaos soak clean
+.PHONY: help setup demo test check fuzz mutants bench bench-gpu chaos soak clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -43,7 +43,7 @@ demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorit
 test: setup  ## Unit, distributed and end-to-end tests; each line and branch of rltrain/algorithms is run
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
 	--cov-report=term-missing:skip-covered --cov-fail-under=100
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/distributed tests/e2e --ignore=tests/unit/algorithms
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz tests/distributed tests/e2e --ignore=tests/unit/algorithms
 
 check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/ruff check
@@ -52,6 +52,9 @@ check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu
 	$(BIN)/shellcheck $(SCRIPTS)
+
+fuzz: setup  ## Draw COUNT bad and good command lines and files of prompts, with the seed SEED
+	@FUZZ_COUNT=$(COUNT) $(TEST_ENV) $(BIN)/python -m pytest tests/fuzz --hypothesis-seed=$(SEED)
 
 # A copy is mutated, never the checkout. Cosmic Ray has an environment of its own; the tests run in .venv.
 MUTANTS := build/mutants

@@ -1,0 +1,97 @@
+"""Whatever lies in a file of prompts, a bad one is refused in one line that names it, before any worker starts."""
+
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from harness import cases, check_refusal, command, files, nothing_written_over
+from hypothesis import given
+from hypothesis import strategies as st
+
+letters = st.text(st.characters(), max_size=8)
+scalar = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(10**30), 10**30), st.floats(), letters,
+    st.sampled_from(["1 2 3", "", " ", "\x00", "\ud800", "x" * 5000, "<|end|>", "\ufeff", "\u202e", "🙂"]),
+)  # fmt: skip
+nested = st.recursive(
+    scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(letters, inner, max_size=3), max_leaves=8
+)
+role = st.sampled_from(["user", "system", "assistant", "tool", "", "nobody", None, 1])
+chat = st.lists(
+    st.one_of(nested, st.fixed_dictionaries({"role": role, "content": st.one_of(letters, nested)})), max_size=3
+)
+column = st.one_of(
+    letters, st.sampled_from(["answer", "response", "finish_reason", "prompt", "prompts", "uid", "", " "])
+)
+row = st.one_of(
+    st.fixed_dictionaries({"prompt": st.one_of(st.just("1 2 3"), scalar, chat, nested)}),
+    st.builds(lambda others, prompt: {**others, "prompt": prompt}, st.dictionaries(column, nested, max_size=3), scalar),
+    nested,
+)
+JUNK = [
+    b"", b"\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf{}", b"\xff\xfe{\x00}\x00", b"\x00" * 100, b"{", b"}", b"[", b"[]", b"[[]]",
+    b"null", b"NaN", b'{"prompt": NaN}', b'{"prompt": 1e999}', b'{"prompt": ' + b"9" * 5000 + b"}",
+    b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt": "1 2", "prompt": 3}', b'{"prompt": "\\ud800"}', b'{"prompt": "\\u0000"}',
+    b'{"prompt": "1"}{"prompt": "2"}', b'{"prompt": "1"}\r\n{"prompt": "2"}\r\n', b'{"prompt": "1"},\n', b"prompt\n1 2\n",
+    b'{"prompt": "' + b"1 " * 100_000 + b'"}', b'{"prompt": "1", "answer": {"a": [1, {"b": null}]}}', b"PAR1", b"PAR1PAR1",
+]  # fmt: skip
+line = st.one_of(row.map(lambda value: json.dumps(value).encode()), st.binary(max_size=20), st.sampled_from(JUNK))
+lines = st.lists(line, max_size=4).map(b"\n".join)
+array = st.lists(row, max_size=4).map(lambda rows: json.dumps(rows).encode())
+
+
+def table_bytes(columns: dict[str, list]) -> bytes:
+    """A parquet file of these columns; of types that it cannot hold, one of text."""
+    out = io.BytesIO()
+    try:
+        pq.write_table(pa.table(columns), out)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        out = io.BytesIO()
+        pq.write_table(pa.table({"prompt": ["1 2"]}), out)
+    return out.getvalue()
+
+
+def spoiled(content: bytes, place: int, byte: int, cut: bool) -> bytes:
+    """One byte changed, or all from there on left out."""
+    at = place % max(len(content), 1)
+    return content[:at] if cut else content[:at] + bytes([byte]) + content[at + 1 :]
+
+
+cell = st.one_of(scalar, st.binary(max_size=5), st.datetimes(), st.dates(), st.decimals(allow_nan=False, places=2))
+parquet = st.builds(
+    table_bytes,
+    st.dictionaries(st.sampled_from(["prompt", "answer", "response", "", "b"]), st.lists(cell, min_size=2, max_size=2)),
+)
+broken = st.builds(spoiled, parquet, st.integers(0, 10_000), st.integers(0, 255), st.booleans())
+file = st.one_of(
+    st.tuples(st.sampled_from(["p.jsonl", "p.json"]), lines),
+    st.tuples(st.just("p.json"), array),
+    st.tuples(st.just("p.parquet"), st.one_of(parquet, broken, st.sampled_from(JUNK))),
+    st.tuples(st.sampled_from(["p.csv", "p", "p.JSONL", ".jsonl", "p.jsonl.gz"]), lines),
+)
+
+
+@pytest.mark.timeout(7200)
+@given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans())
+@cases(0.4, 40)
+def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, named, overlong, val):
+    name, content = named
+    (here_once / name).write_bytes(content)
+    try:
+        other = f"data.train=prompts.jsonl data.val={name}" if val else f"data.train={name} data.val=null"
+        with nothing_written_over(here_once) as outcomes:
+            outcomes.append(
+                command([
+                    "rollout=hf", "placement=inprocess", f"model.path={model}", *other.split(),
+                    "reward.functions=[my_reward.py:score]", f"data.overlong_prompts={overlong}",
+                    "trainer.output_dir=new_run",
+                ])
+            )  # fmt: skip
+        check_refusal(outcomes[0])
+        if outcomes[0].status == 2:
+            assert name in outcomes[0].err, outcomes[0].err
+    finally:
+        (here_once / name).unlink()
+    assert "prompts.jsonl" in files(here_once)
