@@ -50,12 +50,12 @@ def test_an_error_of_a_fresh_rank_is_not_tried_again(pauses):
     def restart():
         raise WorkerError("no such model")
 
-    with pytest.raises(WorkerError, match="^no such model$"):
+    with pytest.raises(WorkerError, match=r"^no such model$"):
         Restarts(restart, 3).after(LOST, 0)
 
 
 @pytest.mark.parametrize(("restart", "limit"), [(None, 3), (lambda: None, 0)])
 def test_where_no_restart_is_possible_or_allowed_the_death_ends_the_run(pauses, restart, limit):
-    with pytest.raises(WorkerError, match="training rank 1 is gone; the training ranks were restarted 0 times"):
+    with pytest.raises(WorkerError, match=r"training rank 1 is gone; the training ranks were restarted 0 times"):
         Restarts(restart, limit).after(LOST, 0)
     assert pauses == []
