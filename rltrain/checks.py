@@ -123,7 +123,7 @@ def builtin_task(config: Config) -> Task:
 
 
 def output_folder(trainer: TrainerConfig) -> Path:
-    """The run's folder: of `new/../old` it is `old`, also while there is no `new`, as making `new` would reach `old`."""
+    """The folder of the run: of `new/../old` it is `old`, also while there is no `new`, since making it reaches `old`."""
     return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
 
 
