@@ -123,7 +123,7 @@ def builtin_task(config: Config) -> Task:
 
 
 def output_folder(trainer: TrainerConfig) -> Path:
-    """The folder of the run: of `new/../old` it is `old`, also while there is no `new`, since making it reaches `old`."""
+    """The run's folder. Of `new/../old` it is `old` even while there is no `new`: making that one reaches `old`."""
     return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
 
 
