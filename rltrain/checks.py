@@ -124,7 +124,7 @@ def builtin_task(config: Config) -> Task:
 
 
 def output_folder(trainer: TrainerConfig) -> Path:
-    """The run's folder: of `new/../old` it is `old`, also while there is no `new`, as making `new` would reach `old`."""
+    """The run's folder. Of `new/../old` it is `old` even while there is no `new`: making that one reaches `old`."""
     return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
 
 

@@ -31,11 +31,15 @@ row = st.one_of(
     nested,
 )
 JUNK = [
-    b"", b"\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf{}", b"\xff\xfe{\x00}\x00", b"\x00" * 100, b"{", b"}", b"[", b"[]", b"[[]]",
+    b"", b"\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf{}", b"\xff\xfe{\x00}\x00", b"\x00" * 100, b"{", b"}", b"[",
+    b"[]", b"[[]]",
     b"null", b"NaN", b'{"prompt": NaN}', b'{"prompt": 1e999}', b'{"prompt": ' + b"9" * 5000 + b"}",
-    b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt": "1 2", "prompt": 3}', b'{"prompt": "\\ud800"}', b'{"prompt": "\\u0000"}',
-    b'{"prompt": "1"}{"prompt": "2"}', b'{"prompt": "1"}\r\n{"prompt": "2"}\r\n', b'{"prompt": "1"},\n', b"prompt\n1 2\n",
-    b'{"prompt": "' + b"1 " * 100_000 + b'"}', b'{"prompt": "1", "answer": {"a": [1, {"b": null}]}}', b"PAR1", b"PAR1PAR1",
+    b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt": "1 2", "prompt": 3}', b'{"prompt": "\\ud800"}',
+    b'{"prompt": "\\u0000"}',
+    b'{"prompt": "1"}{"prompt": "2"}', b'{"prompt": "1"}\r\n{"prompt": "2"}\r\n', b'{"prompt": "1"},\n',
+    b"prompt\n1 2\n",
+    b'{"prompt": "' + b"1 " * 100_000 + b'"}', b'{"prompt": "1", "answer": {"a": [1, {"b": null}]}}',
+    b"PAR1", b"PAR1PAR1",
 ]  # fmt: skip
 line = st.one_of(row.map(lambda value: json.dumps(value).encode()), st.binary(max_size=20), st.sampled_from(JUNK))
 lines = st.lists(line, max_size=4).map(b"\n".join)

@@ -8,7 +8,7 @@ from rltrain.secret_values import redacted, refuse_secrets
 KEY = "sk-" + "a1B2" * 6
 ENVIRONMENT = {
     "JUDGE_API_KEY": "correct-horse", "HF_TOKEN": "battery-staple", "TOKENIZERS_PARALLELISM": "perfectly-true",
-    "RAY_AUTH_TOKEN_PATH": "/root/.ray/auth_token", "MY_KEY": "short", "HOME": "/home/somebody",
+    "RAY_AUTH_TOKEN_PATH": "/root/.ray/auth_token", "MY_KEY": "short", "HOME": "somewhere-else",
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_what_looks_like_a_key_is_hidden_and_refused(secret):
 
 def test_what_a_variable_with_a_telling_name_holds_is_hidden_and_refused():
     assert redacted("correct-horse, battery-staple", ENVIRONMENT) == "[hidden], [hidden]"
-    kept = "perfectly-true /root/.ray/auth_token short /home/somebody"
+    kept = "perfectly-true /root/.ray/auth_token short somewhere-else"
     assert redacted(kept, ENVIRONMENT) == kept
     refuse_secrets({"kept": kept}, ENVIRONMENT)
     with pytest.raises(ConfigError, match=r"^url: holds a key"):
