@@ -31,8 +31,8 @@ from rltrain.typed import require
 ENGINES = ("vllm", "hf")
 # An output directory with one of these holds a run.
 RUN_FILES = (
-    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts", "model", "checkpoints",
-    "tensorboard",
+    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl", "rollouts", "failed", "model",
+    "checkpoints", "tensorboard",
 )  # fmt: skip
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
 

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from rltrain.protocol import DataProto
 
-METRICS, EVALUATIONS, LEDGER = "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl"
+METRICS, EVALUATIONS, LEDGER, ALARMS = "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl"
+CURVES = ("step", "reward/mean", "rollout/length_mean")  # kept in memory of steps long past
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
 
 
@@ -44,7 +45,6 @@ class Tracker:
     """
 
     def __init__(self, output_dir: Path, display: Display, components: Sequence[str]) -> None:
-
         self.output_dir, self.display, self.components = output_dir, display, list(components)
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
@@ -54,11 +54,14 @@ class Tracker:
     def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.files = {name: (self.output_dir / name).open("a") for name in (METRICS, EVALUATIONS, LEDGER)}
+        self.files = {name: (self.output_dir / name).open("a") for name in (METRICS, EVALUATIONS, LEDGER, ALARMS)}
         self.tensorboard = SummaryWriter(str(self.output_dir / "tensorboard"), purge_step=purge_step)
 
-    def restore(self, step: int, kept: Mapping[str, bytes]) -> None:
-        """Put all files back to what they were after `step`: `kept` is what `state` returned then, {} at the start."""
+    def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
+        """Put all files back to what they were after `step`: `kept` is what `state` returned then, {} at the start.
+
+        Returns the metrics of all steps until then.
+        """
         self._close()
         for name in self.files:
             partial = self.output_dir / f"{name}.partial"
@@ -71,8 +74,10 @@ class Tracker:
         whole = any((self.output_dir / "tensorboard").glob("events.*"))
         self._open(step + 1 if whole else None)
         if not whole:  # another folder than the run began in
-            for row in (*self.history, *self.evaluations):
+            for row in (*steps, *self.evaluations):
                 self._write_scalars(row)
+        self.history = [*steps[:1], *map(_curves, steps[1:-1]), *steps[1:][-1:]]
+        return steps
 
     def state(self) -> dict[str, bytes]:
         """What a checkpoint keeps: the lines so far, by the names of their files."""
@@ -115,8 +120,7 @@ class Tracker:
     def log_alarm(self, step: int, text: str) -> None:
         """Tell the user, and record it; the text names the step itself."""
         self.warn(text)
-        with (self.output_dir / "alarms.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "alarm": text}) + "\n")
+        self._write_line(ALARMS, {"step": step, "alarm": text})
 
     def _write_samples(self, name: str, batch: DataProto) -> Path:
         path = self.output_dir / "rollouts" / f"{name}.parquet"
@@ -129,6 +133,8 @@ class Tracker:
         self.display.evaluation(step, metrics)
 
     def _write(self, file: str, kept: list[dict[str, float]], step: int, metrics: dict[str, float]) -> None:
+        if file == METRICS and len(kept) > 1:  # the first says what there is, the last what holds now
+            kept[-1] = _curves(kept[-1])
         kept.append({"step": step, **metrics})
         # JSON has no NaN and no infinity: readers other than Python's would refuse the line.
         line = {name: value if math.isfinite(value) else None for name, value in kept[-1].items()}

@@ -163,7 +163,10 @@ class Trainer:
         self.collector.load_state_dict(state["collector"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
-        self.tracker.restore(state["step"], {} if checkpoint is None else checkpoint.history)
+        steps = self.tracker.restore(state["step"], {} if checkpoint is None else checkpoint.history)
+        self.alarms = Alarms(self.config)
+        for metrics in steps:
+            self.alarms.look(int(metrics["step"]), metrics)
         self.step, self.engine_checked = state["step"], state["engine_checked"]
         self.checked_before = self.engine_checked
         self.incarnation = 1 + max(self.incarnation, state["incarnation"])
