@@ -70,7 +70,7 @@ class Tracker:
         for file in (self.output_dir / "rollouts").iterdir():
             if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
                 file.unlink()
-        self.history, self.evaluations = (rows_of(kept.get(name, b"")) for name in (METRICS, EVALUATIONS))
+        steps, self.evaluations = (rows_of(kept.get(name, b"")) for name in (METRICS, EVALUATIONS))
         whole = any((self.output_dir / "tensorboard").glob("events.*"))
         self._open(step + 1 if whole else None)
         if not whole:  # another folder than the run began in
@@ -163,6 +163,10 @@ class Tracker:
         path = self.output_dir / "learning_curve.png"
         draw_learning_curve(self.history, self.evaluations, path)
         return path
+
+
+def _curves(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: row[name] for name in CURVES if name in row}
 
 
 def rows_of(lines: bytes) -> list[dict[str, float]]:

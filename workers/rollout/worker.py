@@ -146,7 +146,7 @@ class RolloutWorker:
                 if future.done():  # in this very moment; or this is the function's own
                     return future.result()
                 if not self.thread.is_alive():
-                    raise
+                    raise self.error or RuntimeError("the engine's thread has ended") from None
 
     def _loop(self) -> None:
         while not self.closed:
