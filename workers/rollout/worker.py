@@ -150,9 +150,8 @@ class RolloutWorker:
 
     def _loop(self) -> None:
         while not self.closed:
-            idle = not hasattr(self, "engine") or not self.receiver.whole or not self.engine.busy
-            self._obey(wait=idle)
-            if not idle:
+            self._obey(wait=not self._has_work())
+            if self._has_work():  # asked again: what was obeyed may have begun a weight sync
                 try:
                     self._deliver(self.engine.step())
                 except BaseException as error:
@@ -160,6 +159,9 @@ class RolloutWorker:
                         self.error = error
                         self.news.notify_all()
                     return
+
+    def _has_work(self) -> bool:
+        return hasattr(self, "engine") and self.receiver.whole and self.engine.busy
 
     def _obey(self, *, wait: bool) -> None:
         try:

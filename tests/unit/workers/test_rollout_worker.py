@@ -1,0 +1,75 @@
+"""A rollout worker: its engine's thread, and what may happen in it when."""
+
+import sys
+import time
+
+import pytest
+
+from rltrain.compose import compose
+from rltrain.tasks.tokenizer import char_tokenizer
+from workers.rollout import worker as module
+from workers.rollout.worker import RolloutWorker
+
+
+class BusyEngine:
+    """Always has work; notes a step between the beginning and the end of a weight sync."""
+
+    busy = True
+
+    def __init__(self, *_):
+        self.loading, self.steps, self.steps_while_loading = False, 0, 0
+
+    def step(self):
+        self.steps += 1
+        self.steps_while_loading += self.loading
+        time.sleep(0.001)
+        return []
+
+    def start_load(self):
+        self.loading = True
+
+    def finish_load(self, version):
+        self.loading = False
+
+    def close(self):
+        self.busy = False
+
+
+class DyingEngine(BusyEngine):
+    """Its first step fails."""
+
+    def step(self):
+        raise ArithmeticError("no such kernel")
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch, request):
+    char_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "make", request.param, raising=False)
+    monkeypatch.setitem(module.ENGINES, "hf", f"{__name__}:make")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    config, _ = compose(["rollout=hf"])
+    return RolloutWorker(config, str(tmp_path), [3], threaded=True)
+
+
+@pytest.mark.parametrize("worker", [BusyEngine], indirect=True)
+def test_an_engine_with_answers_under_way_makes_no_step_while_its_weights_are_replaced(worker):
+    for version in range(1, 20):
+        worker.start_load(f"sync {version}", version)
+        time.sleep(0.01)
+        worker.finish_load(f"sync {version}", None)
+        time.sleep(0.01)
+    assert worker.engine.steps > 20
+    assert worker.engine.steps_while_loading == 0
+    worker.close()
+
+
+@pytest.mark.parametrize("worker", [DyingEngine], indirect=True)
+def test_an_engine_whose_step_failed_says_why_to_whoever_asks_next(worker):
+    deadline = time.monotonic() + 30
+    while worker.thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(ArithmeticError, match="no such kernel"):
+        worker.start_load("sync 1", 1)
+    with pytest.raises(ArithmeticError, match="no such kernel"):
+        worker.poll(0.0)
