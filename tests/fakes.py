@@ -53,6 +53,7 @@ class FakeCheckpoints:
         self.log, self.last, self.saved = log, None, []
         self.advance = lambda: True
         self.finish = lambda: log.append("saves finished")
+        self.abandon, self.newest, self.restored = lambda: None, lambda: None, lambda _: None
 
     def start(self, step, incarnation, groups, state, *, history, metrics):
         self.log.append(f"save {' and '.join(groups)} {step}")

@@ -8,6 +8,7 @@ from test_async_loop import Engines as Dawdling
 
 from rltrain.errors import WorkerError, WorkerLost
 from rltrain.trainer import Trainer
+from tests.fakes import FakeCheckpoints
 
 
 class Mortal(Dawdling):
@@ -87,6 +88,13 @@ class Doomed(Busy):
         super().__init__("actor", log, 3, old_log_probs=-1.0)
         self.deaths, self.tries = deaths, 0
 
+    def start(self, method, *args):
+        assert method == "load_state"
+        return []
+
+    def wait(self, pending):
+        return pending
+
     def update(self, batch, plan, *arguments, max_tokens):
         self.tries += 1
         if self.tries in self.deaths:
@@ -95,7 +103,7 @@ class Doomed(Busy):
 
 
 class Notes:
-    """A tracker, and where models go."""
+    """A tracker."""
 
     def __init__(self):
         self.steps = []
@@ -103,11 +111,18 @@ class Notes:
     def log_step(self, step, metrics, batch):
         self.steps.append((step, facts(batch)))
 
-    def cut_back(self, step):
+    def restore(self, step, kept):
         self.steps = [one for one in self.steps if one[0] <= step]
+        return []
 
-    def save_final(self, actor):
-        """Nowhere."""
+    def state(self):
+        return {}
+
+    def metrics_of(self, step):
+        return {}
+
+    def evaluated(self, step):
+        return False
 
 
 def fitted(deaths, limit=3):
@@ -115,8 +130,8 @@ def fitted(deaths, limit=3):
     config, restarts, notes = settings(f"trainer.max_restarts={limit}", steps=3), [], Notes()
     made = collector(config, engines=Aborting(), judges=AbortingJudges(varied))
     Trainer(
-        config, collector=made, actor=Doomed([], deaths), reference=None, critic=None, tracker=notes, exporter=notes,
-        val_prompts=[], restart=lambda: restarts.append(1),
+        config, collector=made, actor=Doomed([], deaths), reference=None, critic=None, tracker=notes,
+        checkpoints=FakeCheckpoints([]), val_prompts=[], restart=lambda: restarts.append(1),
     ).fit()  # fmt: skip
     return notes.steps, len(restarts)
 

@@ -38,7 +38,9 @@ class Worker:
         self.seen.append((batch, minibatches))
         tokens = [len(batch[rows].values("responses")) for m in minibatches for rows in m.microbatches if rows]
         total = sum(m.num_tokens for m in minibatches)
-        return UpdateResult({"tokens_share": float(sum(tokens))}, {}, total, [{"lr": 1.0}] * len(minibatches))
+        return UpdateResult(
+            {"tokens_share": float(sum(tokens))}, {}, total, [{"lr": 1.0, "skipped": 0.0}] * len(minibatches)
+        )
 
     def greet(self, name):
         return f"{name} from {self.rank}"
@@ -87,7 +89,7 @@ def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
     planned = {name: metrics.pop(name) for name in PLAN_METRICS}
     assert all(0 <= value < 0.5 for value in planned.values())
     assert (planned["idle_fraction"] == 0) == (size == 1)
-    assert metrics == {"tokens_share": 1.0, "lr": 1.0}
+    assert metrics == {"tokens_share": 1.0, "lr": 1.0, "grad_norm": 2.0, "grad_norm_max": 2.0, "skipped_updates": 0.0}
     for number, rows in enumerate([[0, 3], [1, 2, 4]]):
         given = [row for worker in hosts.workers for part in worker.seen[0][1][number].microbatches for row in part]
         assert sorted(given) == rows

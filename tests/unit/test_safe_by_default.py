@@ -12,6 +12,8 @@ PICKLES = {
     ("rltrain/rewards/code_tests_link.py", "pickle.UnpicklingError"),
     ("rltrain/wire.py", "pickle.PickleBuffer"),
     ("workers/rollout/vllm_engine.py", "pickle.dumps"),
+    ("workers/state_files.py", "pickle.Unpickler"),
+    ("workers/state_files.py", "pickle.UnpicklingError"),
     ("workers/rollout/vllm_worker.py", "pickle.loads"),
 }
 # Model-written programs are what the sandbox is for; a file of the user's rewards is imported.
