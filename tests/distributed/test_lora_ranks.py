@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.compose import compose
 from rltrain.errors import SyncError
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from tests.distributed.test_checkpoint_ranks import save
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
 from workers.sync import drive
@@ -76,8 +77,8 @@ def answer(workers):
 
 def merged_log_probs(workers, folder, tokens) -> list[float]:
     """What the model that the ranks save says of these tokens."""
-    workers.actor.wait(workers.actor.start("save", str(folder)))
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    save(workers.actor, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
     with torch.no_grad():
         log_softmax = model(torch.tensor([REQUEST.prompt_ids + tokens])).logits[0].log_softmax(-1)
     predicting = log_softmax[len(REQUEST.prompt_ids) - 1 : -1]

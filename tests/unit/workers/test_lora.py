@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ class Run:
             metrics = self.actor.update(batch, [list(range(len(batch)))], 0.0, max_tokens=8192)
         return metrics
 
+    def save(self, folder: Path) -> Path:
+        """A checkpoint's part in `folder`; returns the model that is exported with it."""
+        self.worker.save_state(str(folder))
+        while (saved := self.worker.saved_state()) is None:
+            time.sleep(0.01)
+        assert saved.error == ""
+        return folder / "model"
+
     def sent(self, version: int) -> list[Bucket]:
         count = self.worker.start_export(None, version, True).buckets
         made = [join([self.worker.export(number, None)]) for number in range(count)]
@@ -69,9 +78,8 @@ def by_peft(run: Run, start: str, folder: Path) -> dict[str, torch.Tensor]:
     """The merged weights as peft itself makes them from the base model and the adapter that was saved."""
     from peft import PeftModel
 
-    run.worker.save(str(folder))
-    base = AutoModelForCausalLM.from_pretrained(start)
-    return dict(PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().named_parameters())
+    base, saved = AutoModelForCausalLM.from_pretrained(start), run.save(folder)
+    return dict(PeftModel.from_pretrained(base, saved / "adapter").merge_and_unload().named_parameters())
 
 
 def same(found, expected, tolerance=1e-6) -> bool:
@@ -88,10 +96,10 @@ def test_merged_weights_are_those_that_peft_merges(start, sampled_batch, tmp_pat
     moved = {name for name in base if not torch.equal(found[name], base[name])}
     layers = ("self_attn.q_proj", "mlp.down_proj")
     assert moved == {f"model.layers.{n}.{layer}.weight" for n in range(2) for layer in layers}
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert same(dict(saved.named_parameters()), expected)
     assert saved.config.architectures == ["Qwen2ForCausalLM"]
-    assert set(load_file(tmp_path / "model.safetensors")) == set(load_file(Path(start) / "model.safetensors"))
+    assert set(load_file(tmp_path / "model/model.safetensors")) == set(load_file(Path(start) / "model.safetensors"))
 
 
 def test_nothing_but_adapters_is_trained_and_the_optimizer_has_nothing_else(start, sampled_batch):
@@ -121,8 +129,7 @@ def test_at_the_start_an_adapted_model_is_the_base_model_and_its_start_depends_o
 def test_log_probs_with_adapters_are_those_of_the_merged_model(start, sampled_batch, tmp_path):
     run = Run(start)
     run.update(sampled_batch, times=3)
-    run.worker.save(str(tmp_path))
-    merged = Run(str(tmp_path), "model.lora=null")
+    merged = Run(str(run.save(tmp_path)), "model.lora=null")
     found, expected, before = (
         r.actor.rows("compute_log_probs", sampled_batch, max_tokens=8192).values("old_log_probs")
         for r in (run, merged, Run(start))
@@ -204,9 +211,7 @@ def test_E6_the_engine_says_what_a_fresh_one_with_the_merged_weights_says(start,
     run, made = Run(start, f"model.dtype={dtype}"), engine(start, f"model.dtype={dtype}")
     run.update(sampled_batch, times=3)
     load(made, run.sent(1))
-    run.worker.save(str(tmp_path))
-    char_tokenizer().save_pretrained(tmp_path)
-    fresh = engine(str(tmp_path), f"model.dtype={dtype}")
+    fresh = engine(str(run.save(tmp_path)), f"model.dtype={dtype}")
     answers = []
     for one in (made, fresh):
         one.add([REQUEST])
