@@ -39,7 +39,7 @@ class Worker:
         tokens = [len(batch[rows].values("responses")) for m in minibatches for rows in m.microbatches if rows]
         total = sum(m.num_tokens for m in minibatches)
         return UpdateResult(
-            {"tokens_share": float(sum(tokens))}, {}, total, [{"lr": 1.0, "skipped": 0.0}] * len(minibatches)
+            {"tokens_share": float(sum(tokens))}, {}, total, [{"lr": 1.0, "grad_norm": 2.0, "skipped": 0.0}] * len(minibatches)
         )
 
     def greet(self, name):
