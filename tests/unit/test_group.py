@@ -38,9 +38,8 @@ class Worker:
         self.seen.append((batch, minibatches))
         tokens = [len(batch[rows].values("responses")) for m in minibatches for rows in m.microbatches if rows]
         total = sum(m.num_tokens for m in minibatches)
-        return UpdateResult(
-            {"tokens_share": float(sum(tokens))}, {}, total, [{"lr": 1.0, "grad_norm": 2.0, "skipped": 0.0}] * len(minibatches)
-        )
+        steps = [{"lr": 1.0, "grad_norm": 2.0, "skipped": 0.0}] * len(minibatches)
+        return UpdateResult({"tokens_share": float(sum(tokens))}, {}, total, steps)
 
     def greet(self, name):
         return f"{name} from {self.rank}"
