@@ -53,8 +53,10 @@ check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu
 	$(BIN)/shellcheck $(SCRIPTS)
 
-fuzz: setup  ## Draw COUNT bad and good command lines and files of prompts, with the seed SEED
-	@FUZZ_COUNT=$(COUNT) $(TEST_ENV) $(BIN)/python -m pytest tests/fuzz --hypothesis-seed=$(SEED)
+fuzz: setup  ## Draw COUNT bad and good command lines, files of prompts and checkpoints, with the seed SEED
+	@for file in tests/fuzz/test_*.py; do \
+	FUZZ_COUNT=$(COUNT) $(TEST_ENV) $(BIN)/python -m pytest -q $$file --hypothesis-seed=$(SEED) & all="$$all $$!"; done; \
+	status=0; for one in $$all; do wait $$one || status=1; done; exit $$status
 
 # A copy is mutated, never the checkout. Cosmic Ray has an environment of its own; the tests run in .venv.
 MUTANTS := build/mutants

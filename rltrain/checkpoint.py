@@ -77,7 +77,7 @@ def read(folder: Folder) -> Checkpoint:
             folder, manifest["step"], manifest["incarnation"], state, folder.read(CONFIG).decode(),
             {name.removeprefix(f"{HISTORY}/"): folder.read(name) for name in history}, manifest["metric"],
         )  # fmt: skip
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {DRIVER} or {CONFIG} cannot be read ({error})") from None
 
 
@@ -101,6 +101,8 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None}
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
             raise ValueError("a value of the wrong kind")
+        if manifest["step"] < 0 or manifest["incarnation"] < 0:
+            raise ValueError("a step below 0")
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
             raise ValueError("a file outside of it, or without size and checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

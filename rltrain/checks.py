@@ -25,6 +25,7 @@ from rltrain.model_files import (
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
 from rltrain.schema import Config, DataConfig, RolloutConfig, TrainerConfig
+from rltrain.storage import Folder, absolute
 from rltrain.tasks import TASKS, Task
 from rltrain.typed import require
 
@@ -140,7 +141,45 @@ def _check_output(trainer: TrainerConfig) -> None:
             not (folder / name).exists(),
             f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
         )
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    require(
+        "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
+    )
+    _check_writable(folder, where)
+    where = f"trainer.checkpoint_dir={trainer.checkpoint_dir}"
+    checkpoints = checked_folder(trainer.checkpoint_dir, where)
+    if checkpoints.local:
+        _check_writable(Path(checkpoints.root), where)
+    if trainer.resume not in ("never", "auto"):
+        checked_folder(trainer.resume, f"trainer.resume={trainer.resume}")
+
+
+def checked_folder(url: str, where: str) -> Folder:
+    """A folder that the user named, anywhere; `where` is what the error begins with.
+
+    Raises:
+        ConfigError: no file system is known by that name, or it does not start here.
+    """
+    # fsspec would read what stands before "::" as a file system, or leave out what stands behind it.
+    require(
+        "::" not in url and not url.startswith("://"), f"{where}: has '::' or no name before '://'; give another path"
+    )
+    try:
+        return Folder(absolute(url))
+    except Exception as error:  # whatever a file system's driver raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"{where}: cannot be reached ({reason}); give a local path, or a URL that fsspec knows"
+        ) from None
+
+
+def _check_writable(folder: Path, where: str) -> None:
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # too long, a loop of links, a NUL
+        raise ConfigError(f"{where}: is no name for a folder here ({error}); name another folder") from None
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     require(there.is_dir(), f"{where}: {there} is a file, not a folder; name another folder")
     require(os.access(there, os.W_OK | os.X_OK), f"{where}: {there} cannot be written to; name another folder")
 

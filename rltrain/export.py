@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-from rltrain.errors import CheckpointError, ConfigError, RLTrainError
+from rltrain.errors import CheckpointError, ConfigError, RLTrainError, one_line
 from rltrain.typed import require
 
+LONGEST = 1000  # characters of an error that are shown
 USAGE = (
     "usage: python -m rltrain.export CHECKPOINT OUT_DIR (the folder of a checkpoint, such as run/checkpoints/step_8)"
 )
@@ -21,13 +22,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(len(words) == 2 and all(words), USAGE)
         count = export(*words)
     except RLTrainError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2 if isinstance(error, ConfigError) else 1
+        return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
-        print(f"error: {error.strerror or error}; choose another OUT_DIR", file=sys.stderr)  # noqa: T201
-        return 1
+        return _fail(f"{error.strerror or error}; choose another OUT_DIR", 1)
+    except Exception as error:  # whatever a file system's driver raises
+        return _fail(f"unexpected {type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        return 130
     print(f"{count} files in {words[1]}")  # noqa: T201
     return 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
+    return status
 
 
 def export(checkpoint: str, out: str) -> int:
@@ -38,20 +46,25 @@ def export(checkpoint: str, out: str) -> int:
         ConfigError: there is none, or the output folder is not empty.
     """
     from rltrain.checkpoint import read
-    from rltrain.storage import Folder, absolute
-    from workers.checkpoint import MODEL, STATE
+    from rltrain.checks import checked_folder
+    from workers.checkpoint import MODEL, STATE, reason
     from workers.lora import skeleton
     from workers.model_export import export_model
     from workers.state_files import StateFiles
 
-    source, target = Folder(absolute(checkpoint)), Folder(absolute(out))
+    source, target = (checked_folder(name, name) for name in (checkpoint, out))
     require(not target.names(), f"{out}: is not empty; name a new folder")
     read(source)
     model = source.at(MODEL)
     small = {name: model.read(name) for name in model.files() if not _is_weights(name)}
     if not small:
         raise CheckpointError(f"{source}: holds no {MODEL} folder; give another checkpoint")
-    return len(export_model(StateFiles(source.at(f"{STATE}/actor")), small, skeleton(model.root), target))
+    state = StateFiles(source.at(f"{STATE}/actor"))
+    try:
+        whole = skeleton(model.root)
+    except Exception as error:  # whatever transformers makes of a stranger's files
+        raise CheckpointError(f"{model}: is no model that loads ({reason(error)}); give another checkpoint") from None
+    return len(export_model(state, small, whole, target))
 
 
 def _is_weights(name: str) -> bool:

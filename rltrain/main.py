@@ -18,8 +18,10 @@ from rltrain.algorithm_checks import check_algorithm, needs_critic
 from rltrain.checks import builtin_task, check, check_cluster, output_folder, sandbox_warning
 from rltrain.compose import compose, parse_args, to_yaml, usage
 from rltrain.errors import ConfigError, RLTrainError, Stopped, one_line
+from rltrain.run_lock import RunLock
 from rltrain.schema import Config
 from rltrain.secret_values import redacted
+from rltrain.storage import Folder, absolute
 from workers.host import quiet
 
 LONGEST = 4000  # characters of an error that are shown: it may repeat what was typed, or a row of the data
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verbose:
             quiet()
         check(config)
-        return run(config, args.overrides, console)
+        with RunLock(config.trainer) as lock:
+            return run(config, args.overrides, console, lock)
     except Stopped as error:
         return error.status
     except RLTrainError as error:
@@ -70,7 +73,7 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
     return status
 
 
-def run(config: Config, overrides: Sequence[str], console: Console) -> int:
+def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLock) -> int:
     """Load the data, show the plan, start the workers, train, and say what came of it."""
     from rltrain.console import resume_command, summary
     from rltrain.credit import with_all_knobs
@@ -92,9 +95,10 @@ def run(config: Config, overrides: Sequence[str], console: Console) -> int:
     plan(config, console, len(prompts), len(val_prompts))
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (one line; what a reward process says is dropped)
-    output_dir = output_folder(config.trainer)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "config.yaml").write_text(resolved_yaml(config))
+    output_dir, text = output_folder(config.trainer), resolved_yaml(config)
+    lock.take()
+    (output_dir / "config.yaml.partial").write_text(text)  # whole at any time: a run that is killed now can go on
+    (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
     try:
         if local:
             join_cluster(config)
@@ -133,7 +137,6 @@ def train(
     from rltrain.console import ConsoleDisplay
     from rltrain.reward_models import reward_models
     from rltrain.signals import Signals
-    from rltrain.storage import Folder, absolute
     from rltrain.tracking import Tracker
     from rltrain.trainer import Trainer
     from workers.placement import start
@@ -162,8 +165,6 @@ def train(
         try:
             status = fit(trainer, checkpoint, signals, console)
             checkpoints.publish(output_dir / "model")
-        except KeyboardInterrupt:
-            raise Stopped(signals.status) from None
         finally:
             workers.close()
             curve = tracker.close()
@@ -185,7 +186,7 @@ def fit(trainer: Any, checkpoint: Any, signals: Any, console: Console) -> int:
         trainer.save()
         trainer.checkpoints.finish()
         return stopped.status
-    except RLTrainError:
+    except (RLTrainError, OSError):  # also a full disk
         with contextlib.suppress(RLTrainError):
             trainer.checkpoints.finish()  # what can be saved is
         raise

@@ -7,17 +7,19 @@ from typing import Any
 
 import yaml
 
-from rltrain.checkpoint import MANIFEST, Checkpoint, Checkpoints, read, steps_in
+from rltrain.alarms import Alarms
+from rltrain.algorithm_checks import needs_critic
+from rltrain.checkpoint import MANIFEST, Checkpoint, Checkpoints, read, read_manifest, steps_in
 from rltrain.checks import RUN_FILES
 from rltrain.collector import Collector
 from rltrain.credit import entropy_controller, kl_controller
 from rltrain.data import PromptSet
-from rltrain.errors import CheckpointError, ConfigError
+from rltrain.errors import CheckpointError, ConfigError, RLTrainError
 from rltrain.schema import Config, TrainerConfig
 from rltrain.storage import Folder, absolute
-from rltrain.tracking import rows_of
+from rltrain.tracking import CURVES, EVALUATIONS, METRICS, rows_of
 from rltrain.typed import require
-from workers.checkpoint import STATE
+from workers.checkpoint import MODEL, STATE, reason
 from workers.state_files import read_index
 
 # Sections, and keys, that do not decide what is learnt: they may differ from those of the checkpoint.
@@ -60,6 +62,19 @@ def beginning(config: Config) -> Beginning:
     Raises:
         ConfigError: there is no such checkpoint, it is damaged, or it is one of another config.
     """
+    try:
+        return _beginning(config)
+    except RLTrainError:
+        raise
+    except Exception as error:  # whatever a file system's driver raises, or a config that contains itself
+        trainer = config.trainer
+        raise ConfigError(
+            f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
+            f"({reason(error)}); name a folder that can"
+        ) from None
+
+
+def _beginning(config: Config) -> Beginning:
     trainer = config.trainer
     own = Folder(absolute(trainer.checkpoint_dir))
     if trainer.resume == AUTO:
@@ -77,11 +92,7 @@ def _auto(config: Config, own: Folder) -> Beginning:
     config_file = output / "config.yaml"
     if config_file.is_file():
         _require_same(config, config_file.read_text(), str(config_file))
-        there = _flat(_values(config_file.read_text(), str(config_file))).get("trainer.checkpoint_dir", "")
-        require(
-            str(Folder(absolute(str(there)))) == str(own),
-            f"trainer.checkpoint_dir={own}: the run in {output} has its checkpoints in {there}; use the same",
-        )
+        _require_same_place(_flat(_values(config_file.read_text(), str(config_file))), config.trainer, own)
     found = Checkpoints(own, "", keep=0, best=None).newest()
     if found is not None:
         return _from(config, found)
@@ -100,6 +111,16 @@ def _auto(config: Config, own: Folder) -> Beginning:
         "folder",
     )
     return Beginning(None, (f"trainer.resume=auto: the run in {output} has no checkpoint yet; it starts again",))
+
+
+def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: Folder) -> None:
+    """Refuse another folder of checkpoints than the run's, which may have been moved, or be named from elsewhere."""
+    there, output = (str(saved.get(f"trainer.{key}", "")) for key in ("checkpoint_dir", "output_dir"))
+    beside = there == f"{output}/checkpoints" and str(own) == str(Path(absolute(trainer.output_dir)) / "checkpoints")
+    require(
+        beside or str(Folder(absolute(there))) == str(own),
+        f"trainer.checkpoint_dir={own}: the run in {trainer.output_dir} has its checkpoints in {there}; use the same",
+    )
 
 
 def _named(path: str) -> Checkpoint:
@@ -126,7 +147,7 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
     trainer = config.trainer
     _require_same(config, checkpoint.config, str(checkpoint.folder))
     output = Path(absolute(trainer.output_dir))
-    if checkpoint.step >= trainer.total_steps and (output / "model").is_dir():
+    if checkpoint.step >= trainer.total_steps and _is_published(checkpoint, output / MODEL):
         line = (
             f"nothing to do: {checkpoint.folder} is after step {checkpoint.step}, and trainer.total_steps="
             f"{trainer.total_steps}; the model is in {output / 'model'}"
@@ -140,6 +161,13 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
         hint = f": {moved} now ends there, so the rates differ from the first run's" if moved else ""
         said.append(f"trainer.total_steps={trainer.total_steps}, where the checkpoint has {before}{hint}")
     return Beginning(checkpoint, tuple(said))
+
+
+def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
+    """Whether that folder has the checkpoint's model, and not that of a step before it."""
+    files, there = read_manifest(checkpoint.folder)["files"], Folder(str(model))
+    of_model = {name.removeprefix(f"{MODEL}/"): entry for name, entry in files.items() if name.startswith(f"{MODEL}/")}
+    return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())
 
 
 def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
@@ -218,8 +246,9 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
     Raises:
         ConfigError: naming what is wrong with them.
     """
+    state = checkpoint.state
     require(
-        checkpoint.state.get("prompts") == prompts.fingerprint(),
+        not isinstance(state, dict) or state.get("prompts") == prompts.fingerprint(),
         f"data.train={config.data.train}: holds other prompts than when {checkpoint.folder} was written, so they "
         "cannot be gone on with in their order; put the data back, or start a new run",
     )
@@ -241,11 +270,15 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
         raise ValueError("it is of another step than its manifest")
     if not isinstance(state["engine_checked"], bool):
         raise ValueError("engine_checked is neither true nor false")
-    for lines in checkpoint.history.values():
-        rows_of(lines)
-    there = checkpoint.folder.at(STATE)
-    for role in there.names():
-        read_index(there.at(role))
+    alarms = Alarms(config)
+    for name, needed in ((METRICS, CURVES), (EVALUATIONS, ("step",))):
+        for row in rows_of(checkpoint.history.get(name, b"")):
+            if not all(isinstance(value, int | float) for value in row.values()) or not row.keys() >= set(needed):
+                raise ValueError(f"a line of {name} holds no metrics")
+            if name == METRICS:
+                alarms.look(int(row["step"]), row)
+    for role in ("actor", *["critic"] * needs_critic(config.algorithm)):
+        read_index(checkpoint.folder.at(f"{STATE}/{role}"))
 
 
 class _Nobody:

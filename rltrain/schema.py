@@ -14,6 +14,7 @@ from rltrain.typed import at_least, require
 
 REWARD_MODEL = "reward_model"  # role of a training rank, followed by the name of the model
 ALL_LINEAR = "all-linear"  # among LoRA's targets: every linear layer but the last
+SHORTEST_HANG_S = 10.0  # processes are looked at once a second, and tick once a micro-batch
 _LARGEST_WEIGHT = 3.4e38  # float32 holds no more
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
@@ -45,7 +46,11 @@ class TrainerConfig:
         at_least(self, 1, "total_steps", "prompts_per_step", "prompts_per_minibatch", "epochs_per_step")
         at_least(self, 0, "max_staleness", "seed", "save_every", "eval_every", "sample_every", "keep_checkpoints")
         at_least(self, 0, "max_restarts", "max_skipped_updates")
-        require(self.hang_timeout_s > 0, f"hang_timeout_s must be > 0, got {self.hang_timeout_s}")
+        require(
+            self.hang_timeout_s >= SHORTEST_HANG_S,
+            f"hang_timeout_s must be >= {SHORTEST_HANG_S:g}, got {self.hang_timeout_s}: a slow micro-batch would "
+            "count as a hang, and use up the restarts",
+        )
         require(
             self.prompts_per_step % self.prompts_per_minibatch == 0,
             f"prompts_per_step={self.prompts_per_step} is not a multiple of trainer.prompts_per_minibatch="

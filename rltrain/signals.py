@@ -13,6 +13,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Signals:
     """Catches them while it is entered; other threads than the main one cannot, and then it catches none.
 
+    What one of them ends at once is raised as Stopped, with the status of the signal.
+
     Attributes:
         patient: whether there is a safe place ahead, where `check` is called; else the first signal ends it too.
     """
@@ -27,9 +29,11 @@ class Signals:
             self._before = {number: signal.signal(number, self._catch) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if kind is KeyboardInterrupt:
+            raise Stopped(self.status) from None
 
     def check(self) -> None:
         """Raise Stopped if a signal has come."""

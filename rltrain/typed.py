@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import sys
 import types
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     Raises:
         ConfigError: naming the key, what it must be, and for an unknown key the nearest known one.
     """
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     for key in values:
         if key not in hints:
             raise unknown_key(where + str(key), [where + name for name in hints])
@@ -42,6 +43,11 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         return kind(**fields)
     except ConfigError as error:  # rules name their own field; here it gets the path of its section
         raise ConfigError(where + str(error)) from None
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
@@ -63,7 +69,7 @@ def keys(kind: type, prefix: str = "") -> list[str]:
     What is set with one key, as a mapping or a list of mappings, is a leaf too: a class says so by `given_whole`.
     """
     found: list[str] = []
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in _hints(kind).items():
         kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
         sections = (t for t in kinds if isinstance(t, type) and dataclasses.is_dataclass(t))
         inner = next((t for t in sections if not getattr(t, "given_whole", False)), None)

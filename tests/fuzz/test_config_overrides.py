@@ -1,13 +1,18 @@
 """Whatever is typed, a bad command line ends with status 2 and one line, before any worker starts."""
 
+import copy
+import dataclasses
+import functools
+from typing import Any
+
 import pytest
-from harness import cases, check_refusal, command, nothing_written_over
+from harness import cases, check_refusal, command, nothing_written_over, read_once, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.compose import choices, group_names
+from rltrain.compose import choices, compose, group_names
 from rltrain.schema import Config
-from rltrain.typed import keys
+from rltrain.typed import keys, parse
 
 QUICK = ["rollout=hf", "placement=inprocess", "data.val=null", "trainer.output_dir=new_run"]
 KEYS = sorted(keys(Config))
@@ -66,8 +71,8 @@ flag = st.sampled_from(
     ["--cfg", "--help", "-h", "--cfg=job", "job", "--cfg=all", "-x", "--", "-", "--multirun", "~trainer.seed"]
 )
 places = ["old_run", "afile", "afile/x", "old_run/", "./old_run", "''", "null", "[]", "1", "new_run/../old_run",
-          "${trainer.seed}", "${data}", "a\\=b"]  # fmt: skip
-place = st.sampled_from(places).map("trainer.output_dir={}".format)
+          "${trainer.seed}", "${data}", "a\\=b", "s3x://a", "\x00", "\ud800", "x" * 300, "a::b"]  # fmt: skip
+place = st.builds("{}={}".format, st.sampled_from(sorted(PLACES)), st.sampled_from(places))
 word = st.one_of(known, known, known, unknown, group, flag, place, text)
 
 
@@ -79,9 +84,41 @@ def check(folder, overrides: list[str]) -> None:
 
 @pytest.mark.timeout(7200)
 @given(words=st.lists(word, min_size=1, max_size=3), first=st.booleans())
-@cases(0.6, 60)
+@cases(0.1, 30)
 def test_a_command_line_runs_or_is_refused_in_one_line(here_once, words, first):
     check(here_once, [*words, *QUICK] if first else [*QUICK, *words])
+
+
+@pytest.mark.timeout(7200)
+@given(words=st.lists(word, min_size=1, max_size=3))
+@cases(0.15, 40)
+def test_words_become_a_config_or_are_refused(words):
+    refused(lambda: compose([*QUICK, *words]))
+
+
+@functools.cache
+def plain_values() -> dict[str, Any]:
+    with read_once():
+        return dataclasses.asdict(compose(QUICK)[0])
+
+
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(10**400), 10**400), st.floats(), text),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3), max_leaves=6,
+)  # fmt: skip
+
+
+@pytest.mark.timeout(7200)
+@given(key=st.sampled_from([*KEYS, "trainer", "rollout.vllm", "algorithm", "x.y"]), value=anything)
+@cases(0.25, 80)
+def test_any_value_of_a_key_is_taken_or_refused(key, value):
+    values = copy.deepcopy(plain_values())
+    *sections, name = key.split(".")
+    section = values
+    for one in sections:
+        section = section.setdefault(one, {}) if isinstance(section.get(one, {}), dict) else {}
+    section[name] = value
+    refused(lambda: parse(Config, values))
 
 
 @pytest.mark.parametrize("key", ["trainer.seed", "reward.functions", "rollout.vllm", "algorithm.loss"])

@@ -1,14 +1,20 @@
 """Whatever lies in a file of prompts, a bad one is refused in one line that names it, before any worker starts."""
 
+import dataclasses
+import functools
 import io
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from harness import cases, check_refusal, command, files, nothing_written_over
+from harness import cases, check_refusal, command, files, nothing_written_over, read_once, refused
 from hypothesis import given
 from hypothesis import strategies as st
+
+from rltrain.compose import compose
+from rltrain.main import load_data
+from rltrain.model_files import load_tokenizer
 
 letters = st.text(st.characters(), max_size=8)
 scalar = st.one_of(
@@ -79,7 +85,7 @@ file = st.one_of(
 
 @pytest.mark.timeout(7200)
 @given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans())
-@cases(0.4, 40)
+@cases(0.03, 15)
 def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, named, overlong, val):
     name, content = named
     (here_once / name).write_bytes(content)
@@ -99,3 +105,27 @@ def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, name
     finally:
         (here_once / name).unlink()
     assert "prompts.jsonl" in files(here_once)
+
+
+@functools.cache
+def usual(model):
+    words = ["rollout=hf", "placement=inprocess", f"model.path={model}", "data.val=null"]
+    with read_once():
+        config = compose([*words, "reward.functions=[my_reward.py:score]", "trainer.output_dir=new_run"])[0]
+    return config, load_tokenizer(model)
+
+
+@pytest.mark.timeout(7200)
+@given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans())
+@cases(0.27, 60)
+def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, named, overlong, val):
+    name, content = named
+    config, tokenizer = usual(model)
+    data = {"val": name, "train": "prompts.jsonl"} if val else {"train": name}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, overlong_prompts=overlong, **data))
+    (here_once / name).write_bytes(content)
+    try:
+        said = refused(lambda: [list(prompts) for prompts in load_data(config, tokenizer)])
+        assert not said or name in said, said
+    finally:
+        (here_once / name).unlink()

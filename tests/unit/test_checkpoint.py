@@ -12,7 +12,9 @@ from rltrain.errors import CheckpointError
 from rltrain.storage import Folder
 from workers.checkpoint import Saved
 
-HISTORY = {"metrics.jsonl": b'{"step": 1}\n', "ledger.jsonl": b""}
+HISTORY = {
+    "metrics.jsonl": b'{"step": 1, "reward/mean": 0.5, "rollout/length_mean": 3.0}\n', "ledger.jsonl": b"",
+}  # fmt: skip
 
 
 class Ranks:

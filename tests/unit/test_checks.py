@@ -172,3 +172,27 @@ def test_a_cluster_with_gpus_is_measured_in_gpus():
 
 def test_a_cluster_is_not_measured_by_this_machine():
     check(config_of("placement=colocated", "placement.actor_ranks=64"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.output_dir=s3://bucket/run", "is no local folder; only trainer.checkpoint_dir may be elsewhere"),
+        ("trainer.checkpoint_dir=s3x://bucket", "cannot be reached (ValueError: Protocol not known: s3x"),
+        ("trainer.resume=s3x://bucket", "trainer.resume=s3x://bucket: cannot be reached"),
+        ("trainer.checkpoint_dir=afile/x", "afile is a file, not a folder"),
+        ("trainer.checkpoint_dir=file://afile", "is a file, not a folder"),
+        ("trainer.output_dir=runs/a::b", "trainer.checkpoint_dir=runs/a::b/checkpoints: has '::'"),
+        ("trainer.resume=://x", "trainer.resume=://x: has '::' or no name before '://'"),
+        ("trainer.checkpoint_dir=loop/x", "is no name for a folder here"),
+        (f"trainer.output_dir={'x' * 300}", "is no name for a folder here"),
+        ("trainer.hang_timeout_s=9", "trainer.hang_timeout_s must be >= 10, got 9.0"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_named_before_anything_starts(tmp_path, override, message):
+    (tmp_path / "afile").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError) as error:
+        check(config_of(override))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import pickle
 import shutil
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from rltrain.compose import compose, to_yaml
 from rltrain.credit import with_all_knobs
@@ -75,10 +77,55 @@ def test_auto_refuses_to_start_anew_where_all_checkpoints_are_damaged(tmp_path):
 
 def test_a_finished_run_has_nothing_to_do(tmp_path):
     saved(tmp_path, "trainer.total_steps=2")
-    (tmp_path / "model").mkdir()
+    shutil.copytree(tmp_path / "checkpoints/step_2/model", tmp_path / "model")
     found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=2"))
     assert found.over
     assert found.said[0].startswith(f"nothing to do: {tmp_path}/checkpoints/step_2 is after step 2")
+
+
+def test_a_run_whose_model_is_that_of_an_earlier_step_is_not_finished(tmp_path):
+    saved(tmp_path, "trainer.total_steps=2")
+    shutil.copytree(tmp_path / "checkpoints/step_2/model", tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"another")
+    assert not beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=1")).over
+
+
+def test_a_run_may_be_moved_and_named_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    one = config("runs/one", "trainer.resume=auto")
+    assert one.trainer.checkpoint_dir == "runs/one/checkpoints"
+    checkpoints = made(tmp_path / "runs/one")
+    checkpoints.config = to_yaml(one)
+    save(checkpoints, 2, ranks=Ranks())
+    (tmp_path / "runs/one/config.yaml").write_text(checkpoints.config)
+    monkeypatch.chdir(tmp_path / "runs")
+    assert beginning(config("one", "trainer.resume=auto")).checkpoint.step == 2
+    (tmp_path / "runs/one").rename(tmp_path / "two")
+    assert beginning(config(tmp_path / "two", "trainer.resume=auto")).checkpoint.step == 2
+
+
+@pytest.mark.parametrize("content", ["a: &a {b: *a}", "a: &a [*a]"])
+def test_a_config_that_contains_itself_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content)
+    refusal(tmp_path, "trainer.resume=auto")
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1]", b'{"step": 1}', b'{"step": "x", "reward/mean": 0.5, "rollout/length_mean": 3.0}']
+)
+def test_metrics_that_are_none_are_refused_before_any_worker_starts(tmp_path, line):
+    saved(tmp_path)
+    own, found = config(tmp_path), beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
+    write_index(found)
+    bad = dataclasses.replace(found, state=GOOD, history={"metrics.jsonl": line})
+    prompts = Prompts([Prompt(n, "p", [1], {}) for n in range(3)])
+    with pytest.raises(ConfigError, match="is none that a run could go on from"):
+        require_usable(own, bad, prompts)
+    require_usable(own, dataclasses.replace(bad, history={}), prompts)
+    shutil.rmtree(found.folder.path("state"))
+    with pytest.raises(ConfigError, match="state/actor"):
+        require_usable(own, dataclasses.replace(bad, history={}), prompts)
 
 
 def test_more_steps_go_on_and_say_that_the_schedule_is_another(tmp_path):
@@ -203,9 +250,14 @@ def changed(path, value):
     return state
 
 
+def write_index(checkpoint):
+    """What ranks write beside their tensors."""
+    checkpoint.folder.write("state/actor/.metadata", pickle.dumps(Metadata({}, None, {})))
+
+
 def usable(tmp_path, state, fingerprint=7):
     checkpoint = beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
-    shutil.rmtree(checkpoint.folder.path("state"), ignore_errors=True)
+    write_index(checkpoint)
     prompts = Prompts([Prompt(n, "p", [1], {}) for n in range(3)])
     prompts.fingerprint = lambda: fingerprint
     require_usable(config(tmp_path), dataclasses.replace(checkpoint, state=state), prompts)
@@ -222,7 +274,7 @@ def test_other_prompts_under_the_same_name_are_refused(tmp_path):
 def test_a_state_that_no_run_could_go_on_from_is_refused_in_one_line_or_harmless(tmp_path):
     saved(tmp_path)
     own, checkpoint = config(tmp_path), beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
-    shutil.rmtree(checkpoint.folder.path("state"))
+    write_index(checkpoint)
     prompts, said = Prompts([Prompt(n, "p", [1], {}) for n in range(3)]), []
     paths = [path for path in leaves(GOOD) if path[-1] not in ("text", "finish_reason", "prompts")]
     for path in paths:

@@ -170,7 +170,7 @@ def test_the_driver_says_once_what_the_weak_form_allows(
     monkeypatch.setattr(main, "resolved_yaml", stop)
     config = config_of(f"placement={placement}", "rollout=hf", f"trainer.output_dir={tmp_path}/out")
     with caplog.at_level(logging.WARNING), pytest.raises(Reached):
-        main.run(config, [], None)
+        main.run(config, [], None, None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: reward function 'code': sandbox: model-written code runs with limits")
     assert "because bwrap is not installed" in line

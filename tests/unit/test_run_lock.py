@@ -1,0 +1,69 @@
+"""Two runs at once in one folder: the second is refused, also through links, and the lock ends with its process."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rltrain.compose import compose
+from rltrain.errors import ConfigError
+from rltrain.run_lock import RunLock
+
+HOLD = """
+import os, sys, time
+from rltrain.compose import compose
+from rltrain.run_lock import RunLock
+with RunLock(compose(sys.argv[1:])[0].trainer) as lock:
+    lock.take()
+    if not os.fork():  # a child keeps nothing
+        time.sleep(300)
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def lock_of(*overrides) -> RunLock:
+    return RunLock(compose(overrides)[0].trainer)
+
+
+def refusal(*overrides) -> str:
+    with pytest.raises(ConfigError) as caught, lock_of(*overrides) as lock:
+        lock.take()
+    return str(caught.value)
+
+
+def test_a_second_process_in_a_folder_is_refused_until_the_first_has_died(tmp_path):
+    words = [f"trainer.output_dir={tmp_path}/run", f"trainer.checkpoint_dir={tmp_path}/kept"]
+    first = subprocess.Popen([sys.executable, "-c", HOLD, *words], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert first.stdout.readline() == b"held\n"
+        (tmp_path / "link").symlink_to("run")
+        for name in ("run", "link", "link/../run"):
+            said = refusal(f"trainer.output_dir={tmp_path}/{name}")
+            assert said.startswith(f"trainer.output_dir={tmp_path}/{name}: another run is at work there")
+            assert f"(process {first.pid} on " in said
+            assert "\n" not in said
+        said = refusal(f"trainer.output_dir={tmp_path}/other", f"trainer.checkpoint_dir=file://{tmp_path}/kept")
+        assert said.startswith(f"trainer.checkpoint_dir=file://{tmp_path}/kept: another run is at work there")
+        assert not (tmp_path / "other").exists()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with lock_of(*words) as lock:
+            lock.take()
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)  # the child of it too
+
+
+def test_a_folder_is_made_only_when_it_is_taken(tmp_path):
+    with lock_of(f"trainer.output_dir={tmp_path}/run") as lock:
+        assert list(tmp_path.iterdir()) == []
+        lock.take()
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".checkpoints.lock", ".lock"]
+
+
+def test_folders_elsewhere_have_no_lock(tmp_path):
+    with lock_of(f"trainer.output_dir={tmp_path}/run", "trainer.checkpoint_dir=memory://kept") as lock:
+        lock.take()
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
