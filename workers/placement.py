@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.errors import ConfigError, WorkerError
+from rltrain.errors import ConfigError, WorkerError, one_line
 from rltrain.model_files import text_config
 from rltrain.schema import REWARD_MODEL, Config
 from rltrain.work import RowWork, row_work
@@ -115,7 +115,18 @@ def connect(config: Config) -> dict[str, float]:
         options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
     if not config.verbose:
         _no_reports()
-    ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
+    try:
+        ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"placement.address={address}: no cluster answers there ({one_line(str(error), 200)}); give the HOST:PORT "
+            "that `ray start --head` printed, or use placement=local"
+        ) from error
+    except Exception as error:  # Ray has no type of its own for a daemon that is not there in time
+        raise WorkerError(
+            f"Ray did not start ({type(error).__name__}: {one_line(str(error), 200)}): this machine may be overloaded; "
+            "try again, or use placement=inprocess"
+        ) from error
     return dict(ray.cluster_resources())
 
 
