@@ -233,7 +233,7 @@ def _blame(watched: Sequence[_Watched], actor_id: str | None) -> None:
     for one in watched:
         for rank in one.ranks:
             if one.group.actors[rank]._actor_id.hex() == actor_id:
-                one.vigil.gone.setdefault(rank, "is gone: killed, crashed or out of memory, or its machine is")
+                one.vigil.gone.setdefault(rank, "is gone (killed, crashed, out of memory, or its machine lost)")
 
 
 def _lost(watched: Sequence[_Watched], *, proof_s: float = 0.0) -> WorkerLost | None:

@@ -217,7 +217,7 @@ class Vigil:
         if before is None or before.ticks != sight.ticks:
             self.moved[rank] = now
         if not sight.state:
-            self.gone[rank] = "is gone: killed, crashed or out of memory"
+            self.gone[rank] = "is gone (killed, crashed or out of memory)"
         if sight.state != "T":
             self.stopped[rank] = None
         elif self.stopped[rank] is None:

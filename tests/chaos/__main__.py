@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.runs import Outcome, run, start, usual
-from tests.chaos.strikes import draw, named
+from tests.chaos.strikes import PHASES, ROLES, draw, is_strike, named
 
 HEAD = ("role", "phase", "signal", "step", "detected after", "serving again after", "steps repeated", "run", "wrong")
 
@@ -49,6 +49,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], metavar="ROLE:PHASE:SIGNAL")
     parser.add_argument("--out", type=Path, help="folder for the runs; kept where it is given")
     arguments = parser.parse_args()
+    if wrong := [text for text in arguments.only if not is_strike(text)]:
+        parser.error(f"{wrong[0]}: not ROLE:PHASE:SIGNAL with {', '.join(ROLES)}; {', '.join(PHASES)}; KILL or STOP")
     strikes = named(arguments.only) if arguments.only else draw(arguments.runs, seed=arguments.seed)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="rltrain-chaos-") as temporary:

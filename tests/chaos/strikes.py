@@ -60,6 +60,13 @@ def draw(count: int, *, seed: int) -> list[Strike]:
     return strikes
 
 
+def is_strike(text: str) -> bool:
+    """Whether this is "role:phase:signal"; the driver is not stopped, since nobody would see it."""
+    role, phase, signal = (*text.split(":"), "", "")[:3]
+    known = text.count(":") == 2 and role in ROLES and phase in PHASES and signal in ("KILL", "STOP")
+    return known and (role, signal) != ("driver", "STOP")
+
+
 def named(texts: Sequence[str]) -> list[Strike]:
     """Strikes as "role:phase:signal" says, in the middle of the run."""
     return [
