@@ -136,15 +136,15 @@ def _check_output(trainer: TrainerConfig) -> None:
         Path(trainer.output_dir).expanduser().is_absolute() or RAY_JOB not in os.environ,
         f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
     )
+    require(
+        "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
+    )
+    _check_writable(folder, where)
     for name in RUN_FILES if trainer.resume == "never" else ():  # else `rltrain.resume` looks at whose they are
         require(
             not (folder / name).exists(),
             f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
         )
-    require(
-        "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
-    )
-    _check_writable(folder, where)
     where = f"trainer.checkpoint_dir={trainer.checkpoint_dir}"
     checkpoints = checked_folder(trainer.checkpoint_dir, where)
     if checkpoints.local:

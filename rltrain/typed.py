@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rltrain.errors import ConfigError
 
@@ -32,7 +32,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     Raises:
         ConfigError: naming the key, what it must be, and for an unknown key the nearest known one.
     """
-    hints = _hints(kind)
+    hints = _hints(cast("Any", kind))
     for key in values:
         if key not in hints:
             raise unknown_key(where + str(key), [where + name for name in hints])

@@ -95,7 +95,7 @@ def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
     ],
 )
 def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
-    (tmp_path / name).touch()
+    (tmp_path / name).touch() if "." in name else (tmp_path / name).mkdir()
     assert refusal(f"trainer.output_dir={tmp_path}").endswith(
         f"holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto"
     )

@@ -54,6 +54,7 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_has_died(tmp_pa
             lock.take()
     finally:
         os.killpg(first.pid, signal.SIGKILL)  # the child of it too
+        first.stdout.close()
 
 
 def test_a_folder_is_made_only_when_it_is_taken(tmp_path):
