@@ -1,6 +1,6 @@
 """`python -m tests.chaos.soak --minutes 20`: a long run of small steps, and whether anything of it grows.
 
-Every few seconds it looks at each process of the run: its memory (pages that several share counted once), open files
+Every few seconds it looks at each process of the run: its memory (pages that it has written and shares with nobody), open files
 and threads; at /dev/shm, at what Ray's object store has touched, and at the run's own folder of Ray's logs. Then it
 prints the slope of each over the last two thirds. Status 1 where one rises by more than a small share of itself.
 """
@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from tests.benchmarks.job import pss_mb, tree
+from tests.benchmarks.job import tree
 from tests.chaos.processes import command
 from tests.chaos.runs import lines
 
@@ -38,7 +38,7 @@ def look(root: int, series: Series, now: float) -> None:
         name = title(pid)
         if not name:
             continue
-        series[f"{name} memory, MB"].append((now, pss_mb(pid)))
+        series[f"{name} memory, MB"].append((now, private_mb(pid)))
         for folder, what in (("fd", "open files"), ("task", "threads")):
             try:
                 series[f"{name} {what}"].append((now, float(len(os.listdir(f"/proc/{pid}/{folder}")))))
@@ -66,6 +66,15 @@ def title(pid: int) -> str:
     if words[0].startswith("ray::"):
         return f"{words[0].split('.')[0]} {pid}"
     return f"{Path(words[-1] if words[0].endswith('python') and len(words) < 3 else words[0]).name} {pid}"
+
+
+def private_mb(pid: int) -> float:
+    """Memory of one process that it wrote and that is its own, whatever others do; 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty:", "Swap:"))) / 1024
 
 
 def slope(points: list[tuple[float, float]]) -> float:
