@@ -1,8 +1,8 @@
 """`python -m tests.chaos.soak --minutes 20`: a long run of small steps, and whether anything of it grows.
 
-Every few seconds it looks at each process of the run: its memory (pages that it has written and shares with nobody), open files
-and threads; at /dev/shm, at what Ray's object store has touched, and at the run's own folder of Ray's logs. Then it
-prints the slope of each over the last two thirds. Status 1 where one rises by more than a small share of itself.
+Every few seconds it looks at each process of the run: its memory (pages that it wrote and shares with nobody), open
+files and threads; at /dev/shm and at the run's own folder of Ray's logs. Then it prints the slope of each over the last
+two thirds. Status 1 where one rises by more than a small share of itself.
 """
 
 import argparse
@@ -71,10 +71,10 @@ def title(pid: int) -> str:
 def private_mb(pid: int) -> float:
     """Memory of one process that it wrote and that is its own, whatever others do; 0 where it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0.0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty:", "Swap:"))) / 1024
+    return sum(int(line.split()[1]) for line in rows if line.startswith(("Private_Dirty:", "Swap:"))) / 1024
 
 
 def slope(points: list[tuple[float, float]]) -> float:
