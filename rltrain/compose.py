@@ -197,7 +197,7 @@ def _parse_override(text: str) -> Override:
     require(bool(key.strip("+~ ")), f"'{text}': no key before the '='; settings are written KEY=VALUE")
     try:
         override = OverridesParser.create().parse_override(text)
-    except HydraException:
+    except (HydraException, ValueError):  # the latter of numbers with thousands of digits
         raise ConfigError(
             f"""'{text}': cannot read the value; quote one with special characters, as in '{key}="{value}"'"""
         ) from None

@@ -66,7 +66,7 @@ def markdown(results: dict[str, Any]) -> str:
         load = module["machine"]["load"][0]
         for row in module["rows"]:
             ratio = row["ratio"]
-            shown = "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.2f} {row['unit']}"
+            shown = "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.3g} {row['unit']}"
             cells = [row["name"], shown, row["target"], row["ours"], row["theirs"], f"`{row['command']}`"]
             cells.append(f"{row['notes']}; load at the start {load}" if row["notes"] else f"load at the start {load}")
             lines.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")

@@ -214,15 +214,15 @@ other = st.sampled_from([*changes, *elsewhere])
 @cases(0.17, 60)
 def test_a_checkpoint_is_gone_on_from_or_refused(run, here_once, how, seal, resume, output):
     config, prompts = usual()
-    trainer = dataclasses.replace(
-        config.trainer, resume=resume, output_dir=output, checkpoint_dir=f"{output}/checkpoints"
-    )  # fmt: skip
-    config = dataclasses.replace(config, trainer=trainer)
 
     def go_on() -> None:
-        found = beginning(config)
+        trainer = dataclasses.replace(
+            config.trainer, resume=resume, output_dir=output, checkpoint_dir=f"{output}/checkpoints"
+        )  # fmt: skip
+        changed = dataclasses.replace(config, trainer=trainer)
+        found = beginning(changed)
         if found.checkpoint is not None and not found.over:
-            require_usable(config, found.checkpoint, prompts)
+            require_usable(changed, found.checkpoint, prompts)
 
     before = spoil(run, *how, seal)
     try:
