@@ -15,8 +15,9 @@ from workers.watch import LOOK_EVERY_S, STOPPED_S, Observer, Sight, Vigil, inner
 CHILD = """
 import sys, time
 from workers import progress
-print(*vars(progress.announce("here")).values(), flush=True)
+announced = progress.announce("here")
 def work():
+    print(*vars(announced).values(), flush=True)
     while True:
         if sys.stdin.readline():
             progress.tick()
