@@ -82,7 +82,7 @@ $(TRL)/.ready: docker/requirements-cpu.txt
 	@touch $@
 
 BENCH := TRL_VENV=$(abspath $(TRL)) $(BIN)/python -m tests.benchmarks
-bench: setup $(TRL)/.ready  ## Benchmarks against TRL, a plain loop and each part's limit: make bench ARGS="trl phases"
+bench: setup $(if $(ARGS),$(if $(findstring trl,$(ARGS)),$(TRL)/.ready),$(TRL)/.ready)  ## Benchmarks against TRL, a plain loop and each part's limit: make bench ARGS="trl phases"
 	@$(BENCH) $(ARGS)
 
 bench-gpu: setup  ## Benchmarks of training, generation and sync on a GPU

@@ -5,6 +5,7 @@ A checkpoint is the folder `step_N`: `state/ROLE/` (tensors, written by the rank
 size and CRC-32 of every file. Without a manifest, or with one that a file does not agree with, it is none.
 """
 
+import difflib
 import json
 import logging
 import os
@@ -12,13 +13,14 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rltrain.errors import CheckpointError, RLTrainError
 from rltrain.storage import Folder
+from rltrain.typed import require
 from workers.checkpoint import MODEL, Saved, reason
 from workers.group import WorkerGroup
 
@@ -166,6 +168,18 @@ class Checkpoints:
         own = checkpoint is not None and str(checkpoint.folder) == str(self.folder.at(f"step_{checkpoint.step}"))
         self.last = checkpoint.step if checkpoint is not None and own else None
 
+    def require_best(self, names: Collection[str]) -> None:
+        """Refuse a metric that is none of these.
+
+        Raises:
+            ConfigError: `keep_best` is misspelt, or nothing computes it in this run.
+        """
+        near = difflib.get_close_matches(self.best or "", sorted(names), n=5, cutoff=0.0)
+        require(
+            self.best is None or self.best in names,
+            f"trainer.keep_best={self.best}: this run has no such metric; the nearest are {', '.join(near)}",
+        )
+
     def start(
         self, step: int, incarnation: int, groups: Mapping[str, WorkerGroup], state: Mapping[str, Any], *,
         history: Mapping[str, bytes], metrics: Mapping[str, float],
@@ -183,8 +197,10 @@ class Checkpoints:
         self.finish()
         metric = metrics.get(self.best) if self.best else None
         if self.best and metric is None:
-            known = ", ".join(sorted(metrics))
-            logger.warning("trainer.keep_best=%s: no such metric at step %d; there are %s", self.best, step, known)
+            logger.warning(
+                "trainer.keep_best=%s: not known of step %d; for a metric of evaluations trainer.eval_every has to "
+                "divide trainer.save_every", self.best, step,
+            )  # fmt: skip
         files = {f"{HISTORY}/{name}": content for name, content in history.items()}
         files |= {DRIVER: json.dumps({**state, "prompts": self.prompts}).encode(), CONFIG: self.config.encode()}
         self.last, name = step, f"step_{step}"

@@ -32,8 +32,8 @@ from rltrain.typed import require
 ENGINES = ("vllm", "hf")
 # An output directory with one of these holds a run.
 RUN_FILES = (
-    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl", "rollouts", "failed", "model",
-    "checkpoints", "tensorboard",
+    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl", "processes.json", "rollouts",
+    "failed", "stacks", "model", "checkpoints", "tensorboard",
 )  # fmt: skip
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
 
@@ -279,6 +279,12 @@ def _demands(config: Config) -> list[tuple[str, int]]:
 
 
 def _check_ranks(config: Config, available: int, devices: str, where: str) -> None:
+    shards = config.rollout.vllm.tensor_parallel_size if config.rollout.vllm else 1
+    require(
+        devices != "GPUs" or shards == 1 or not config.placement.share_ranks,
+        f"rollout.vllm.tensor_parallel_size={shards}: with placement.share_ranks=true an engine has a part of one GPU; "
+        "use placement.share_ranks=false, or one shard",
+    )
     for what, count in _demands(config):
         require(
             count <= available,

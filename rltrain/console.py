@@ -141,7 +141,8 @@ def summary(
     for name, path in (("learning curve", curve), ("model", output_dir / "model"), ("all results", output_dir)):
         if path is not None and path.exists():
             console.print(Text(f"{name + ':':<16}{path}"), soft_wrap=True)
-    console.print(Text(f"{'next:':<16}{next_command(overrides, output_dir)}"), soft_wrap=True)
+    what, command = ("next:", next_command) if finished else ("to go on:", resume_command)
+    console.print(Text(f"{what:<16}{command(overrides, output_dir)}"), soft_wrap=True)
 
 
 def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
@@ -153,7 +154,7 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
     own = ("trainer.output_dir", "trainer.resume")
     rest = [override for override in overrides if override.split("=", 1)[0] not in own]
     words = [*rest, f"trainer.output_dir={output_dir}", "trainer.resume=auto"]
-    return f"to go on: {shlex.quote(sys.executable)} -m rltrain.main {' '.join(map(shlex.quote, words))}"
+    return f"{shlex.quote(sys.executable)} -m rltrain.main {' '.join(map(shlex.quote, words))}"
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:

@@ -75,7 +75,7 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
 
 def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLock) -> int:
     """Load the data, show the plan, start the workers, train, and say what came of it."""
-    from rltrain.console import resume_command, summary
+    from rltrain.console import summary
     from rltrain.credit import with_all_knobs
     from rltrain.resume import beginning, require_usable
 
@@ -114,8 +114,6 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
         console, evaluations=tracker.evaluations, history=tracker.history, seconds=time.perf_counter() - began,
         output_dir=output_dir, curve=curve, overrides=overrides, finished=status == 0,
     )  # fmt: skip
-    if status:
-        console.print(resume_command(overrides, output_dir), markup=False, highlight=False, soft_wrap=True)
     return status
 
 

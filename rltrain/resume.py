@@ -214,9 +214,18 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
+class _NoAliases(yaml.SafeLoader):
+    """A config that refers to its own parts would be walked through once for each way to them."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it holds an alias, as no config of a run does")
+        return super().compose_node(parent, index)
+
+
 def _values(text: str, where: str) -> Mapping[str, Any]:
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, Loader=_NoAliases)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: its config.yaml cannot be read ({' '.join(str(error).split())[:120]})") from None
     require(isinstance(found, Mapping), f"{where}: its config.yaml holds no config; give another checkpoint")

@@ -88,6 +88,10 @@ class Tracker:
         rows = [row for kept in (self.history, self.evaluations) for row in kept[-1:] if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
 
+    def names(self) -> set[str]:
+        """Of all metrics of the last step and the last evaluation."""
+        return {name for kept in (self.history, self.evaluations) for row in kept[-1:] for name in row}
+
     def evaluated(self, step: int) -> bool:
         """Whether the weights after `step` were evaluated."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == step

@@ -103,10 +103,13 @@ class Trainer:
         """Train from where the run stands, evaluating and saving as often as the config says."""
         self.sync_weights()
         self.between_steps()
+        first = self.step + 1
         while self.step < self.config.trainer.total_steps:
             self.while_idle()
             metrics, batch = self.train_step()
             self.tracker.log_step(self.step, metrics, batch)
+            if self.step == first:
+                self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
                 self.tracker.log_alarm(self.step, alarm)
             self.between_steps()
@@ -182,6 +185,7 @@ class Trainer:
         checkpoint = self.last_good()
         self.restarts.after(error, checkpoint.step if checkpoint else 0)
         self.restore(checkpoint)
+        logger.warning("the training ranks are back; going on after step %d", self.step)
 
     def train_step(self) -> tuple[dict[str, float], DataProto]:
         """One step: metrics, and the batch that was trained on."""

@@ -45,6 +45,9 @@ class NoCheckpoints:
     def advance(self):
         return True
 
+    def require_best(self, names):
+        pass
+
 
 class FakeCheckpoints:
     """Saves that are done at once."""
@@ -54,6 +57,7 @@ class FakeCheckpoints:
         self.advance = lambda: True
         self.finish = lambda: log.append("saves finished")
         self.abandon, self.newest, self.restored = lambda: None, lambda: None, lambda _: None
+        self.require_best = lambda names: log.append("best")
 
     def start(self, step, incarnation, groups, state, *, history, metrics):
         self.log.append(f"save {' and '.join(groups)} {step}")

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rltrain.checkpoint import MANIFEST, Checkpoints, read, steps_in
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, ConfigError
 from rltrain.storage import Folder
 from workers.checkpoint import Saved
 
@@ -146,9 +146,19 @@ def test_zero_keeps_all_and_one_keeps_the_newest(tmp_path):
         assert steps_in(checkpoints.folder) == left
 
 
-def test_a_metric_that_does_not_exist_is_named_with_those_that_do(tmp_path, caplog):
+def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+    made(tmp_path, best=None).require_best(())
+    checkpoints = made(tmp_path, best="eval/acuracy")
+    checkpoints.require_best({"eval/acuracy"})
+    with pytest.raises(ConfigError, match=r"keep_best=eval/acuracy: .* the nearest are eval/accuracy, score"):
+        checkpoints.require_best({"score", "eval/accuracy"})
+
+
+def test_a_save_at_a_step_without_the_metric_says_how_to_have_it(tmp_path, caplog):
     save(made(tmp_path, best="eval/accuracy"), 1, score=1.0)
-    assert caplog.messages == ["trainer.keep_best=eval/accuracy: no such metric at step 1; there are score"]
+    (message,) = caplog.messages
+    assert "not known of step 1" in message
+    assert "trainer.eval_every has to divide" in message
 
 
 def test_what_a_crash_has_left_is_removed_at_the_next_start_and_nothing_else(tmp_path):

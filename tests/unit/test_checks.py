@@ -170,6 +170,14 @@ def test_a_cluster_with_gpus_is_measured_in_gpus():
         check_cluster(config_of("placement=colocated", "placement.actor_ranks=3"), {"CPU": 64.0, "GPU": 2.0})
 
 
+def test_an_engine_in_shards_has_no_gpu_in_parts():
+    shards = ("placement=colocated", "rollout.vllm.tensor_parallel_size=2", "rollout.vllm.process=async")
+    with pytest.raises(ConfigError, match=r"=2: with placement.share_ranks=true an engine has a part"):
+        check_cluster(config_of(*shards), {"CPU": 64.0, "GPU": 8.0})
+    check_cluster(config_of(*shards, "placement.share_ranks=false"), {"CPU": 64.0, "GPU": 8.0})
+    check_cluster(config_of(*shards), {"CPU": 64.0})
+
+
 def test_a_cluster_is_not_measured_by_this_machine():
     check(config_of("placement=colocated", "placement.actor_ranks=64"))
 

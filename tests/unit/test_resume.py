@@ -105,8 +105,11 @@ def test_a_run_may_be_moved_and_named_from_another_folder(tmp_path, monkeypatch)
     assert beginning(config(tmp_path / "two", "trainer.resume=auto")).checkpoint.step == 2
 
 
-@pytest.mark.parametrize("content", ["a: &a {b: *a}", "a: &a [*a]"])
-def test_a_config_that_contains_itself_is_refused_in_one_line(tmp_path, content):
+BOMB = "k0: &k0 {a: 1}\n" + "".join(f"k{n}: &k{n} {{a: *k{n - 1}, b: *k{n - 1}}}\n" for n in range(1, 60))
+
+
+@pytest.mark.parametrize("content", ["a: &a {b: *a}", "a: &a [*a]", BOMB])
+def test_a_config_that_refers_to_its_own_parts_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
     refusal(tmp_path, "trainer.resume=auto")
 

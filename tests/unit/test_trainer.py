@@ -80,7 +80,7 @@ class FakeTracker:
         self.log, self.steps, self.evals = log, [], []
         self.log_failed = lambda step, batch: f"/run/{step}"
         self.state, self.metrics_of = lambda: {"lines": b""}, lambda step: {"step": step}
-        self.evaluated = lambda step: step in dict(self.evals)
+        self.evaluated, self.names = lambda step: step in dict(self.evals), lambda: {"step"}
 
     def log_step(self, step, metrics, batch):
         self.log.append(f"log {step}")
