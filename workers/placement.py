@@ -107,6 +107,7 @@ def connect(config: Config) -> dict[str, float]:
         if local:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but said aloud it needs no warning
             os.environ.setdefault("RAY_worker_niceness", "0")  # workers are all there is to run
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # for a dashboard alone
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
 

@@ -241,9 +241,9 @@ def pss_mb(pid: int) -> float:
     return 0.0
 
 
-def best(sides: Sequence[Side], job: Job, folder: Path) -> tuple[Side, dict[str, float]]:
-    """The side with the fewest seconds a step in a short trial, and the seconds of all that ran."""
-    trial, seconds = dataclasses.replace(job, steps=job.warm_up + 5), dict[str, float]()
+def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tuple[Side, dict[str, float]]:
+    """The side with the fewest seconds a step in a trial of `steps` after the warm-up, and those of all that ran."""
+    trial, seconds = dataclasses.replace(job, steps=job.warm_up + steps), dict[str, float]()
     failures = []
     for side in sides:
         try:

@@ -21,20 +21,27 @@ def run() -> list[Row]:
         folder = Path(name)
         job = Job(
             str(rambling_start()),
-            steps=6,
+            steps=5,
             prompts_per_step=16,
             minibatches=4,
             max_response_length=LIMIT,
             lr=1e-7,
-            warm_up=2,
+            warm_up=1,
         )
-        theirs, their_trials = best(trl_sides(), job, folder / "trial-theirs")
+        theirs, their_trials = best(trl_sides(), job, folder / "trial-theirs", steps=2)
         ours, our_trials = best(
-            our_sides("rollout.vllm.kv_cache_mb=512")[-1:] + our_sides()[2:4], job, folder / "trial-ours"
+            our_sides("rollout.vllm.kv_cache_mb=512")[-1:] + our_sides()[2:4],
+            job,
+            folder / "trial-ours",
+            steps=2,
         )
         runs = in_turn([ours, theirs], job, folder, rounds=ROUNDS)
         notes = f"trials, s a step: {seconds_of(our_trials | their_trials)}; 16 x 8 answers a step"
-        return [step_row("rambling answers, 5M parameters", runs[0], runs[1], job, ">= 2", notes)]
+        return [
+            step_row(
+                "rambling answers, 5M parameters", runs[0], runs[1], job, ">= 2", notes, "make bench ARGS=trl_rambling"
+            )
+        ]
 
 
 if __name__ == "__main__":
