@@ -47,9 +47,9 @@ def process_group():
     join(0, 1, None, 60.0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_here():
-    """Ray on this machine for one test module."""
+    """Ray on this machine, from the first test that asks for it."""
     from workers.placement import connect, disconnect
 
     config, _ = compose([])

@@ -132,7 +132,8 @@ def connect(config: Config) -> dict[str, float]:
 
 
 def _no_reports() -> None:
-    """Keep Ray from printing a paragraph for each process that died: what becomes of it is said in one line."""
+    """Keep Ray from printing a paragraph for each process or call that failed: what comes of it is said in one line."""
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a second rank: the first one's is raised
     with contextlib.suppress(ImportError):
         from ray._private import worker
 

@@ -3,4 +3,16 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions_cross_as_they_are(request):
+    """A function of a test file goes to a worker whole: by its name the worker would import the file, and pytest."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)

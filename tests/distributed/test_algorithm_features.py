@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import hosts_of
 from transformers import AutoModelForCausalLM
 
 from rltrain.algorithms import TOKEN_SELECTORS, required_columns
@@ -11,9 +12,8 @@ from rltrain.credit import with_random_draws
 from rltrain.protocol import DataProto, jagged
 from rltrain.schema import Config
 from workers.dispatch import PLAN_METRICS
-from workers.group import Hosts, LocalHosts, WorkerGroup
-from workers.host import Host
-from workers.placement import ROLES, build, meet, ray_hosts
+from workers.group import Hosts, WorkerGroup
+from workers.placement import ROLES, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # ranks, token budget
@@ -27,11 +27,7 @@ KNOBS = {
 @pytest.fixture(scope="module")
 def hosts(ray_here) -> dict[int, Hosts]:
     """One process, and two ranks; actors of different configs live in them side by side."""
-    one = LocalHosts(Host({}, verbose=True))
-    one.host.join(0, 1, None, 60.0)
-    two = ray_hosts(config_of(), "training rank", 2)
-    meet(two, config_of())
-    return {1: one, 2: two}
+    return {1: hosts_of(0), 2: hosts_of(2)}
 
 
 def config_of(*overrides: str) -> Config:

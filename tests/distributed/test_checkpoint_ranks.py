@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
+from ranks import ENTROPY_COEF, LORA, config_of, group, replayed
 from safetensors.torch import load_file
 
 from rltrain.batching import minibatches
-from tests.distributed.test_training_ranks import ENTROPY_COEF, LORA, config_of, group, replayed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SAVED_AFTER, STEPS = 2, 4

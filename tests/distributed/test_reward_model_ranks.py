@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import hosts_of
 from transformers import AutoModelForSequenceClassification
 
 from rltrain.compose import compose
@@ -9,18 +10,17 @@ from rltrain.data import Prompt
 from rltrain.reward_models import reward_models
 from rltrain.tasks.tokenizer import char_tokenizer
 from workers.group import WorkerGroup
-from workers.placement import ROLES, build, meet, ray_hosts
+from workers.placement import ROLES, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks):
     """Thirteen rows, and then one, for which the second rank has nothing to compute."""
     config, _ = compose([f"reward.models=[{reward_model}]"])
-    hosts = ray_hosts(config, "training rank", ranks)
-    meet(hosts, config)
+    hosts = hosts_of(ranks)
     role = "reward_model judge"
     hosts.wait(build(hosts, role, ROLES["reward_model"], config, reward_model))
     (made,) = reward_models(config, [WorkerGroup(hosts, role)])

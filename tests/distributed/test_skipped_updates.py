@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_training_ranks import ENTROPY_COEF, config_of, group, prepared, weights_of
+from ranks import ENTROPY_COEF, config_of, group, prepared, weights_of
 
 from rltrain.errors import NumericsError
 from rltrain.protocol import DataProto

@@ -8,63 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import ENTROPY_COEF, LORA, STEPS, config_of, group, prepared, replayed, weights_of
 
 from rltrain.batching import minibatches
-from rltrain.compose import compose
-from rltrain.protocol import DataProto, jagged
 from rltrain.schema import Config
 from workers.dispatch import PLAN_METRICS
-from workers.group import LocalHosts, RayHosts, WorkerGroup
-from workers.host import Host
-from workers.placement import ROLES, build, meet, ray_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
-STEPS = 10
-ENTROPY_COEF = 0.001
-LORA = "model.lora={rank:4,targets:[q_proj,v_proj,gate_proj,down_proj]}"
-SMALL = ["trainer.prompts_per_step=6", "trainer.prompts_per_minibatch=3", f"trainer.total_steps={STEPS}"]
-
-
-def config_of(*overrides: str) -> Config:
-    return compose(
-        [*SMALL, "algorithm.kl_loss.kl_loss_coef=0.01", f"algorithm.entropy_coef={ENTROPY_COEF}", *overrides]
-    )[0]
-
-
-def replayed(step: int) -> DataProto:
-    """A step's batch: 6 prompts x 4 samples of random tokens, one answer empty, one row not trained on."""
-    generator = torch.Generator().manual_seed(step)
-
-    def ids(low: int, high: int) -> list[int]:
-        length = int(torch.randint(low, high, (), generator=generator))
-        return torch.randint(48, 58, (length,), generator=generator).tolist()
-
-    responses = [ids(1, 13) for _ in range(23)] + [[]]
-    tokens = sum(map(len, responses))
-    batch = DataProto.from_dict(
-        {
-            "prompts": jagged([ids(3, 9) for _ in range(24)], torch.int64),
-            "responses": jagged(responses, torch.int64),
-            "uid": torch.arange(24) // 4,
-        }
-    )
-    mask = torch.ones(tokens, dtype=torch.bool)
-    mask[: len(responses[0])] = False
-    noise = torch.randn(tokens, generator=generator)
-    return batch.with_values("responses", response_mask=mask, advantages=noise, rollout_log_probs=-noise.abs())
-
-
-def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
-    hosts: LocalHosts | RayHosts
-    if ranks:
-        hosts = ray_hosts(config, "training rank", ranks)
-        meet(hosts, config)
-    else:
-        hosts = LocalHosts(Host({}, verbose=True))
-        hosts.host.join(0, 1, None, 60.0)
-    for role in roles:
-        hosts.wait(build(hosts, role, ROLES[role], config, start))
-    return {role: WorkerGroup(hosts, role, sequence_ranks=config.placement.sequence_ranks) for role in roles}
 
 
 def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -239,18 +189,6 @@ def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
     for here, there in zip(*histories, strict=True):
         for name, value in here.items():
             assert name in PLAN_METRICS or there[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-def prepared(workers: dict[str, WorkerGroup], step: int = 0) -> DataProto:
-    batch = replayed(step)
-    for role in ("actor", "reference"):
-        batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=8192))
-    return batch
-
-
-def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
-    weights = actor.wait(actor.start("weights"))[0]
-    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def test_A6_a_mini_batch_in_which_nothing_is_trained_leaves_the_weights_alone_and_the_schedule_goes_on(start):

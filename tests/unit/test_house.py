@@ -25,13 +25,23 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KEYS = 400, 60, 120
 # A child that starts with a module has none of ours loaded, but need not import torch again.
 IMPORT_EACH_FIRST = """
 import contextlib, importlib, json, os, sys, traceback
-for name in ("torch", "tensordict", "transformers", "ray", "hydra", "vllm"):
-    with contextlib.suppress(ImportError):
+def ours(name):
+    return name.split(".")[0] in ("rltrain", "workers")
+names = json.loads(sys.argv[1])
+told, tell = os.pipe()
+if not os.fork():  # what they import of others, which is imported once and for all
+    for name in names:
+        with contextlib.suppress(BaseException):
+            importlib.import_module(name)
+    os.write(tell, json.dumps([name for name in sys.modules if not ours(name)]).encode())
+    os._exit(0)
+os.close(tell)
+for name in json.loads(open(told, "rb").read()):
+    with contextlib.suppress(Exception):
         importlib.import_module(name)
 failed = []
-for name in json.loads(sys.argv[1]):
-    ours = [loaded for loaded in sys.modules if loaded.split(".")[0] in ("rltrain", "workers")]
-    assert not ours, ours
+for name in names:
+    assert not [loaded for loaded in sys.modules if ours(loaded)]
     child = os.fork()
     if not child:
         try:
