@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ ROLES = {
     "critic": "workers.critic:CriticWorker",
     REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
+_ANSWER_S = 10.0  # for a cluster's port to be open
 COLLECTIVE_TIMEOUT_S = 600.0  # at least; a hang is to be found before
 # For processes that all are on this machine: nobody else can connect to them.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -101,6 +103,8 @@ def connect(config: Config) -> dict[str, float]:
                 "placement.address=auto: RAY_ADDRESS is not set, no cluster to join; start this with `ray job "
                 "submit`, give placement.address=HOST:PORT, or use placement=local"
             )
+    if not local:
+        _require_answer(address)
     if "ray" not in sys.modules:  # it reads these when it is imported
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -119,16 +123,30 @@ def connect(config: Config) -> dict[str, float]:
     try:
         ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
     except ConnectionError as error:
-        raise ConfigError(
-            f"placement.address={address}: no cluster answers there ({one_line(str(error), 200)}); give the HOST:PORT "
-            "that `ray start --head` printed, or use placement=local"
-        ) from error
+        raise _no_cluster(address, error) from error
     except Exception as error:  # Ray has no type of its own for a daemon that is not there in time
         raise WorkerError(
             f"Ray did not start ({type(error).__name__}: {one_line(str(error), 200)}): this machine may be overloaded; "
             "try again, or use placement=inprocess"
         ) from error
     return dict(ray.cluster_resources())
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address where nothing listens: Ray would try it for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "://" not in address:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"placement.address={address}: no cluster answers there ({one_line(str(error), 200)}); give the HOST:PORT "
+        "that `ray start --head` printed, or use placement=local"
+    )
 
 
 def _no_reports() -> None:

@@ -1,5 +1,7 @@
 """Starting the program as users do, and looking at what it left."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -69,6 +71,19 @@ def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240)
 def train(output: Path, *overrides: str) -> Run:
     """A whole run."""
     return finish(start(output, *overrides), output)
+
+
+def train_here(output: Path, *overrides: str) -> Run:
+    """A whole run in this process, for what does not depend on the process: it saves the imports.
+
+    The test has to use the fixture `settings_restored`.
+    """
+    from rltrain.main import main
+
+    said, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        status = main([f"trainer.output_dir={output}", *overrides])
+    return Run(status, said.getvalue(), complained.getvalue(), output, [])
 
 
 def marked(output: Path) -> list[int]:

@@ -2,7 +2,6 @@
 process; a few run the real command."""
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -197,18 +196,6 @@ def ray_folder(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture
-def _settings_restored():
-    """`main` quietens the process that it runs in."""
-    names = ("torch", "transformers", "vllm", "ray", "httpx")
-    environment, levels = dict(os.environ), {name: logging.getLogger(name).level for name in names}
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-
-
 def assert_no_ray(ray_folder):
     assert list(ray_folder.iterdir()) == []
     assert _processes_with(f"RAY_TMPDIR={ray_folder}") == []
@@ -235,7 +222,7 @@ def assert_one_line(err, fragments, files):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("_settings_restored")
+@pytest.mark.usefixtures("settings_restored")
 def test_bad_input_is_one_line_before_anything_starts(case, files, ray_folder, tmp_path, monkeypatch, capsys):
     overrides, fragments = CASES[case]
     monkeypatch.chdir(tmp_path)
@@ -250,7 +237,7 @@ def test_bad_input_is_one_line_before_anything_starts(case, files, ray_folder, t
 @pytest.mark.parametrize(
     "case", ["unknown loss mode", "unknown estimator", "knob of another loss", "knob that the loss refuses"]
 )
-@pytest.mark.usefixtures("_settings_restored")
+@pytest.mark.usefixtures("settings_restored")
 def test_showing_a_config_refuses_what_a_run_would_refuse(case, files, capsys):
     overrides, fragments = CASES[case]
     status = main([*overrides, "--cfg"])

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from runs import SMALL, finish, start, train
+from runs import SMALL, finish, start, train, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.slow
@@ -49,11 +49,12 @@ def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(tmp_p
     assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # it was measured
 
 
+@pytest.mark.usefixtures("settings_restored")
 def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_path):
     """E7, E8: same seed, same metrics to the last bit outside timing; another seed, another run."""
     common = [*SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=3", "trainer.deterministic=true"]
     first, again = (train(tmp_path / name, *common) for name in ("first", "again"))
-    other = train(tmp_path / "other", *common, "trainer.seed=1")
+    other = train_here(tmp_path / "other", *common, "trainer.seed=1")
     for run in (first, again, other):
         assert run.status == 0, run.stderr
         check_outputs(run, 3)
@@ -66,9 +67,10 @@ def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_
     assert timeless(first) != timeless(other)
 
 
+@pytest.mark.usefixtures("settings_restored")
 @pytest.mark.parametrize("algorithm", ["ppo", "gspo", "dr_grpo", "dapo", "rloo"])
 def test_every_preset_runs_with_kl_terms_on(tmp_path, algorithm):
-    run = train(
+    run = train_here(
         tmp_path / "run", *SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=2",
         f"algorithm={algorithm}",
         "algorithm.kl_loss.kl_loss_coef=0.01", "algorithm.kl_in_reward.kl_coef=0.02", "data.val=null",

@@ -16,55 +16,52 @@ RUN = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    run = train(tmp_path_factory.mktemp("survival") / "run", *RUN)
-    assert run.status == 0, run.stderr
-    return run
-
-
-def begun(output, name: str, *overrides: str, steps: int):
-    """A run after so many steps, and the process of it that is called so."""
-    process, metrics = start(output, *RUN, *overrides), output / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not metrics.exists() or metrics.read_text().count("\n") < steps:
+def struck(process, output, name: str, number: int, *, after: int) -> int:
+    """Strike the process of a run that is called so, after so many steps; returns what its pid was."""
+    metrics, deadline = output / "metrics.jsonl", time.monotonic() + 200
+    while not metrics.exists() or metrics.read_text().count("\n") < after:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "it takes no steps"
         time.sleep(0.01)
-    return process, pid_of(output, name)
+    pid = pid_of(output, name)
+    os.kill(pid, number)
+    return pid
 
 
 def pid_of(output, name: str) -> int:
     return json.loads((output / "processes.json").read_text())[name]["pid"]
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "said"),
-    [
-        ("rollout replica 0", signal.SIGSTOP, "rollout replica 0 has been stopped (SIGSTOP) for 3 s: another is"),
-        ("training rank 1", signal.SIGKILL, "the training ranks start again"),
-        ("reward worker 0", signal.SIGSTOP, ""),
-    ],
-)
-def test_F4_the_death_of_one_process_changes_nothing_in_what_is_learnt(undisturbed, tmp_path, name, number, said):
-    # Fewer replicas change nothing either.
-    process, pid = begun(tmp_path / "run", name, "placement.rollout_replicas=1", steps=2)
-    os.kill(pid, number)
-    run = finish(process, tmp_path / "run")
+def test_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_in_what_is_learnt(tmp_path):
+    """Nor does it make a difference how many replicas there are."""
+    undisturbed, output = train(tmp_path / "undisturbed", *RUN), tmp_path / "run"
+    assert undisturbed.status == 0, undisturbed.stderr
+    process = start(output, *RUN, "placement.rollout_replicas=1")
+    pids = {
+        name: struck(process, output, name, number, after=after)
+        for name, number, after in (
+            ("rollout replica 0", signal.SIGSTOP, 1),
+            ("reward worker 0", signal.SIGSTOP, 2),
+            ("training rank 1", signal.SIGKILL, 3),
+        )
+    }
+    run = finish(process, output)
     assert run.status == 0, run.stderr
-    assert pid_of(run.output, name) != pid, "it was not replaced"
+    assert [name for name, pid in pids.items() if pid_of(output, name) == pid] == [], "not replaced"
     assert run.survivors == []
-    assert said in run.stderr
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
+    assert "rollout replica 0 has been stopped (SIGSTOP) for 3 s: another is" in run.stderr
+    assert "the training ranks start again" in run.stderr
+    assert "the training ranks are back; going on after step 0" in run.stderr
+    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
     model = "model/model.safetensors"
-    assert (run.output / model).read_bytes() == (undisturbed.output / model).read_bytes()
+    assert (output / model).read_bytes() == (undisturbed.output / model).read_bytes()
     assert "Traceback" not in run.stderr
 
 
 def test_a_run_whose_training_ranks_may_not_restart_ends_with_one_line(tmp_path):
     output = tmp_path / "run"
-    process, pid = begun(output, "training rank 1", "trainer.max_restarts=0", "trainer.total_steps=1000", steps=1)
-    os.kill(pid, signal.SIGKILL)
+    process = start(output, *RUN, "trainer.max_restarts=0", "trainer.total_steps=1000")
+    struck(process, output, "training rank 1", signal.SIGKILL, after=1)
     run = finish(process, output)
     assert (run.status, run.survivors) == (1, [])
     (line,) = [one for one in run.stderr.splitlines() if one.startswith("error: ")]

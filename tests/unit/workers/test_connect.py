@@ -1,5 +1,7 @@
 """Ray that does not start, or is not where it was looked for, is told in one line."""
 
+import socket
+
 import pytest
 import ray
 
@@ -8,19 +10,29 @@ from rltrain.errors import ConfigError, WorkerError
 from workers.placement import connect
 
 
+@pytest.fixture(scope="module")
+def server():
+    """The address of something that listens and is no cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 @pytest.mark.parametrize(
     ("address", "raised", "kind", "said"),
     [
         ("local", Exception("The node timed out.\nIt may be overloaded."), WorkerError, "placement=inprocess"),
-        ("10.0.0.1:6379", ConnectionError("no GCS"), ConfigError, "address=10.0.0.1:6379: no cluster answers"),
+        ("{server}", ConnectionError("no GCS"), ConfigError, ": no cluster answers there (no GCS)"),
+        ("127.0.0.1:9", AssertionError("not to be asked"), ConfigError, ":9: no cluster answers there ([Errno"),
+        ("127.0.0.1:99999", AssertionError("not to be asked"), ConfigError, ":99999: no cluster answers there ("),
+        ("no.such.host.invalid:6379", AssertionError("not to be asked"), ConfigError, ": no cluster answers there ("),
     ],
 )
-def test_ray_that_does_not_come_up_is_one_line_with_the_way_out(monkeypatch, address, raised, kind, said):
+def test_ray_that_does_not_come_up_is_one_line_with_the_way_out(monkeypatch, server, address, raised, kind, said):
     def init(**_):
         raise raised
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(kind) as told:
-        connect(compose(["verbose=true", f"placement.address={address}"])[0])
+        connect(compose(["verbose=true", f"placement.address={address.format(server=server)}"])[0])
     assert said in str(told.value)
     assert "\n" not in str(told.value)
