@@ -55,12 +55,17 @@ _announced: Process | None = None
 
 
 def announce(node: str) -> Process | None:
-    """Let others follow this process from now on, and say how; None where there is no `/proc`."""
+    """Let others follow this worker process from now on, and say how; None where there is no `/proc`.
+
+    It leads a process group from then on, by which those that it started are found even when it has died.
+    """
     global _counter, _announced
     began = began_of(os.getpid())
     if began is None:
         return None
     if _announced is None:
+        with contextlib.suppress(OSError):  # it leads a session
+            os.setpgid(0, 0)
         _counter, stacks = _Counter(), os.memfd_create("rltrain-stacks")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         _announced = Process(os.getpid(), began, node, _counter.file, stacks)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.progress import STACKS_SIGNAL, Process, counts_of, stacks_of, state_of
+from workers.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
 from workers.reward.processes import descendants
 
 PROCESSES, STACKS = "processes.json", "stacks"  # in a run's output
@@ -55,13 +55,17 @@ class Observer:
         return found
 
     def kill(self, processes: Sequence[Process]) -> None:
-        """End them at once, stopped ones too, and what they have started."""
+        """End them at once, stopped ones too, and what they have started, also where they are gone already."""
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
             _signal(process, signal.SIGKILL)
             for pid in below:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+            # The system gives nobody the number of a group that has members left.
+            if began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _sight(process: Process) -> Sight:
@@ -217,7 +221,7 @@ class Vigil:
         if before is None or before.ticks != sight.ticks:
             self.moved[rank] = now
         if not sight.state:
-            self.gone[rank] = "is gone (killed, crashed or out of memory)"
+            self.give_up(rank, "is gone (killed, crashed or out of memory)")
         if sight.state != "T":
             self.stopped[rank] = None
         elif self.stopped[rank] is None:

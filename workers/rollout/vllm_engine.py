@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future as ConcurrentFuture
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from vllm import SamplingParams
@@ -184,6 +184,11 @@ class InProcessVLLM:
         self.engine.engine_core.shutdown()
 
 
+def _end() -> NoReturn:
+    """Without its core this process is of no use, and ends: another takes its place."""
+    os._exit(1)
+
+
 class AsyncVLLM:
     """AsyncLLM, whose engine core and tensor-parallel workers are processes of their own: for GPUs and large models.
 
@@ -205,7 +210,10 @@ class AsyncVLLM:
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        except EngineDeadError:
+            _end()
 
     async def _start(self, arguments: AsyncEngineArgs) -> AsyncLLM:
         return AsyncLLM.from_engine_args(arguments)
@@ -231,10 +239,7 @@ class AsyncVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Answers that have finished, waiting briefly for the first. Raises what the engine raised.
-
-        Without its core this process is of no use, and ends: another takes its place.
-        """
+        """Answers that have finished, waiting briefly for the first. Raises what the engine raised."""
         found: list[Completion] = []
         if self.pulse is None or self.pulse.done():
             if self.pulse is not None and self.pulse.exception() is None:
@@ -244,7 +249,7 @@ class AsyncVLLM:
             item = self.answers.get(timeout=0.05)
             while True:
                 if isinstance(item, EngineDeadError):
-                    os._exit(1)
+                    _end()
                 if isinstance(item, BaseException):
                     raise item
                 if self.keys.pop(f"{item.key[0]}-{item.key[1]}", None):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from workers import progress, watch
@@ -13,13 +14,16 @@ from workers.progress import Process
 from workers.watch import LOOK_EVERY_S, STOPPED_S, Observer, Sight, Vigil, innermost
 
 CHILD = """
-import sys, time
+import subprocess, sys, time
 from workers import progress
 announced = progress.announce("here")
 def work():
     print(*vars(announced).values(), flush=True)
     while True:
-        if sys.stdin.readline():
+        line = sys.stdin.readline()
+        if line == "start\\n":
+            subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+        if line:
             progress.tick()
 with progress.call():
     work()
@@ -61,6 +65,18 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_it(child):
     assert Observer().look([other]) == [Sight("")]
     Observer().kill([other])
     assert seen_as(child.announced, Sight("S", ticks=0, calls=1))
+
+
+def test_what_a_process_started_ends_with_it_also_where_it_is_gone_already(child):
+    child.stdin.write("start\n")
+    assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
+    (started,) = psutil.Process(child.pid).children()
+    child.kill()
+    child.wait()
+    assert seen_as(child.announced, Sight(""))
+    assert started.is_running()
+    Observer().kill([child.announced])
+    assert psutil.wait_procs([started], timeout=10) == ([started], [])
 
 
 def test_a_process_writes_its_stacks_down_when_it_is_asked(child):
