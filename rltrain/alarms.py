@@ -113,6 +113,7 @@ class Alarms:
             return ""
         return (
             f"the reward is {mean:.3g} over the last {WINDOW_STEPS} steps, below {limit:.3g}, and was {best:.3g} at "
-            "its best: the policy has come apart; go back to a checkpoint from before, with a lower actor.lr or a KL "
-            "term (algorithm.kl_loss.kl_loss_coef)"
+            "its best: the policy has come apart; start a new run from the model of a checkpoint before that "
+            "(model.path=RUN/checkpoints/step_N/model), with a lower actor.lr or a KL term "
+            "(algorithm.kl_loss.kl_loss_coef)"
         )

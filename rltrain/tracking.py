@@ -1,7 +1,7 @@
 """What a run leaves on disk: metrics, evaluations and a ledger as JSON lines, rollouts as parquet, TensorBoard events.
 
-The ledger has one line a step: the uids of the prompt groups that were trained on and of those that were thrown away,
-and the (uid, sample) of every answer without a reward. Over all lines each uid is there exactly once.
+The ledger has one line a step: `used` and `dropped`, the uids of the prompt groups that were trained on and of those
+that were thrown away, over all lines each exactly once; and `failed`, the (uid, sample) of answers whose reward failed.
 """
 
 import json

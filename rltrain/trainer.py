@@ -260,10 +260,11 @@ class Trainer:
         except NumericsError as error:
             raise NumericsError(f"{error}; the step's batch: {self.tracker.save_batch(step, batch)}") from None
         if skipped := int(metrics.get("skipped_updates", 0)):
-            self.tracker.warn(
-                f"step {step}: {skipped} of {len(plan)} {role} updates skipped, as their loss or gradient is not "
-                f"finite; the step's batch: {self.tracker.save_batch(step, batch)}"
-            )
+            self.tracker.log_alarm(
+                step, f"step {step}: {skipped} of {len(plan)} {role} updates skipped, as their loss or gradient is not "
+                "finite: look at rewards, advantages and log-probs of the step's batch "
+                f"({self.tracker.save_batch(step, batch)}), and lower {role}.lr or the loss's clip ranges",
+            )  # fmt: skip
         return _named(role, metrics)
 
     def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:

@@ -43,8 +43,9 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     Raises ConfigError for what these ranks cannot do.
     """
     compute = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    if config.model.cpu_offload and device().type == "cpu":
-        raise ConfigError("model.cpu_offload=true: these ranks have no GPU to offload from; use false")
+    for key in ("cpu_offload", "compile"):
+        if getattr(config.model, key) and device().type == "cpu":
+            raise ConfigError(f"model.{key}=true: it is for GPUs, and these ranks have none; use false")
     model.sequence = sequence_group(config.placement.sequence_ranks)
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]

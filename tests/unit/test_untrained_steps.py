@@ -56,7 +56,7 @@ def skipping(made, count, **metrics):
     """The actor skips so many updates, and the tracker writes down what it is told."""
     made.actor.update = lambda *_, **__: {"loss": 0.5, "skipped_updates": count, **metrics}
     made.tracker.told = []
-    made.tracker.warn = made.tracker.told.append
+    made.tracker.log_alarm = lambda step, text: made.tracker.told.append((step, text))
     made.tracker.save_batch = lambda step, batch: f"/run/failed/{step} of {len(batch)}"
     return made
 
@@ -66,8 +66,12 @@ def test_skipped_updates_are_told_in_one_line_with_the_batch_and_the_run_goes_on
     metrics = skipping(made, 1.0).train_step()[0]
     assert metrics["actor/skipped_updates"] == 1
     assert made.tracker.told == [
-        "step 1: 1 of 2 actor updates skipped, as their loss or gradient is not finite; the step's batch: "
-        "/run/failed/1 of 4"
+        (
+            1,
+            "step 1: 1 of 2 actor updates skipped, as their loss or gradient is not finite: look at rewards, "
+            "advantages and log-probs of the step's batch (/run/failed/1 of 4), and lower actor.lr or the loss's clip "
+            "ranges",
+        )
     ]
     assert log[-1] == "load actor as 1, checked: True"
 
