@@ -225,7 +225,7 @@ class _NoAliases(yaml.SafeLoader):
 
 def _values(text: str, where: str) -> Mapping[str, Any]:
     try:
-        found = yaml.load(text, Loader=_NoAliases)
+        found = _NoAliases(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: its config.yaml cannot be read ({' '.join(str(error).split())[:120]})") from None
     require(isinstance(found, Mapping), f"{where}: its config.yaml holds no config; give another checkpoint")
