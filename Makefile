@@ -6,7 +6,6 @@ READY := $(VENV)/.ready
 LOCKS := docker/requirements-cpu.txt docker/requirements-dev.txt
 SCRIPTS := $(wildcard examples/*.sh) .ci/run
 ARGS ?=
-JOBS ?= 2
 COUNT ?= 300
 SEED ?= 0
 # Small matrices on few cores: more threads cost more than they bring. The rest keeps libraries offline and quiet.
@@ -41,11 +40,10 @@ $(READY): $(LOCKS) pyproject.toml
 demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorithm=ppo"
 	@$(BIN)/python -m rltrain.main $(ARGS)
 
-test: setup  ## Unit, distributed and end-to-end tests, JOBS at a time; every line and branch of rltrain/algorithms
+test: setup  ## Unit, end-to-end and distributed tests; each line and branch of rltrain/algorithms is run
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
 	--cov-report=term-missing:skip-covered --cov-fail-under=100
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/fuzz tests/distributed tests/e2e \
-	--ignore=tests/unit/algorithms
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz tests/e2e tests/distributed --ignore=tests/unit/algorithms
 
 check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/ruff check

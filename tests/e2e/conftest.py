@@ -3,11 +3,26 @@
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def vllm_run(tmp_path_factory):
+    """The whole stack: a run with vLLM and two FSDP ranks, and where its processes listened: (address, process)."""
+    from runs import WHOLE_STACK, finish, start
+    from sockets import look
+
+    output, found = tmp_path_factory.mktemp("vllm") / "run", {}
+    process = start(output, *WHOLE_STACK)
+    while process.poll() is None:
+        look(output, found)
+        time.sleep(0.2)
+    return finish(process, output), set(found.values())
 
 
 @pytest.fixture

@@ -11,10 +11,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4", "rollout.samples_per_prompt=4", "data.val_size=16",
     "trainer.sample_every=2",
+]  # fmt: skip
+WHOLE_STACK = [
+    *SMALL, "trainer.total_steps=3", "trainer.deterministic=true", "placement.actor_ranks=2",
+    "placement.reward_workers=2",
 ]  # fmt: skip
 
 
@@ -35,6 +42,15 @@ class Run:
     def lines(self, name: str) -> list[dict[str, float]]:
         """Every object of a file of JSON lines."""
         return [json.loads(line) for line in (self.output / name).read_text().splitlines()]
+
+    def timeless(self) -> list[dict[str, float]]:
+        """Steps and evaluations without what depends on the clock."""
+        rows = self.metrics() + self.lines("evaluations.jsonl")
+        return [{k: v for k, v in row.items() if not k.startswith(("timing/", "perf/"))} for row in rows]
+
+    def samples(self) -> dict[str, pa.Table]:
+        """The table of each step."""
+        return {file.name: pq.read_table(file) for file in sorted((self.output / "rollouts").glob("*.parquet"))}
 
 
 def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:

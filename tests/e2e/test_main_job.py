@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from runs import SMALL, finish, start, train, train_here
+from runs import SMALL, WHOLE_STACK, finish, start, train, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,8 @@ def check_outputs(run, steps: int) -> None:
     assert bool(logits.isfinite().all())
 
 
-def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(tmp_path):
-    output = tmp_path / "run"
-    run = train(output, *SMALL, "trainer.total_steps=3", "placement.actor_ranks=2")
+def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(vllm_run):
+    run, _ = vllm_run
     assert run.status == 0, run.stderr
     assert run.stderr == ""
     assert "8 prompts x 4 samples = 32 sequences" in run.stdout
@@ -58,13 +57,16 @@ def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_
     for run in (first, again, other):
         assert run.status == 0, run.stderr
         check_outputs(run, 3)
+    assert first.timeless() == again.timeless()
+    assert first.timeless() != other.timeless()
 
-    def timeless(run):
-        rows = run.metrics() + run.lines("evaluations.jsonl")
-        return [{k: v for k, v in row.items() if not k.startswith(("timing/", "perf/"))} for row in rows]
 
-    assert timeless(first) == timeless(again)
-    assert timeless(first) != timeless(other)
+def test_with_vllm_two_synchronous_runs_have_the_same_samples(vllm_run, tmp_path):
+    (first, _), again = vllm_run, train(tmp_path / "again", *WHOLE_STACK)
+    assert again.status == 0, again.stderr
+    for one, other in zip(first.samples().values(), again.samples().values(), strict=True):
+        for column in ("uid", "prompt_ids", "response_ids", "response", "score", "finish_reason"):
+            assert one[column] == other[column], column
 
 
 @pytest.mark.usefixtures("settings_restored")

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import SMALL, finish, start, train
+from runs import SMALL, finish, start, train, train_here
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,8 @@ def final_state(output: Path) -> dict[str, bytes]:
     return {file.name if file.parent == output else str(file.relative_to(newest)): file.read_bytes() for file in files}
 
 
-@pytest.mark.timeout(900)  # five programs, one after the other
+@pytest.mark.timeout(900)  # four programs, one after the other
+@pytest.mark.usefixtures("settings_restored")
 def test_F4_a_run_killed_at_random_moments_again_and_again_ends_as_the_undisturbed_one(tmp_path):
     common = [*COMMON, "trainer.total_steps=5", "trainer.save_every=1", "trainer.keep_checkpoints=1"]
     whole = train(tmp_path / "whole", *common)
@@ -53,11 +54,12 @@ def test_F4_a_run_killed_at_random_moments_again_and_again_ends_as_the_undisturb
     used = [uid for line in last.lines("ledger.jsonl") for uid in line["used"]]
     assert used == list(range(40))
     assert [row["step"] for row in last.metrics()] == [1, 2, 3, 4, 5]
-    again = train(output, *common, "trainer.resume=auto")
+    again = train_here(output, *common, "trainer.resume=auto")
     assert (again.status, again.stderr) == (0, "")
     assert "nothing to do" in again.stdout
 
 
+@pytest.mark.usefixtures("settings_restored")
 def test_F4_sigterm_saves_a_checkpoint_says_how_to_go_on_and_a_new_folder_can_take_over(tmp_path):
     output = tmp_path / "run"
     process = start(output, *COMMON, "trainer.total_steps=100000", "actor.lr_schedule=constant")
@@ -87,7 +89,7 @@ def test_F4_sigterm_saves_a_checkpoint_says_how_to_go_on_and_a_new_folder_can_ta
     assert [row["step"] for row in new.metrics()] == list(range(1, step + 2))  # the curve is whole
     used = [uid for line in new.lines("ledger.jsonl") for uid in line["used"]]
     assert used == list(range(8 * (step + 1)))
-    other = train(output, *COMMON, "trainer.total_steps=100000", "trainer.resume=auto", "actor.lr=1e-5")
+    other = train_here(output, *COMMON, "trainer.total_steps=100000", "trainer.resume=auto", "actor.lr=1e-5")
     assert other.status == 2
     assert other.stderr.startswith("error: actor.lr=1e-05: the checkpoint has 0.0004")
 

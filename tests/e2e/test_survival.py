@@ -5,14 +5,17 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 from runs import SMALL, finish, start, train
 
 pytestmark = pytest.mark.slow
 STEPS = 5
+# Two ranks beside two engines: sums over ranks, answers from whichever engine is free, and groups that are replaced.
 RUN = [
-    *SMALL, "rollout=hf", f"trainer.total_steps={STEPS}", "data.val=null", "trainer.deterministic=true",
-    "placement.actor_ranks=2", "placement.rollout_replicas=2",
+    *SMALL, "rollout=hf", f"trainer.total_steps={STEPS}", "trainer.deterministic=true", "placement.actor_ranks=2",
+    "placement.rollout_replicas=2", "placement.reward_workers=2", "algorithm.dynamic_sampling=2",
+    "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_in_reward.controller=adaptive",
 ]  # fmt: skip
 
 
@@ -32,11 +35,11 @@ def pid_of(output, name: str) -> int:
     return json.loads((output / "processes.json").read_text())[name]["pid"]
 
 
-def test_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_in_what_is_learnt(tmp_path):
-    """Nor does it make a difference how many replicas there are."""
+def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_the_last_bit(tmp_path):
+    """Samples with their log-probs, scores and advantages, metrics outside of timing, and the final weights."""
     undisturbed, output = train(tmp_path / "undisturbed", *RUN), tmp_path / "run"
     assert undisturbed.status == 0, undisturbed.stderr
-    process = start(output, *RUN, "placement.rollout_replicas=1")
+    process = start(output, *RUN)
     pids = {
         name: struck(process, output, name, number, after=after)
         for name, number, after in (
@@ -53,6 +56,9 @@ def test_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_in_wha
     assert "the training ranks start again" in run.stderr
     assert "the training ranks are back; going on after step 0" in run.stderr
     assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+    assert len(run.samples()) == STEPS
+    assert run.samples() == undisturbed.samples()
+    assert run.timeless() == undisturbed.timeless()
     model = "model/model.safetensors"
     assert (output / model).read_bytes() == (undisturbed.output / model).read_bytes()
     assert "Traceback" not in run.stderr
@@ -67,3 +73,34 @@ def test_a_run_whose_training_ranks_may_not_restart_ends_with_one_line(tmp_path)
     (line,) = [one for one in run.stderr.splitlines() if one.startswith("error: ")]
     assert "training rank 1 (pid" in line
     assert "trainer.max_restarts=0" in line
+
+
+def test_an_engine_whose_core_is_another_process_is_replaced_as_a_whole_whichever_of_them_dies(tmp_path):
+    output, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    process = start(output, *SMALL, "rollout.vllm.process=async", "trainer.total_steps=400", "data.val=null")
+
+    def steps() -> int:
+        assert process.poll() is None, process.communicate()
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def wait_for(count: int) -> list[psutil.Process]:
+        """So many steps; returns the processes of the engine's core."""
+        deadline = time.monotonic() + 200
+        while steps() < count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return psutil.Process(pid_of(output, "rollout replica 0")).children(recursive=True)
+
+    cores = wait_for(1)
+    assert cores
+    os.kill(pid_of(output, "rollout replica 0"), signal.SIGKILL)
+    others = wait_for(steps() + 3)
+    assert psutil.wait_procs(cores, timeout=10)[1] == [], "the core outlived its replica, and has its memory"
+    assert others
+    for core in others:
+        core.kill()
+    wait_for(steps() + 3)
+    process.send_signal(signal.SIGTERM)
+    run = finish(process, output)
+    assert run.status == 143, run.stderr
+    assert run.survivors == []
+    assert run.stderr.count("rollout replica 0 is gone") == run.stderr.count("rollout replica 0 serves again") == 2
