@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def vllm_run(tmp_path_factory):
-    """The whole stack: a run with vLLM and two FSDP ranks, and where its processes listened: (address, process)."""
+    """The whole stack: a run with vLLM and two FSDP ranks, and (address, process) of each socket that listened."""
     from runs import WHOLE_STACK, finish, start
     from sockets import look
 
@@ -22,7 +22,7 @@ def vllm_run(tmp_path_factory):
     while process.poll() is None:
         look(output, found)
         time.sleep(0.2)
-    return finish(process, output), set(found.values())
+    return finish(process, output), list(found.values())
 
 
 @pytest.fixture
