@@ -15,7 +15,7 @@ from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 REWARDS = r"""
 import ctypes, os, pathlib, re, sys, time
@@ -47,13 +47,6 @@ def misbehave(response, log):
         ctypes.string_at(0)
     return float(response)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -25,11 +25,9 @@ GRACE_S = 4.0  # to kill and to start a process twice, on a busy machine
 
 
 @pytest.fixture(scope="module")
-def session():
-    """Ray on this machine; the folder of its session, logs included."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield Path(ray._private.worker._global_node.get_session_dir_path())
-    ray.shutdown()
+def session(ray_here):
+    """The folder of Ray's session, logs included."""
+    return Path(ray._private.worker._global_node.get_session_dir_path())
 
 
 @pytest.fixture(scope="module")
