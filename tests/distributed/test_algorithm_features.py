@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from ranks import hosts_of
+from ranks import hosts_of, replayed, weights_of
 from transformers import AutoModelForCausalLM
 
 from rltrain.algorithms import TOKEN_SELECTORS, required_columns
 from rltrain.batching import minibatches
 from rltrain.compose import compose
 from rltrain.credit import with_random_draws
-from rltrain.protocol import DataProto, jagged
+from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.dispatch import PLAN_METRICS
 from workers.group import Hosts, WorkerGroup
@@ -35,34 +35,10 @@ def config_of(*overrides: str) -> Config:
     return compose([*sizes, "rollout.temperature=0.8", *overrides])[0]
 
 
-def replayed(step: int) -> DataProto:
-    """6 prompts x 4 samples of random tokens, one answer empty, one row not trained on."""
-    generator = torch.Generator().manual_seed(step)
-
-    def ids(low: int, high: int) -> list[int]:
-        length = int(torch.randint(low, high, (), generator=generator))
-        return torch.randint(48, 58, (length,), generator=generator).tolist()
-
-    responses = [ids(1, 13) for _ in range(23)] + [[]]
-    batch = DataProto.from_dict(
-        {"prompts": jagged([ids(3, 9) for _ in range(24)], torch.int64), "responses": jagged(responses, torch.int64),
-         "uid": torch.arange(24) // 4}
-    )  # fmt: skip
-    noise = torch.randn(sum(map(len, responses)), generator=generator)
-    mask = torch.ones(len(noise), dtype=torch.bool)
-    mask[: len(responses[0])] = False
-    return batch.with_values("responses", response_mask=mask, advantages=noise, rollout_log_probs=-noise.abs())
-
-
 def workers_of(hosts: Hosts, config: Config, path: str, roles=("actor",)) -> dict[str, WorkerGroup]:
     for role in roles:
         hosts.wait(build(hosts, role, ROLES[role], config, path))
     return {role: WorkerGroup(hosts, role) for role in roles}
-
-
-def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
-    weights = actor.wait(actor.start("weights"))[0]
-    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 # Selectors

@@ -186,7 +186,7 @@ def test_groups_in_flight_are_kept_or_issued_again_and_each_is_trained_on_once(s
 
 
 @pytest.mark.parametrize("override", ["trainer.seed=0", "algorithm.dynamic_sampling=3"])
-@pytest.mark.parametrize("pumps", [1, 12, 31])
+@pytest.mark.parametrize("pumps", [1, 5, 12, 20, 31])
 def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_as_if_it_had_not(
     start, tmp_path, override, pumps
 ):
