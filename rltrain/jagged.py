@@ -3,6 +3,7 @@
 Columns of one family share one offsets tensor, the same object: PyTorch combines nested tensors only then.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -13,9 +14,12 @@ from torch.nested import nested_tensor_from_jagged
 
 def jagged(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Tensor:
     """A jagged column (B, j) from B sequences."""
-    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
-    values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+    rows = list(rows)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    if any(isinstance(row, Tensor) for row in rows):
+        values = torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows])
+    else:  # at once: a tensor a row takes ten times as long
+        values = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)
     return nested_tensor_from_jagged(values, offsets_of(lengths))
 
 

@@ -18,10 +18,9 @@ def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     Non-negative integers; 0 where there are none.
     """
     heaviest = sorted(weights, reverse=True)
-    bound = -(-sum(heaviest) // parts)
-    for k in range(-(-len(heaviest) // parts)):
-        bound = max(bound, sum(heaviest[k * parts - k : k * parts + 1]))
-    return bound
+    sums = [0, *itertools.accumulate(heaviest)]  # of the so many heaviest
+    shared = [sums[k * parts + 1] - sums[k * parts - k] for k in range(-(-len(heaviest) // parts))]
+    return max([-(-sums[-1] // parts), *shared])
 
 
 def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None = None, room: int = 0) -> Parts | None:

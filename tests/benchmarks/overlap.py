@@ -1,7 +1,10 @@
 """Generation beside training: a step at staleness 1 against the longer of its two halves, and what is learnt.
 
-Each half is measured in a synchronous run, where engine and trainer take turns and each has one thread, so that each is
-alone on its core. Generation is tuned to the time of training by the number of sequences that the engine runs at once.
+Generation is tuned to the time of training by the number of sequences that the engine runs at once. Then one run
+changes how far ahead it generates every few steps: at 0 engine and trainer take turns, each with one thread and alone
+on its core, and at 1 they work beside each other. So what is compared is seconds apart, on a machine whose speed
+changes within minutes. The model has 4.9M parameters: of the built-in one, as many seconds of work would be thousands
+of answers, and the driver's work for each of them.
 """
 
 import argparse
@@ -10,18 +13,27 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
+from unittest.mock import patch
 
+from rltrain import main as program
+from rltrain.prompt_groups import PromptGroups
+from tests.benchmarks.rambling import rambling_start
 from tests.benchmarks.row import Row
 
+MAIN = ("-c", "import sys; from tests.benchmarks.overlap import changing; sys.exit(changing())")
 COMMAND = "python -m tests.benchmarks.overlap"
 TUNED = [  # one optimizer step a step, so many answers that each half takes seconds, and weights that stand still
-    "trainer.prompts_per_step=640", "trainer.prompts_per_minibatch=640", "data.val=null", "actor.lr=1e-12",
+    "trainer.prompts_per_step=64", "trainer.prompts_per_minibatch=64", "data.val=null", "actor.lr=1e-12",
     "placement.threads_per_worker=1", "trainer.sample_every=0",
 ]  # fmt: skip
-TRAINING = ("old_log_probs", "advantages", "update_actor")
-AT_ONCE = (2048, 1024, 512, 256, 128, 64)
+GENERATION, TRAINING = ("generate", "rewards"), ("old_log_probs", "advantages", "update_actor")
+AT_ONCE = (64, 32, 16, 12, 8)
+CYCLE = (1, 1, 1, 0, 0, 0)  # steps ahead; the first after a change still has groups of before, or none
+BESIDE, ALONE = slice(1, 3), slice(4, 6)
+CYCLES = 10  # the first warms up
 SEEDS = (0, 1, 2)
 
 
@@ -32,27 +44,57 @@ def run() -> list[Row]:
 
 def overlap() -> Row:
     """max(T_generate, T_train) / T_step."""
-    halves = {}
-    for count in AT_ONCE:
-        steps = job(*TUNED, f"rollout.max_concurrent_sequences={count}", "trainer.total_steps=4")[1:]
-        halves[count] = tuple(
-            median(sum(step[f"timing/{phase}"] for phase in phases) for step in steps)
-            for phases in (("generate", "rewards"), TRAINING)
-        )
-        if halves[count][0] > halves[count][1]:
-            break
-    count = min(halves, key=lambda number: abs(halves[number][0] / halves[number][1] - 1))
-    generate, train = halves[count]
-    # The first step waits for its answers, and the last generates none.
-    steps = job(*TUNED, f"rollout.max_concurrent_sequences={count}", "trainer.max_staleness=1", "trainer.total_steps=8")
-    step = median(row["timing/step"] for row in steps[2:-1])
+    count = tuned()
+    steps = job(
+        *settings(count), "trainer.max_staleness=1", f"trainer.total_steps={len(CYCLE) * CYCLES + 1}", main=MAIN
+    )
+    cycles = [steps[start : start + len(CYCLE)] for start in range(len(CYCLE), len(steps) - 1, len(CYCLE))]
+    times = [
+        (seconds(cycle[ALONE], GENERATION), seconds(cycle[ALONE], TRAINING), seconds(cycle[BESIDE], ["step"]))
+        for cycle in cycles
+    ]
+    ratios = [max(generate, train) / step for generate, train, step in times]
+    generate, train, step = (median(column) for column in zip(*times, strict=True))
     return Row(
-        name="a step at staleness 1", ratio=max(generate, train) / step, unit="of it is the longer half",
-        target=">= 0.90", ours=f"{step:.2f} s a step",
-        theirs=f"generation {generate:.2f} s, training {train:.2f} s, each alone",
-        notes=f"5,120 answers, vLLM with {count} sequences at once, one thread each; load {os.getloadavg()[0]:.1f}",
+        name="a step at staleness 1", ratio=median(ratios), unit="of it is the longer half", target=">= 0.90",
+        ours=f"{step:.2f} s a step", theirs=f"generation {generate:.2f} s, training {train:.2f} s, each alone",
+        notes=f"512 answers of a 4.9M model, vLLM with {count} sequences at once, one thread each; cycles: "
+        f"{', '.join(f'{ratio:.3f}' for ratio in ratios)}; load {os.getloadavg()[0]:.1f}",
         command=COMMAND,
     )  # fmt: skip
+
+
+def changing() -> int:
+    """`rltrain.main` on the command line's overrides, as far ahead as `CYCLE` says."""
+    original = PromptGroups.wanted
+
+    def wanted(self: PromptGroups, version: int) -> int:
+        with patch.object(self, "max_staleness", CYCLE[version % len(CYCLE)]):
+            return original(self, version)
+
+    with patch.object(PromptGroups, "wanted", wanted):
+        return program.main(sys.argv[1:])
+
+
+def tuned() -> int:
+    """The number of sequences at once with which generation takes most nearly as long as training."""
+    ratios = {}
+    for count in AT_ONCE:
+        steps = job(*settings(count), "trainer.total_steps=3")[1:]
+        ratios[count] = seconds(steps, GENERATION) / seconds(steps, TRAINING)
+        if ratios[count] > 1:
+            break
+    return min(ratios, key=lambda count: abs(ratios[count] - 1))
+
+
+def settings(count: int) -> list[str]:
+    """Overrides of a run with so many sequences at once."""
+    return [*TUNED, f"model.path={rambling_start()}", f"rollout.max_concurrent_sequences={count}"]
+
+
+def seconds(steps: Sequence[Mapping[str, float]], phases: Sequence[str]) -> float:
+    """Of these phases together in one step: the median."""
+    return median(sum(step[f"timing/{phase}"] for phase in phases) for step in steps)
 
 
 def learning() -> Row:
@@ -71,11 +113,11 @@ def learning() -> Row:
     )  # fmt: skip
 
 
-def job(*overrides: str, last: bool = False):
+def job(*overrides: str, last: bool = False, main: Sequence[str] = ("-m", "rltrain.main")):
     """Metrics of each step of a run; or, with `last`, its last evaluation's accuracy."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
-        command = [sys.executable, "-m", "rltrain.main", *overrides, f"trainer.output_dir={output}"]
+        command = [sys.executable, *main, *overrides, f"trainer.output_dir={output}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         name = "evaluations.jsonl" if last else "metrics.jsonl"
         rows = [json.loads(line) for line in (output / name).read_text().splitlines()]

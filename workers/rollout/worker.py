@@ -14,6 +14,7 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
+LINGER_S = 0.05  # an engine that goes on working is given so long to finish more answers before some are handed over
 T = TypeVar("T")
 
 
@@ -81,7 +82,10 @@ class RolloutWorker:
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Answers finished since the last call, waiting up to `timeout_s` for the first; raises the engine's error."""
+        """Answers finished since the last call, waiting up to `timeout_s` for the first; raises the engine's error.
+
+        While a threaded engine has more to do, those of `LINGER_S` come together; its last ones come at once.
+        """
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
             while not self.finished and self.receiver.whole and self.engine.busy and time.monotonic() < deadline:
@@ -89,9 +93,12 @@ class RolloutWorker:
         with self.news:
             self.receiver.require()
             aborts = self.aborts
-            self.news.wait_for(
-                lambda: self.finished or self.error or self.aborts != aborts, timeout_s if self.thread else 0
-            )
+            patience = timeout_s if self.thread else 0
+            self.news.wait_for(lambda: self.finished or self.error or self.aborts != aborts, patience)
+            if self.finished:  # more may come: each poll costs the driver a message
+                self.news.wait_for(
+                    lambda: self.error or self.aborts != aborts or not self._has_work(), min(LINGER_S, patience)
+                )
             if self.error:
                 raise self.error
             taken, self.finished = self.finished, []

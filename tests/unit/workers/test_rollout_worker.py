@@ -8,6 +8,7 @@ import pytest
 from rltrain.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from workers.rollout import worker as module
+from workers.rollout.messages import Completion
 from workers.rollout.worker import RolloutWorker
 
 
@@ -73,3 +74,22 @@ def test_an_engine_whose_step_failed_says_why_to_whoever_asks_next(worker):
         worker.start_load("sync 1", 1)
     with pytest.raises(ArithmeticError, match="no such kernel"):
         worker.poll(0.0)
+
+
+class AnsweringEngine(BusyEngine):
+    """Finishes an answer every few milliseconds, and the last of them when `left` is 0."""
+
+    left = 40
+
+    def step(self):
+        time.sleep(0.002)
+        self.left -= 1
+        self.busy = self.left > 0
+        return [Completion((0, self.left), [5], [-1.0], "stop", [1])]
+
+
+@pytest.mark.parametrize("worker", [AnsweringEngine], indirect=True)
+def test_answers_of_an_engine_that_goes_on_come_together_and_its_last_ones_at_once(worker, monkeypatch):
+    monkeypatch.setattr(module, "LINGER_S", 1000.0)
+    assert [one.key[1] for one in worker.poll(1000.0)] == list(range(39, -1, -1))
+    worker.close()
