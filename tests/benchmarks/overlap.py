@@ -30,10 +30,10 @@ TUNED = [  # one optimizer step a step, so many answers that each half takes sec
     "placement.threads_per_worker=1", "trainer.sample_every=0",
 ]  # fmt: skip
 GENERATION, TRAINING = ("generate", "rewards"), ("old_log_probs", "advantages", "update_actor")
-AT_ONCE = (64, 32, 16, 12, 8)
+AT_ONCE = (32, 16, 12, 8)
 CYCLE = (1, 1, 1, 0, 0, 0)  # steps ahead; the first after a change still has groups of before, or none
 BESIDE, ALONE = slice(1, 3), slice(4, 6)
-CYCLES = 10  # the first warms up
+CYCLES = 7  # the first warms up
 SEEDS = (0, 1, 2)
 
 
