@@ -14,7 +14,7 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-LINGER_S = 0.05  # an engine that goes on working is given so long to finish more answers before some are handed over
+LINGER_S = 0.02  # an engine that goes on working is given so long to finish more answers before some are handed over
 T = TypeVar("T")
 
 
