@@ -21,13 +21,14 @@ from typing import Any
 from rltrain.errors import CheckpointError, RLTrainError
 from rltrain.storage import Folder
 from rltrain.typed import require
-from workers.checkpoint import MODEL, Saved, reason
+from workers.checkpoint import MODEL, STATE, Saved, reason
 from workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_(0|[1-9]\d*)")
+_PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
 _LOOK_S = 0.02
 
 
@@ -61,6 +62,9 @@ def read(folder: Folder) -> Checkpoint:
         CheckpointError: naming the file that is not as it was written.
     """
     manifest = read_manifest(folder)
+    step, name = manifest["step"], str(folder).rpartition("/")[2]
+    if _NAME.fullmatch(name) and name != f"step_{step}":
+        raise CheckpointError(f"{folder}: is that of step {step} under another name")
     for name, (size, crc) in manifest["files"].items():
         try:
             found = folder.checksum(name)
@@ -100,7 +104,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         manifest = sealed["manifest"]
         if sealed["crc"] != _seal(manifest):
             raise ValueError("it does not agree with its own checksum")
-        kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None}
+        kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None, "best": str | None}
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
             raise ValueError("a value of the wrong kind")
         if manifest["step"] < 0 or manifest["incarnation"] < 0:
@@ -258,8 +262,8 @@ class Checkpoints:
         """
         if self.last is None:
             raise CheckpointError(
-                f"{self.folder}: the last checkpoint could not be written, so {path} was not made; make room, or give "
-                "another trainer.checkpoint_dir, and go on with trainer.resume=auto"
+                f"{self.folder}: the last checkpoint could not be written, so {path} was not made; make room there, "
+                "and go on with trainer.resume=auto"
             )
         _publish(self.folder.at(f"step_{self.last}").at(MODEL), path)
 
@@ -274,7 +278,7 @@ class Checkpoints:
         if missing:
             raise OSError(f"{missing[0]} is not there for the driver: all nodes must see the same folder")
         manifest = {
-            "step": save.step, "incarnation": save.incarnation, "metric": save.metric,
+            "step": save.step, "incarnation": save.incarnation, "best": self.best, "metric": save.metric,
             "files": {name: list(entry) for name, entry in sorted(files.items())},
         }  # fmt: skip
         folder.write(MANIFEST, json.dumps({"manifest": manifest, "crc": _seal(manifest)}, indent=1).encode())
@@ -302,9 +306,10 @@ class Checkpoints:
             scores: dict[int, float] = {}
             for step in steps:
                 try:
-                    score = read_manifest(self.folder.at(f"step_{step}"))["metric"]
+                    manifest = read_manifest(self.folder.at(f"step_{step}"))
                 except RLTrainError:
                     continue
+                score = manifest["metric"] if manifest["best"] == self.best else None  # else it is of another metric
                 if score is not None and score == score:  # not NaN
                     scores[step] = score
             if scores:
@@ -327,22 +332,46 @@ class Checkpoints:
 
 
 def _publish(model: Folder, path: Path) -> None:
-    """Hard links where that is possible, else copies; `path` is whole at any time, or missing for a moment."""
+    """Hard links to the weights where that is possible, else copies; `path` is whole, or missing for a moment."""
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
     for name in model.files():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         try:
-            if not model.local:
+            if not model.local or not name.endswith(".safetensors"):  # the rest is small, and people edit it
                 raise OSError
             os.link(model.path(name), partial / name)
         except OSError:  # another disk, or a file system without links
             model.fs.get_file(model.path(name), str(partial / name))
-    if path.exists():
+    if os.path.lexists(path):
         path.rename(old)
     partial.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def require_own(folder: Folder) -> None:
+    """Refuse a folder of checkpoints with a `step_N` that is none of a run's: a save there would write over it.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    there = set(steps_in(folder))
+    for name in folder.names():
+        if (found := _NAME.fullmatch(name)) and int(found[1]) not in there:
+            strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)
+            require(
+                not strange,
+                f"trainer.checkpoint_dir={folder}: holds {name}, which no run has written ({', '.join(strange[:3])}); "
+                "name another folder",
+            )
 
 
 def steps_in(folder: Folder) -> list[int]:

@@ -149,6 +149,11 @@ def _check_output(trainer: TrainerConfig) -> None:
     checkpoints = checked_folder(trainer.checkpoint_dir, where)
     if checkpoints.local:
         _check_writable(Path(checkpoints.root), where)
+        below = os.path.relpath(os.path.realpath(checkpoints.root), os.path.realpath(folder)).split(os.sep)[0]
+        require(
+            below == "checkpoints" or below.removesuffix(".old").removesuffix(".partial") not in RUN_FILES,
+            f"{where}: lies in a folder of the run's results ({below}), which are replaced; name another folder",
+        )
     if trainer.resume not in ("never", "auto"):
         checked_folder(trainer.resume, f"trainer.resume={trainer.resume}")
 

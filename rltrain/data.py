@@ -78,15 +78,17 @@ class PromptSet(Sequence[Prompt]):
         index = range(len(self))[index]  # negative indices, IndexError
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
-        text = row["prompt"]
+        text, chat = row["prompt"], row["prompt"] if isinstance(row["prompt"], list) else None
         if not isinstance(text, str) or any(token in text for token in self._special):
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        chat = row["prompt"] if isinstance(row["prompt"], list) else None
         return Prompt(index, text, ids, {name: row.get(name) for name in self.columns}, chat)
 
     def fingerprint(self) -> int:
-        """A number that differs for other prompts, or another order of them."""
-        return zlib.crc32(self._ends, zlib.crc32(self._ids))
+        """A number that differs for other prompts, another order of them, or other values of the further columns."""
+        crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
+        for row in map(self._rows.row, self._kept if self.columns else ()):
+            crc = zlib.crc32(repr([row.get(name) for name in self.columns]).encode(), crc)
+        return crc
 
     def append(self, row: int, ids: Sequence[int]) -> None:
         """Keep row number `row` of the source, with its token ids."""

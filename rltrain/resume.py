@@ -9,7 +9,7 @@ import yaml
 
 from rltrain.alarms import Alarms
 from rltrain.algorithm_checks import needs_critic
-from rltrain.checkpoint import MANIFEST, Checkpoint, Checkpoints, read, read_manifest, steps_in
+from rltrain.checkpoint import MANIFEST, Checkpoint, Checkpoints, read, read_manifest, require_own, steps_in
 from rltrain.checks import RUN_FILES
 from rltrain.collector import Collector
 from rltrain.credit import entropy_controller, kl_controller
@@ -77,22 +77,20 @@ def beginning(config: Config) -> Beginning:
 def _beginning(config: Config) -> Beginning:
     trainer = config.trainer
     own = Folder(absolute(trainer.checkpoint_dir))
+    require_own(own)
     if trainer.resume == AUTO:
         return _auto(config, own)
     if trainer.resume == NEVER:
         _require_no_checkpoints(trainer, own)
         return Beginning(None)
     checkpoint = _named(trainer.resume)
-    _require_no_other_run(trainer, own, checkpoint)
+    _require_no_other_run(config, own, checkpoint)
     return _from(config, checkpoint)
 
 
 def _auto(config: Config, own: Folder) -> Beginning:
     output = Path(absolute(config.trainer.output_dir))
-    config_file = output / "config.yaml"
-    if config_file.is_file():
-        _require_same(config, config_file.read_text(), str(config_file))
-        _require_same_place(_flat(_values(config_file.read_text(), str(config_file))), config.trainer, own)
+    files = _require_own_output(config, own)
     found = Checkpoints(own, "", keep=0, best=None).newest()
     if found is not None:
         return _from(config, found)
@@ -102,15 +100,29 @@ def _auto(config: Config, own: Folder) -> Beginning:
         f"trainer.resume=auto: {own} holds {len(damaged)} checkpoints, and none of them is good; remove them to train "
         "from the start",
     )
-    files = [name for name in RUN_FILES if (output / name).exists()]
     if not files:
         return Beginning(None, (f"trainer.resume=auto: {output} holds no run yet, so a new one starts",))
     require(
-        config_file.is_file(),
-        f"trainer.resume=auto: {output} holds {files[0]} and no config.yaml, so it is no run to go on with; name a new "
-        "folder",
+        MODEL not in files,
+        f"trainer.resume=auto: {output} holds the model of a checkpoint, and {own} holds no checkpoint any more; put "
+        "them back, or name a new trainer.output_dir",
     )
     return Beginning(None, (f"trainer.resume=auto: the run in {output} has no checkpoint yet; it starts again",))
+
+
+def _require_own_output(config: Config, own: Folder) -> list[str]:
+    """Refuse an output folder with files of another run than that of these checkpoints; returns those that it has."""
+    output = Path(absolute(config.trainer.output_dir))
+    files, config_file = [name for name in RUN_FILES if (output / name).exists()], output / "config.yaml"
+    if config_file.is_file():
+        _require_same(config, config_file.read_text(), str(config_file))
+        _require_same_place(_flat(_values(config_file.read_text(), str(config_file))), config.trainer, own)
+    elif own_only := [name for name in files if str(own) != str(output / name)]:
+        raise ConfigError(
+            f"trainer.resume={config.trainer.resume}: {output} holds {own_only[0]} and no config.yaml, so it is no run "
+            "to go on with; name a new folder"
+        )
+    return files
 
 
 def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: Folder) -> None:
@@ -179,9 +191,9 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
     )
 
 
-def _require_no_other_run(trainer: TrainerConfig, own: Folder, checkpoint: Checkpoint) -> None:
+def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
     """A checkpoint by its path either goes on where it lies, as the newest there, or in new folders."""
-    output = Path(absolute(trainer.output_dir))
+    trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
     if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
         newer = [step for step in steps_in(own) if step > checkpoint.step]
         require(
@@ -189,6 +201,7 @@ def _require_no_other_run(trainer: TrainerConfig, own: Folder, checkpoint: Check
             f"trainer.resume={trainer.resume}: {own} holds newer checkpoints too (step_{newer[-1] if newer else 0}), "
             "which another future would mix with; name a new trainer.output_dir",
         )
+        _require_own_output(config, own)
         return
     _require_no_checkpoints(trainer, own)
     for name in RUN_FILES:
@@ -203,7 +216,8 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     """Refuse a config that would make another future of a checkpoint."""
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and not _is_free(key):
+        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # a NaN is not itself
+        if not same and not _is_free(key):
             raise ConfigError(
                 f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
                 f"value would be another run ({where}); use the same, or start a new run with its model as model.path"

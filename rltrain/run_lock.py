@@ -25,10 +25,10 @@ class RunLock:
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
-        output, checkpoints = Path(absolute(trainer.output_dir)), Folder(absolute(trainer.checkpoint_dir))
+        output, checkpoints = Path(_real(trainer.output_dir)), Folder(absolute(trainer.checkpoint_dir))
         self.files = {f"trainer.output_dir={trainer.output_dir}": output / ".lock"}
         if checkpoints.local:
-            folder = Path(checkpoints.root)
+            folder = Path(_real(checkpoints.root))
             self.files[f"trainer.checkpoint_dir={trainer.checkpoint_dir}"] = folder.parent / f".{folder.name}.lock"
         self.held: list[IO[str]] = []
 
@@ -75,3 +75,8 @@ class RunLock:
                 "folder"
             ) from None
         self.held.append(stream)
+
+
+def _real(path: str) -> str:
+    """The same by whatever links it is named."""
+    return os.path.realpath(absolute(path))

@@ -76,7 +76,9 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder with all that is in it, if it is there."""
-        if self.exists(name):
+        if self.local and os.path.islink(self.path(name)):  # what it points to stays, if that is there at all
+            os.unlink(self.path(name))
+        elif self.exists(name):
             self.fs.rm(self.path(name), recursive=True)
 
     def checksum(self, name: str) -> tuple[int, int]:

@@ -26,7 +26,17 @@ _CLASSES: dict[tuple[str, str], Any] = {
         dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, _StorageInfo,
     )
 }  # fmt: skip
+
+
+def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
+    """The member of an enumeration, which Python 3.11 before its fourth release pickles as getattr(kind, name)."""
+    if kind is not dcp._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it asks for an attribute, which no index of tensors needs")
+    return dcp._MEM_FORMAT_ENCODING[name]
+
+
 _CLASSES |= {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }

@@ -26,4 +26,5 @@ def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_o
     outcome = run(strike, tmp_path / "struck", undisturbed, usual(undisturbed))
     assert not outcome.wrong
     assert outcome.detected_s is not None, "nobody noticed"
-    assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 1)
+    # Of a training rank's death: the step in flight, and the one before if its checkpoint was still being written.
+    assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 2)

@@ -4,10 +4,11 @@ import json
 import logging
 import os
 import random
+import shutil
 
 import pytest
 
-from rltrain.checkpoint import MANIFEST, Checkpoints, read, steps_in
+from rltrain.checkpoint import MANIFEST, Checkpoints, read, require_own, steps_in
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.storage import Folder
 from workers.checkpoint import Saved
@@ -221,3 +222,42 @@ def test_files_get_the_rights_that_the_users_umask_leaves(tmp_path):
         os.umask(before)
     folder = tmp_path / "checkpoints"
     assert {(folder / name).stat().st_mode & 0o777 for name in files_of(folder)} == {0o640}
+
+
+def test_a_copy_under_another_number_is_no_checkpoint(tmp_path, caplog):
+    checkpoints = made(tmp_path)
+    save(checkpoints, 2)
+    shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/step_50")
+    shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/best")
+    assert checkpoints.newest().step == 2
+    assert "step_50: is that of step 2 under another name" in caplog.messages[0]
+    assert read(checkpoints.folder.at("best")).step == 2
+
+
+def test_the_best_is_chosen_by_one_metric(tmp_path):
+    lengths, rewards = made(tmp_path, keep=1, best="length"), made(tmp_path, keep=1, best="reward")
+    save(lengths, 1, length=9.0)
+    for step, reward in ((2, 0.7), (3, 0.6), (4, 0.5)):
+        save(rewards, step, reward=reward)
+    assert steps_in(rewards.folder) == [2, 4]
+
+
+def test_what_people_edit_in_the_published_model_is_not_the_checkpoints(tmp_path):
+    checkpoints = made(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for old in ("model", "model.old"):
+        (tmp_path / old).symlink_to("elsewhere")
+    save(checkpoints, 1)
+    checkpoints.publish(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text("edited")
+    assert checkpoints.newest().step == 1
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "elsewhere", "model"]
+
+
+def test_a_link_to_nothing_is_in_nobodys_way(tmp_path):
+    checkpoints = made(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step_1").symlink_to("nowhere")
+    require_own(checkpoints.folder)
+    save(checkpoints, 1)
+    assert checkpoints.newest().step == 1

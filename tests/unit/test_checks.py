@@ -204,3 +204,12 @@ def test_folders_that_cannot_be_used_are_named_before_anything_starts(tmp_path, 
         check(config_of(override))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model", "model/x", "model.partial", "link", "rollouts"])
+def test_checkpoints_are_not_kept_where_results_are_replaced(tmp_path, name):
+    (tmp_path / "model.old").mkdir()
+    (tmp_path / "link").symlink_to("model.old")
+    with pytest.raises(ConfigError, match=r"lies in a folder of the run's results \((model|rollouts)"):
+        check(config_of(f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/{name}"))
+    check(config_of(f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/kept"))

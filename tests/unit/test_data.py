@@ -326,3 +326,14 @@ def test_a_state_of_other_prompts_is_refused():
     state = PromptOrder(10, seed=5, shuffle=True).state_dict()
     with pytest.raises(ConfigError, match="size=11: the checkpoint's prompts were ordered with size=10"):
         PromptOrder(11, seed=5, shuffle=True).load_state_dict(state)
+
+
+def test_other_answers_to_the_same_prompts_have_another_fingerprint(tmp_path):
+    def fingerprint(name, *answers):
+        rows = [{"prompt": "<s> a b", "answer": answer} for answer in answers]
+        return load(jsonl(tmp_path, *rows, name=name)).fingerprint()
+
+    first = fingerprint("a.jsonl", "1", "2")
+    assert fingerprint("b.jsonl", "1", "2") == first
+    assert fingerprint("c.jsonl", "1", "x") != first
+    assert fingerprint("d.jsonl", "2", "1") != first

@@ -301,3 +301,37 @@ def test_the_order_of_keys_and_the_way_a_number_is_written_make_no_difference(tm
     plain = dataclasses.asdict(config(tmp_path))
     (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))  # JSON is YAML
     assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize("name", ["step_9/weights.bin", "step_5"])
+def test_a_step_that_no_run_has_written_is_refused_and_not_removed(tmp_path, resume, name):
+    (tmp_path / "kept" / name).parent.mkdir(parents=True)
+    (tmp_path / "kept" / name).write_text("another tool's")
+    said = refusal(tmp_path / "run", f"trainer.checkpoint_dir={tmp_path}/kept", f"trainer.resume={resume}")
+    assert f"holds {name.partition('/')[0]}, which no run has written ({name.rpartition('/')[2]})" in said
+
+
+def test_a_path_goes_on_where_it_lies_only_with_its_own_output_folder(tmp_path):
+    saved(tmp_path / "a")
+    saved(tmp_path / "b", "trainer.seed=5")
+    words = [f"trainer.checkpoint_dir={tmp_path}/a/checkpoints", f"trainer.resume={tmp_path}/a/checkpoints/step_2"]
+    assert "trainer.seed=0: the checkpoint has 5" in refusal(tmp_path / "b", *words)
+    (tmp_path / "b/config.yaml").unlink()
+    said = refusal(tmp_path / "b", *words)
+    assert "b holds checkpoints and no config.yaml, so it is no run to go on with" in said
+    assert beginning(config(tmp_path / "a", *words)).checkpoint.step == 2
+    assert beginning(config(tmp_path / "new", *words)).checkpoint.step == 2
+
+
+def test_auto_does_not_begin_again_where_a_model_shows_that_checkpoints_are_gone(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "model").mkdir()
+    assert "holds the model of a checkpoint, and" in refusal(tmp_path, "trainer.resume=auto")
+
+
+def test_a_number_that_is_none_is_the_same_number(tmp_path):
+    functions = "reward.functions=[{path: a.b:c, kwargs: {x: .nan}}]"
+    saved(tmp_path, functions)
+    assert beginning(config(tmp_path, "trainer.resume=auto", functions)).checkpoint.step == 2

@@ -1,5 +1,6 @@
 """A rank's state on disk: what is written is what is read, by any reader; and nothing in a stranger's file is run."""
 
+import io
 import os
 import pickle
 import subprocess
@@ -9,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain import export
@@ -19,7 +25,7 @@ from rltrain.errors import CheckpointError
 from rltrain.storage import Folder
 from workers import model_export
 from workers.actor import ActorWorker
-from workers.state_files import INDEX, StateFiles, read_index
+from workers.state_files import INDEX, StateFiles, _Unpickler, read_index
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LORA = "model.lora={rank:4,targets:[q_proj,down_proj]}"
@@ -260,3 +266,18 @@ def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, ca
     assert "holds no manifest.json" in capsys.readouterr().err
     assert export.main([]) == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_an_index_as_other_releases_of_python_pickle_it_is_read_and_no_other_attribute_is_given(tmp_path):
+    layout = _MEM_FORMAT_ENCODING
+
+    class Asks:
+        def __init__(self, *what):
+            self.what = what
+
+        def __reduce__(self):
+            return getattr, self.what
+
+    assert _Unpickler(io.BytesIO(pickle.dumps(Asks(layout, "TORCH_CONTIGUOUS_FORMAT")))).load() is next(iter(layout))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused, it asks for an attribute"):
+        read_index(index(tmp_path, Asks(torch.Size, "mro")))
