@@ -147,14 +147,16 @@ class Checkpoints:
         config: the run's, as YAML.
         keep: so many of the last are kept; 0: all.
         best: a metric: the checkpoint with its highest value is kept too.
-        prompts: fingerprint of those that the run trains on.
+        sources: fingerprints of what the run reads.
 
     Attributes:
         last: the step whose save was started last; None before the first.
     """
 
-    def __init__(self, folder: Folder, config: str, *, keep: int, best: str | None, prompts: int = 0) -> None:
-        self.folder, self.config, self.keep, self.best, self.prompts = folder, config, keep, best, prompts
+    def __init__(
+        self, folder: Folder, config: str, *, keep: int, best: str | None, sources: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.config, self.keep, self.best, self.sources = folder, config, keep, best, dict(sources or {})
         self.under_way: _Save | None = None
         self.last: int | None = None
 
@@ -206,7 +208,7 @@ class Checkpoints:
                 "divide trainer.save_every", self.best, step,
             )  # fmt: skip
         files = {f"{HISTORY}/{name}": content for name, content in history.items()}
-        files |= {DRIVER: json.dumps({**state, "prompts": self.prompts}).encode(), CONFIG: self.config.encode()}
+        files |= {DRIVER: json.dumps({**state, "sources": self.sources}).encode(), CONFIG: self.config.encode()}
         self.last, name = step, f"step_{step}"
         save = _Save(step, incarnation, metric, files, dict(groups))
         try:

@@ -135,6 +135,7 @@ def train(
     from rltrain.console import ConsoleDisplay
     from rltrain.reward_models import reward_models
     from rltrain.signals import Signals
+    from rltrain.sources import sources
     from rltrain.tracking import Tracker
     from rltrain.trainer import Trainer
     from workers.placement import start
@@ -144,7 +145,7 @@ def train(
         tracker = Tracker(output_dir, display, [component.name for component in config.reward.components])
         checkpoints = Checkpoints(
             Folder(absolute(own.checkpoint_dir)), resolved_yaml(config), keep=own.keep_checkpoints, best=own.keep_best,
-            prompts=prompts.fingerprint(),
+            sources=sources(config, prompts),
         )  # fmt: skip
         checkpoints.clean()
         path = model_directory(config, display)

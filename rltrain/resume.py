@@ -16,6 +16,7 @@ from rltrain.credit import entropy_controller, kl_controller
 from rltrain.data import PromptSet
 from rltrain.errors import CheckpointError, ConfigError, RLTrainError
 from rltrain.schema import Config, TrainerConfig
+from rltrain.sources import sources
 from rltrain.storage import Folder, absolute
 from rltrain.tracking import CURVES, EVALUATIONS, METRICS, rows_of
 from rltrain.typed import require
@@ -259,7 +260,7 @@ def _shown(value: Any) -> str:
 
 
 def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
-    """Refuse data that has changed under its name, and a state that no run could go on from, before any worker starts.
+    """Refuse what has changed under its name, and a state that no run could go on from, before any worker starts.
 
     Args:
         config: the whole config.
@@ -270,11 +271,13 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         ConfigError: naming what is wrong with them.
     """
     state = checkpoint.state
-    require(
-        not isinstance(state, dict) or state.get("prompts") == prompts.fingerprint(),
-        f"data.train={config.data.train}: holds other prompts than when {checkpoint.folder} was written, so they "
-        "cannot be gone on with in their order; put the data back, or start a new run",
-    )
+    kept = state.get("sources") if isinstance(state, dict) else None
+    for name, fingerprint in sources(config, prompts).items():
+        require(
+            not isinstance(kept, dict) or kept.get(name) == fingerprint,
+            f"{name}: holds something else than when {checkpoint.folder} was written, and going on with it would be "
+            "another run; put it back, or start a new run with the checkpoint's model as model.path",
+        )
     try:
         _try(config, checkpoint, prompts)
     except Exception as error:  # it may say anything
@@ -289,6 +292,8 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     Collector(config, rollout=nobody, rewards=nobody, prompts=prompts).load_state_dict(state["collector"])
     kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
     entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
+    if not isinstance(state["sources"], dict):
+        raise ValueError("it does not say what the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
         raise ValueError("it is of another step than its manifest")
     if not isinstance(state["engine_checked"], bool):

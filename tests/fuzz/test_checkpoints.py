@@ -24,6 +24,7 @@ from rltrain.compose import compose, to_yaml
 from rltrain.credit import with_all_knobs
 from rltrain.main import load_data, tokenizer_of
 from rltrain.resume import beginning, require_usable
+from rltrain.sources import sources
 from rltrain.storage import Folder
 from workers.checkpoint import Saved
 
@@ -82,7 +83,7 @@ def run(here_once):
     config, prompts = usual()
     folder = here_once / RUN
     checkpoints = Checkpoints(
-        Folder(str(folder / "checkpoints")), to_yaml(config), keep=0, best=None, prompts=prompts.fingerprint()
+        Folder(str(folder / "checkpoints")), to_yaml(config), keep=0, best=None, sources=sources(config, prompts)
     )
     history = {"metrics.jsonl": json.dumps(ROW).encode() + b"\n", "ledger.jsonl": b"", "evaluations.jsonl": b""}
     for step in STEPS:

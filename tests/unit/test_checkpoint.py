@@ -57,7 +57,7 @@ class Ranks:
 
 
 def made(tmp_path, *, keep=0, best=None) -> Checkpoints:
-    return Checkpoints(Folder(str(tmp_path / "checkpoints")), "seed: 0\n", keep=keep, best=best, prompts=7)
+    return Checkpoints(Folder(str(tmp_path / "checkpoints")), "seed: 0\n", keep=keep, best=best, sources={"a": 7})
 
 
 def save(checkpoints, step, *, ranks=None, wait=True, **metrics):
@@ -74,7 +74,7 @@ def test_what_was_saved_is_what_is_read(tmp_path):
     save(made(tmp_path), 3, score=0.5)
     found = made(tmp_path).newest()
     assert (found.step, found.incarnation, found.config, found.history) == (3, 2, "seed: 0\n", HISTORY)
-    assert found.state == {"step": 3, "prompts": 7}
+    assert found.state == {"step": 3, "sources": {"a": 7}}
     listed = json.loads((tmp_path / "checkpoints/step_3" / MANIFEST).read_text())["manifest"]["files"]
     assert files_of(tmp_path / "checkpoints/step_3") == sorted([*listed, MANIFEST])
 

@@ -1,0 +1,47 @@
+"""What a run reads under the names in its config, as one number each: other content there makes it another run."""
+
+import zlib
+from pathlib import Path
+
+from rltrain.data import PromptSet
+from rltrain.model_files import BUILTIN_MODEL
+from rltrain.rewards.loading import absolute
+from rltrain.schema import Config
+
+ENDS_BYTES = 1 << 20  # of each file of weights, at both ends: reading large ones whole would take minutes
+
+
+def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
+    """Fingerprints of all that is read again whenever the run goes on, and decides what is learnt.
+
+    Args:
+        config: the whole config.
+        prompts: to train on, as they were loaded.
+
+    Returns:
+        By key and name: the prompts; reward functions' files; weights of reward models, and those of `model.path` where
+        a checkpoint does not replace them, as the base of LoRA adapters and as the reference.
+    """
+    found = {f"data.train={config.data.train}": prompts.fingerprint()}
+    for function in config.reward.functions:
+        file = Path(absolute(function.path).rpartition(":")[0])
+        if file.is_file():
+            found[f"reward.functions: {function.path}"] = zlib.crc32(file.read_bytes())
+    for model in config.reward.models:
+        found[f"reward.models: {model.path}"] = _weights(model.path)
+    stays = config.model.lora is not None or config.algorithm.needs_reference
+    if stays and config.model.path != BUILTIN_MODEL:
+        found[f"model.path={config.model.path}"] = _weights(config.model.path)
+    return found
+
+
+def _weights(folder: str) -> int:
+    crc = 0
+    for file in sorted(Path(folder).expanduser().glob("*.safetensors")):
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            crc = zlib.crc32(f"{file.name} {size}".encode(), crc)
+            for start in (0, max(0, size - ENDS_BYTES)):
+                stream.seek(start)
+                crc = zlib.crc32(stream.read(ENDS_BYTES), crc)
+    return crc

@@ -1,0 +1,57 @@
+"""Other content under an unchanged name is another run: prompts, reward files, weights that no checkpoint replaces."""
+
+import pytest
+
+from rltrain.compose import compose
+from rltrain.sources import ENDS_BYTES, sources
+
+
+class Prompts:
+    def fingerprint(self):
+        return 7
+
+
+def found(*overrides):
+    return sources(compose(list(overrides))[0], Prompts())
+
+
+def test_a_run_of_the_built_in_task_reads_its_prompts_alone():
+    assert found() == {"data.train=builtin:median": 7}
+    assert found("algorithm=ppo", "model.lora={rank:4}") == {"data.train=builtin:median": 7}
+
+
+def test_a_reward_file_with_another_content_is_another(tmp_path):
+    file = tmp_path / "rewards.py"
+    words = [f"reward.functions=[{{path: '{file}:score'}}]"]
+    seen = set()
+    for content in ("def score(): return 1", "def score(): return 2", "def score(): return 1"):
+        file.write_text(content)
+        seen.add(found(*words)[f"reward.functions: {file}:score"])
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("uses", ["model.lora={rank:4}", "algorithm.kl_loss.kl_loss_coef=0.1"])
+@pytest.mark.parametrize("at", [0, ENDS_BYTES - 1, -1, "size", "name"])
+def test_other_weights_of_a_model_that_stays_are_another(tmp_path, uses, at):
+    file, words = tmp_path / "model.safetensors", [uses, f"model.path={tmp_path}"]
+    content = bytearray(4 * ENDS_BYTES)
+    file.write_bytes(content)
+    before = found(*words)[f"model.path={tmp_path}"]
+    assert found(*words)[f"model.path={tmp_path}"] == before
+    if at == "name":
+        file.rename(tmp_path / "other.safetensors")
+    else:
+        content += b"x" if at == "size" else b""
+        content[0 if at == "size" else at] ^= at != "size"
+        file.write_bytes(content)
+    assert found(*words)[f"model.path={tmp_path}"] != before
+
+
+def test_weights_that_checkpoints_replace_may_change(tmp_path):
+    assert f"model.path={tmp_path}" not in found("algorithm=grpo", f"model.path={tmp_path}")
+
+
+def test_reward_models_count(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"a")
+    words = [f"reward.models=[{{path: '{tmp_path}', name: judge}}]"]
+    assert f"reward.models: {tmp_path}" in found(*words)
