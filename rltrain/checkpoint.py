@@ -327,10 +327,8 @@ class Checkpoints:
 
     def clean(self) -> None:
         """At the start of a run: remove what a crash has left of saves that were under way."""
-        there = set(steps_in(self.folder))
-        for name in self.folder.names():
-            if (found := _NAME.fullmatch(name)) and int(found[1]) not in there:
-                self._discard(name)
+        for name in _unfinished(self.folder):
+            self._discard(name)
 
 
 def _publish(model: Folder, path: Path) -> None:
@@ -365,15 +363,18 @@ def require_own(folder: Folder) -> None:
     Raises:
         ConfigError: naming it.
     """
-    there = set(steps_in(folder))
-    for name in folder.names():
-        if (found := _NAME.fullmatch(name)) and int(found[1]) not in there:
-            strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)
-            require(
-                not strange,
-                f"trainer.checkpoint_dir={folder}: holds {name}, which no run has written ({', '.join(strange[:3])}); "
-                "name another folder",
-            )
+    for name in _unfinished(folder):
+        strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)
+        require(
+            not strange,
+            f"trainer.checkpoint_dir={folder}: holds {name}, which no run has written ({', '.join(strange[:3])}); "
+            "name another folder",
+        )
+
+
+def _unfinished(folder: Folder) -> list[str]:
+    """What is named as a checkpoint and has no manifest."""
+    return [name for name in folder.names() if _NAME.fullmatch(name) and not folder.exists(f"{name}/{MANIFEST}")]
 
 
 def steps_in(folder: Folder) -> list[int]:

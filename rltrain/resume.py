@@ -116,8 +116,9 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
     output = Path(absolute(config.trainer.output_dir))
     files, config_file = [name for name in RUN_FILES if (output / name).exists()], output / "config.yaml"
     if config_file.is_file():
-        _require_same(config, config_file.read_text(), str(config_file))
-        _require_same_place(_flat(_values(config_file.read_text(), str(config_file))), config.trainer, own)
+        text = config_file.read_text()
+        _require_same(config, text, str(config_file))
+        _require_same_place(_flat(_values(text, str(config_file))), config.trainer, own)
     elif own_only := [name for name in files if str(own) != str(output / name)]:
         raise ConfigError(
             f"trainer.resume={config.trainer.resume}: {output} holds {own_only[0]} and no config.yaml, so it is no run "
