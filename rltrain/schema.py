@@ -62,8 +62,11 @@ class TrainerConfig:
             f"max_staleness={self.max_staleness}: when weights change under an answer is a matter of timing; use 0 "
             "with deterministic=true",
         )
-        for name, hint in (("resume", "never, auto, or the folder of a checkpoint"), ("checkpoint_dir", "a folder")):
-            require(bool(getattr(self, name).strip()), f"{name} is empty; give {hint}")
+        for name, value, hint in (
+            ("resume", self.resume, "never, auto, or the folder of a checkpoint"),
+            ("checkpoint_dir", self.checkpoint_dir, "a folder"), ("keep_best", self.keep_best, "a metric, or null"),
+        ):  # fmt: skip
+            require(value is None or bool(value.strip()), f"{name} is empty; give {hint}")
 
 
 def _largest_divisor(total: int, at_most: int) -> int:
