@@ -43,7 +43,8 @@ demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorit
 test: setup  ## Unit, end-to-end and distributed tests; each line and branch of rltrain/algorithms is run
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
 	--cov-report=term-missing:skip-covered --cov-fail-under=100
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz tests/e2e tests/distributed --ignore=tests/unit/algorithms
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz --ignore=tests/unit/algorithms -n auto --dist loadfile
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed
 
 check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/ruff check
