@@ -246,10 +246,9 @@ class Collector:
 
         `wait`: for what comes next, while the training ranks have nothing to do.
         """
-        if wait:
-            self.meanwhile()
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
         if wait:
+            self.meanwhile()  # it may wait for training ranks, which calls `advance`: all may have arrived after it
             self.rollout.mend()
         # Reward workers that have finished are given more only from here: while they work, look often.
         wait_s = 0.0 if not wait else 0.01 if self.rewards.pending else 0.05

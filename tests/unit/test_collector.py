@@ -131,6 +131,19 @@ def test_an_evaluation_gives_one_answer_a_prompt_and_leaves_the_groups_alone(gre
     assert (made.groups.used, made.order.next(1)) == (0, [0])
 
 
+def test_what_is_done_while_it_waits_may_take_in_all_that_is_under_way():
+    made = collector()
+
+    def a_save_whose_ranks_are_slow():
+        while made.rollout.pending or made.rewards.pending:
+            made.advance()
+
+    made.meanwhile = a_save_whose_ranks_are_slow
+    batch = made.collect(version=0)
+    assert batch.batch["scores"].tolist() == [100.0 * uid + n for uid in range(3) for n in range(4)]
+    assert made.evaluate(PROMPTS[:4], greedy=True).batch["uid"].tolist() == [-4, -3, -2, -1]
+
+
 def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait():
     class Forgetful(Engines):
         def submit(self, groups):
