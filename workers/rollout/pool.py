@@ -199,6 +199,7 @@ class RolloutPool:
 
     def _sync(self, replicas: Sequence[int], actor: Ranks, version: int, *, check: bool) -> bool:
         """One weight sync; False if a replica died of it, and the rest need it again."""
+        began = dict(self.began)
         try:
             sync(actor, self.hosts, version, check=check, replicas=replicas)
         except (WorkerLost, SyncError):
@@ -210,7 +211,8 @@ class RolloutPool:
                 raise
             return False
         for replica in replicas:
-            self.state[replica] = State.SERVING
+            if self.began.get(replica) == began.get(replica):  # `poll` gets turns in a sync, and may have replaced it
+                self.state[replica] = State.SERVING
         return True
 
     def _in(self, state: State) -> list[int]:

@@ -158,6 +158,30 @@ def test_a_death_in_a_sync_leaves_the_others_with_the_weights(made):
     assert pool.state == [State.SERVING, State.STARTING, State.SERVING]
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_replica_that_is_replaced_while_a_sync_waits_for_the_actor_has_no_weights_yet(made, monkeypatch, ready):
+    pool, hosts = made(2)
+    plain = pool_module.sync
+
+    def sync(*arguments, **options):
+        plain(*arguments, **options)
+        hosts.replicas[0].alive = False
+        pool.poll(0.0)  # as whoever trains gets turns while the actor is waited for
+        hosts.replicas[0].build.done = ready
+        pool.poll(0.0)
+
+    monkeypatch.setattr(pool_module, "sync", sync)
+    pool.load(ACTOR, 1, check=True)
+    assert pool.state == [State.WAITING if ready else State.STARTING, State.SERVING]
+    pool.submit([[request(0)], [request(1)]])
+    assert hosts.replicas[1].keys == [(0, 0), (1, 0)]
+    monkeypatch.setattr(pool_module, "sync", plain)
+    hosts.replicas[0].build.done = True
+    pool.poll(0.0)
+    pool.mend()
+    assert (hosts.replicas[0].version, pool.state[0]) == (1, State.SERVING)
+
+
 def test_a_training_rank_that_dies_in_a_sync_is_no_replicas_death(made, monkeypatch):
     pool, hosts = made(2)
 
