@@ -60,7 +60,7 @@ class Idle:
 
     def update(self, batch: DataProto, plan: list[Minibatch], entropy_coef: float) -> UpdateResult:
         """Metrics of zeros."""
-        steps = [{"grad_norm": 0.0, "lr": 0.0} for _ in plan]
+        steps = [{"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0} for _ in plan]
         tokens = sum(minibatch.num_tokens for minibatch in plan)
         return UpdateResult(dict.fromkeys(SUMS, 0.0), {"policy_loss": 0.0}, tokens, steps)
 
@@ -96,7 +96,7 @@ class PickledHosts(Hosts):
         self.elsewhere += time.process_time() - begin
         return result
 
-    def wait(self, pending: list[Any]) -> list[Any]:
+    def wait(self, pending: list[Any], **_: Any) -> list[Any]:
         """Unpickle what the ranks sent."""
         return [_fetch(sent) for sent in pending]
 
