@@ -26,6 +26,7 @@ ROLES = {
     REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
 _ANSWER_S = 10.0  # for a cluster's port to be open
+_LAST_PORT = 65_535
 COLLECTIVE_TIMEOUT_S = 600.0  # at least; a hang is to be found before
 # For processes that all are on this machine: nobody else can connect to them.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -135,10 +136,12 @@ def connect(config: Config) -> dict[str, float]:
 def _require_answer(address: str) -> None:
     """Refuse an address where nothing listens: Ray would try it for minutes."""
     host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "://" not in address:
+    if host and port.isdecimal() and "://" not in address:
+        if int(port) > _LAST_PORT:  # the C library would take it modulo 65,536, and find whoever listens there
+            raise _no_cluster(address, OverflowError(f"the last port is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-        except (OSError, OverflowError, UnicodeError) as error:
+        except (OSError, UnicodeError) as error:
             raise _no_cluster(address, error) from error
 
 

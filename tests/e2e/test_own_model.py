@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from runs import train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.slow
 TEMPLATE = (
@@ -23,6 +23,7 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
+MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -54,10 +55,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_another_architecture_trains_through_vllm_with_a_chat_template_and_a_reward_file(folder):
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_another_architecture_trains_through_vllm_with_a_chat_template_and_a_reward_file(folder, name):
+    kind, config = MODELS[name]
     tokenizer = byte_tokenizer()
-    ids = {"eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **ids, **SIZES))  # norms of queries and keys
+    model = kind(config(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=2, bos_token_id=0, **SIZES))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     run = train(
