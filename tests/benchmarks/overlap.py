@@ -4,7 +4,8 @@ Generation is tuned to the time of training by the number of sequences that the 
 changes how far ahead it generates every few steps: at 0 engine and trainer take turns, each with one thread and alone
 on its core, and at 1 they work beside each other. So what is compared is seconds apart, on a machine whose speed
 changes within minutes. The model has 4.9M parameters: of the built-in one, as many seconds of work would be thousands
-of answers, and the driver's work for each of them.
+of answers, and the driver's work for each of them. What keeps the ratio below 1 is told apart by processor seconds:
+time in which a processor had nothing to do, and what the same work takes more of it when both are at work.
 """
 
 import argparse
@@ -20,10 +21,11 @@ from unittest.mock import patch
 
 from rltrain import main as program
 from rltrain.prompt_groups import PromptGroups
+from tests.benchmarks.job import Job, Run, Side, watch
 from tests.benchmarks.rambling import rambling_start
 from tests.benchmarks.row import Row
 
-MAIN = ("-c", "import sys; from tests.benchmarks.overlap import changing; sys.exit(changing())")
+CHANGING = "import sys; from tests.benchmarks.overlap import changing; sys.exit(changing())"
 COMMAND = "python -m tests.benchmarks.overlap"
 TUNED = [  # one optimizer step a step, so many answers that each half takes seconds, and weights that stand still
     "trainer.prompts_per_step=128", "trainer.prompts_per_minibatch=128", "data.val=null", "actor.lr=1e-12",
@@ -38,21 +40,27 @@ SEEDS = (0, 1, 2)
 
 
 def run() -> list[Row]:
-    """Both rows."""
-    return [overlap(), learning()]
+    """All rows."""
+    return [*overlap(), learning()]
 
 
-def overlap() -> Row:
-    """max(T_generate, T_train) / T_step."""
+def overlap() -> list[Row]:
+    """max(T_generate, T_train) / T_step, and how busy the processors are meanwhile."""
     count = tuned()
-    steps = job(
-        *settings(count), "trainer.max_staleness=1", f"trainer.total_steps={len(CYCLE) * CYCLES + 1}", main=MAIN
-    )
-    cycles = [steps[start : start + len(CYCLE)] for start in range(len(CYCLE), len(steps) - 1, len(CYCLE))]
-    times = [
-        (seconds(cycle[ALONE], GENERATION), seconds(cycle[ALONE], TRAINING), seconds(cycle[BESIDE], ["step"]))
-        for cycle in cycles
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        side = Side("changing", lambda home, job, _: changing_command(home, job, count), "out/metrics.jsonl")
+        watched = watch(side, Job("", len(CYCLE) * CYCLES + 1), Path(folder) / "run")
+        steps = written(Path(folder) / "run/out/metrics.jsonl")
+    cycles = [range(start, start + len(CYCLE)) for start in range(len(CYCLE), len(steps) - 1, len(CYCLE))]
+    return [longer_half(steps, cycles, count), busy(watched, cycles)]
+
+
+def longer_half(steps: Sequence[Mapping[str, float]], cycles: Sequence[range], count: int) -> Row:
+    """The ratio of each cycle, and their median."""
+    times = []
+    for cycle in cycles:
+        alone, beside = ([steps[number] for number in cycle[part]] for part in (ALONE, BESIDE))
+        times.append((seconds(alone, GENERATION), seconds(alone, TRAINING), seconds(beside, ["step"])))
     ratios = [max(generate, train) / step for generate, train, step in times]
     generate, train, step = (median(column) for column in zip(*times, strict=True))
     return Row(
@@ -62,6 +70,25 @@ def overlap() -> Row:
         f"{', '.join(f'{ratio:.3f}' for ratio in ratios)}; load {os.getloadavg()[0]:.1f}",
         command=COMMAND,
     )  # fmt: skip
+
+
+def busy(watched: Run, cycles: Sequence[range]) -> Row:
+    """Processor seconds against seconds, and against those of the same work when the halves take turns."""
+    beside, whole = spent(watched, [cycle[BESIDE] for cycle in cycles])
+    alone, turns = spent(watched, [cycle[ALONE] for cycle in cycles])
+    return Row(
+        name="processors at work in a step at staleness 1", ratio=beside / whole / 2, unit="of two", target="",
+        ours=f"{beside:.1f} processor s in {whole:.1f} s", theirs=f"at staleness 0 {alone:.1f} in {turns:.1f} s",
+        notes=f"the same work takes {beside / alone:.3f} of the processor time that it takes alone, which no order of "
+        f"work gives back; means of {len(cycles)} cycles",
+        command=COMMAND,
+    )  # fmt: skip
+
+
+def spent(watched: Run, parts: Sequence[range]) -> tuple[float, float]:
+    """Processor seconds of all processes, and seconds, of one of these steps: means."""
+    numbers = [number for part in parts for number in part]
+    return tuple(mean(column[n] - column[n - 1] for n in numbers) for column in (watched.cpu, watched.times))
 
 
 def changing() -> int:
@@ -102,9 +129,8 @@ def learning() -> Row:
     found: dict[int, list[float]] = {0: [], 1: []}
     for seed in SEEDS:
         for staleness, accuracies in found.items():
-            accuracies.append(
-                job(f"trainer.max_staleness={staleness}", f"trainer.seed={seed}", "trainer.total_steps=40", last=True)
-            )
+            overrides = f"trainer.max_staleness={staleness}", f"trainer.seed={seed}", "trainer.total_steps=40"
+            accuracies.append(job(*overrides, name="evaluations.jsonl")[-1]["eval/sampled_accuracy"])
     means = {staleness: mean(accuracies) for staleness, accuracies in found.items()}
     return Row(
         name="accuracy after 40 steps", ratio=means[1] / means[0], unit="of that at staleness 0", target="within noise",
@@ -113,20 +139,31 @@ def learning() -> Row:
     )  # fmt: skip
 
 
-def job(*overrides: str, last: bool = False, main: Sequence[str] = ("-m", "rltrain.main")):
-    """Metrics of each step of a run; or, with `last`, its last evaluation's accuracy."""
+def changing_command(home: Path, job: Job, count: int) -> list[str]:
+    """The words of a run of `changing`."""
+    return [
+        sys.executable, "-c", CHANGING, *settings(count), "trainer.max_staleness=1", f"trainer.total_steps={job.steps}",
+        f"trainer.output_dir={home / 'out'}",
+    ]  # fmt: skip
+
+
+def job(*overrides: str, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    """What a run wrote into this file, a line a step or an evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
-        command = [sys.executable, *main, *overrides, f"trainer.output_dir={output}"]
+        command = [sys.executable, "-m", "rltrain.main", *overrides, f"trainer.output_dir={output}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        name = "evaluations.jsonl" if last else "metrics.jsonl"
-        rows = [json.loads(line) for line in (output / name).read_text().splitlines()]
-    return rows[-1]["eval/sampled_accuracy"] if last else rows
+        return written(output / name)
+
+
+def written(path: Path) -> list[dict[str, float]]:
+    """The lines of a file of a run."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("overlap", "learning"))
     chosen = parser.parse_args().only
-    for row in run() if chosen is None else [{"overlap": overlap, "learning": learning}[chosen]()]:
+    for row in {"overlap": overlap, "learning": lambda: [learning()], None: run}[chosen]():
         print(row)  # noqa: T201
