@@ -16,6 +16,7 @@ import torch
 from rltrain.algorithms import required_columns
 from rltrain.data import Prompt, PromptOrder, PromptSet
 from rltrain.errors import RewardError
+from rltrain.pace import pause
 from rltrain.prompt_groups import Group, PromptGroups, State, requests_of
 from rltrain.protocol import DataProto, jagged
 from rltrain.reward_models import RewardModel, with_model_scores
@@ -82,7 +83,8 @@ class Collector:
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
-        self.first_failure = 0.0  # of this step, by the clock; 0: none
+        self.first_failure = self.last_shipped = 0.0  # of this step, by the clock; 0: none
+        rollout.beside = lambda: rewards.calls  # whose workers are given more by `_pump` alone
         self.meanwhile: Callable[[], None] = lambda: None  # called while it waits; may raise, and then nothing is lost
 
     def collect(self, version: int) -> DataProto:
@@ -235,6 +237,7 @@ class Collector:
     def _ship(self, flight: _Flight, version: int | None) -> None:
         limit, whole = self.config.rollout.max_response_length, self.config.trainer.deterministic
         if shipped := flight.groups.ship(version):
+            self.last_shipped = time.monotonic()
             self.rollout.submit([
                 requests_of(
                     group, temperature=flight.temperature, max_tokens=limit, seed=flight.seed, whole=whole
@@ -250,8 +253,7 @@ class Collector:
         if wait:
             self.meanwhile()  # it may wait for training ranks, which calls `advance`: all may have arrived after it
             self.rollout.mend()
-        # Reward workers that have finished are given more only from here: while they work, look often.
-        wait_s = 0.0 if not wait else 0.01 if self.rewards.pending else 0.05
+        wait_s = pause(self.last_shipped, 0.05) if wait else 0.0
         answers = self.rollout.poll(wait_s) if self.rollout.pending else []
         requests = [flight.groups.generated(answer) for answer in answers for flight in self.in_flight]
         self.rewards.submit([request for request in requests if request is not None])

@@ -102,7 +102,9 @@ def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
     ray.kill(actor)
     with on_ray([config]) as pool:
         pool.submit(requests)
+        assert ray.wait(list(pool.calls), timeout=60.0)[0], "a started worker is news"
         in_pool = finish(pool)
+        assert not pool.calls
     assert here == in_actor == in_pool == expected
 
 

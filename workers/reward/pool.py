@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -101,6 +101,11 @@ class RewardPool:
     def pending(self) -> int:
         """Requests submitted whose results `poll` has not returned."""
         return len(self._keys)
+
+    @property
+    def calls(self) -> Sequence[Any]:
+        """What Ray can wait for, that `poll` has news: the calls under way, none where they are not Ray's."""
+        return self._transport.calls()
 
     def submit(self, requests: Iterable[RewardRequest]) -> None:
         """Queue samples and begin on them; returns at once.

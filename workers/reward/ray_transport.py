@@ -74,6 +74,10 @@ class RayTransport:
         )  # fmt: skip
         chosen.deadline = time.monotonic() + call.deadline_s + _MARGIN_S
 
+    def calls(self) -> list[ray.ObjectRef]:
+        """See `Transport`."""
+        return [slot.pending for slot in self._slots if slot.pending is not None]
+
     def wait(self, timeout_s: float) -> list[Answer | Lost]:
         """See `Transport`.
 

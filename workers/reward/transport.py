@@ -60,6 +60,9 @@ class Transport(Protocol):
     def start(self, slot: int, call: Call) -> None:
         """Begin a call on an idle slot and return at once."""
 
+    def calls(self) -> Sequence[Any]:
+        """What Ray can wait for, that `wait` has news; nothing where calls are not Ray's."""
+
     def wait(self, timeout_s: float) -> list[Answer | Lost]:
         """Return what has become of calls, as soon as there is news (a started worker too) or after `timeout_s`."""
 
@@ -83,6 +86,10 @@ class InProcessTransport:
     def start(self, slot: int, call: Call) -> None:
         """See `Transport`."""
         self._call = call
+
+    def calls(self) -> Sequence[Any]:
+        """See `Transport`."""
+        return ()
 
     def wait(self, timeout_s: float) -> list[Answer | Lost]:
         """See `Transport`."""

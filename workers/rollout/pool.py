@@ -44,6 +44,7 @@ class RolloutPool:
 
     Attributes:
         asleep: whether they have; `load` wakes them.
+        beside: the calls of others that end the wait of `poll` too.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RolloutPool:
         self.lost: set[int] = set()  # uids of groups some of whose answers died with a replica
         self.latest: tuple[Ranks, int, bool] | None = None  # actor, version and check of the last `load`
         self.deaths, self.started = 0, not self.building  # deaths: since the last answer
+        self.beside: Callable[[], Sequence[Any]] = tuple
 
     def start(self) -> None:
         """Wait until all replicas are ready for weights. Raises WorkerError when one cannot be built."""
@@ -114,7 +116,8 @@ class RolloutPool:
     def _answers(self, timeout_s: float) -> list[Completion]:
         """What the polls under way have brought."""
         open_polls = dict(self.asked)
-        calls = [*open_polls.values(), *self.building.values()]  # a replica that is ready is news too
+        # A replica that is ready is news too.
+        calls = [*open_polls.values(), *self.building.values(), *self.beside()]
         ended = set(self.hosts.first(calls, timeout_s))
         found = []
         for number, replica in enumerate(open_polls):

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from rltrain.pace import pause
 from rltrain.schema import Config
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-LINGER_S = 0.02  # an engine that goes on working is given so long to finish more answers before some are handed over
+# An engine that goes on working is given at least so long to finish more answers before some are handed over.
+LINGER_S = 0.02
 T = TypeVar("T")
 
 
@@ -64,7 +66,7 @@ class RolloutWorker:
         self.news = threading.Condition()
         self.commands: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self.error: BaseException | None = None
-        self.closed, self.aborts = False, 0
+        self.closed, self.aborts, self.began = False, 0, 0.0
         module, _, name = ENGINES[config.rollout.engine].partition(":")
 
         def build() -> None:
@@ -79,12 +81,13 @@ class RolloutWorker:
         """Start answering; returns at once. Raises SyncError after a sync that failed."""
         self.receiver.require()
         assert not self.receiver.asleep, "an engine that sleeps was asked for answers"
+        self.began = time.monotonic()
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Answers finished since the last call, waiting up to `timeout_s` for the first; raises the engine's error.
 
-        While a threaded engine has more to do, those of `LINGER_S` come together; its last ones come at once.
+        While a threaded engine has more to do, those of a while come together; its last ones come at once.
         """
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
@@ -96,9 +99,8 @@ class RolloutWorker:
             patience = timeout_s if self.thread else 0
             self.news.wait_for(lambda: self.finished or self.error or self.aborts != aborts, patience)
             if self.finished:  # more may come: each poll costs the driver a message
-                self.news.wait_for(
-                    lambda: self.error or self.aborts != aborts or not self._has_work(), min(LINGER_S, patience)
-                )
+                linger = min(pause(self.began, LINGER_S), patience)
+                self.news.wait_for(lambda: self.error or self.aborts != aborts or not self._has_work(), linger)
             if self.error:
                 raise self.error
             taken, self.finished = self.finished, []

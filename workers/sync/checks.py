@@ -5,6 +5,7 @@ bytes that it received, and then runs its own linear layers on the same v: on CP
 its own compute path shows what it uses.
 """
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,8 +34,10 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
+@functools.lru_cache(maxsize=32)  # models have few widths, and each is asked for with every megabyte
+@torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A fixed random vector (size,) as float32 that holds numbers `dtype` can represent exactly."""
+    """A fixed random vector (size,) as float32 that holds numbers `dtype` can represent exactly; not to be changed."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, generator=generator).to(dtype).float()
 

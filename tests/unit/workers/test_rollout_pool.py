@@ -140,6 +140,26 @@ def test_a_replica_in_this_very_process_is_given_the_callers_own_patience():
     assert hosts.patience == [0.25]
 
 
+def test_a_call_of_others_that_ends_breaks_off_the_wait_for_answers_and_is_no_answer():
+    hosts, waited = SlowHosts(1), []
+
+    def first(pending, timeout_s):
+        if timeout_s:
+            waited.append(list(pending))
+        return SlowHosts.first(hosts, pending, timeout_s)
+
+    hosts.first, other = first, Poll(0)
+    pool = RolloutPool(hosts)
+    pool.beside = lambda: [other]
+    pool.submit([[request(0)]])
+    other.answers = [answer((7, 7))]
+    assert pool.poll(0.25) == []
+    assert waited == [[hosts.open[0], other]]
+    hosts.finish(0, (0, 0))
+    hosts.say(0)
+    assert [found.key for found in pool.poll(0.25)] == [(0, 0)]
+
+
 def test_an_answer_to_what_was_aborted_is_not_passed_on():
     hosts = SlowHosts(1)
     pool = RolloutPool(hosts)
