@@ -152,8 +152,13 @@ def program_side(name: str, python: Path | str, module: str, *arguments: str, th
     return Side(name, command, "progress.jsonl", threads)
 
 
-def watch(side: Side, job: Job, folder: Path, *, timeout_s: float = 1800.0) -> Run:
-    """Run the job on this side and time it. Raises RuntimeError with the end of its output if it fails."""
+def watch(
+    side: Side, job: Job, folder: Path, *, timeout_s: float = 1800.0, look_s: float = LOOK_S, weigh_s: float = WEIGH_S
+) -> Run:  # fmt: skip
+    """Run the job on this side and time it. Raises RuntimeError with the end of its output if it fails.
+
+    Looks, and weighing memory more so, take processor time from the run: seconds between them, `math.inf` for never.
+    """
     folder.mkdir(parents=True)
     run, lines, log = Run(side.name, load=os.getloadavg()[0]), folder / side.lines, folder / "log.txt"
     environment = os.environ | OWN_ENVIRONMENT | {"OMP_NUM_THREADS": str(side.threads)}
@@ -170,9 +175,9 @@ def watch(side: Side, job: Job, folder: Path, *, timeout_s: float = 1800.0) -> R
                     raise RuntimeError(f"{side.name}: no end after {timeout_s:.0f} s; {_tail(log)}")
                 if _read(lines, run, now):
                     run.cpu += [tree_cpu_s(process.pid)] * (len(run.times) - len(run.cpu))
-                if now - weighed > WEIGH_S:
+                if now - weighed > weigh_s:
                     weighed, run.peak_mb = now, max(run.peak_mb, tree_mb(process.pid))
-                time.sleep(LOOK_S)
+                time.sleep(look_s)
             if _read(lines, run, time.perf_counter() - began):
                 run.cpu += run.cpu[-1:] * (len(run.times) - len(run.cpu))
         finally:
