@@ -83,7 +83,8 @@ class Collector:
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
-        self.first_failure = self.last_shipped = 0.0  # of this step, by the clock; 0: none
+        self.first_failure = 0.0  # of this step, by the clock; 0: none
+        self.last_shipped = 0.0  # anything at all to the engines, by the clock
         rollout.beside = lambda: rewards.calls  # whose workers are given more by `_pump` alone
         self.meanwhile: Callable[[], None] = lambda: None  # called while it waits; may raise, and then nothing is lost
 

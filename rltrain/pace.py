@@ -2,11 +2,11 @@
 
 import time
 
-MOST_S, SHARE = 0.1, 0.05
+MOST_S, SHARE = 0.1, 0.02
 
 
 def pause(began: float, least_s: float) -> float:
-    """Seconds until the next look at what began at this `time.monotonic()`: a twentieth of its time, within bounds.
+    """Seconds until the next look at what began at this `time.monotonic()`: a fiftieth of its time, within bounds.
 
     A look takes a millisecond of processors that others work on. So what is short is hardly delayed, and what is long
     hardly disturbed.

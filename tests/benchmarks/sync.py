@@ -143,14 +143,14 @@ def rows(found: dict[str, list[float]], size: int, extra: int) -> list[Row]:
     )
     ours = f"{middle['checked']:.2f} s"
     ratio = statistics.median(c / a for c, a in zip(found["checked"], alone, strict=False))
-    quiet = {kind: statistics.quantiles(found[kind])[0] for kind in ("checked", "unchecked")}
+    quiet = {kind: statistics.quantiles(found[kind][ROUNDS:])[0] for kind in ("checked", "unchecked")}
     largest = SHAPE["vocab_size"] * SHAPE["hidden_size"] * 4
     return [
         Row("weight sync", ratio, "of gather + engine load alone", "<= 1.5", ours,
             f"{statistics.median(alone):.2f} s", notes, COMMAND, {f"{kind}_s": s for kind, s in middle.items()}),
         Row("weight sync: checks", 1 - quiet["unchecked"] / quiet["checked"], "of the sync", "< 0.05",
             f"{quiet['checked']:.3f} s", f"{quiet['unchecked']:.3f} s without",
-            f"lower quartiles of {ROUNDS + PAIRS} of each in turn: what else the machine does only ever adds", COMMAND),
+            f"lower quartiles of {PAIRS} of each in turn: what else the machine does only ever adds", COMMAND),
         Row("weight sync: memory of rank 0", extra / size, "of the model", "about two buckets",
             f"{extra / 1e6:.0f} MB", f"{2 * largest / 1e6:.0f} MB are two buckets (the largest tensor sets their size)",
             notes, COMMAND),

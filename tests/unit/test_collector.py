@@ -1,9 +1,11 @@
 import random
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from rltrain import pace
 from rltrain.collector import EVAL_SEED, Collector, place_scores, to_batch
 from rltrain.compose import compose
 from rltrain.data import Prompt
@@ -154,6 +156,23 @@ def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait():
 
 
 # Failures
+
+
+def test_who_waits_for_answers_wakes_for_the_reward_workers_and_looks_more_rarely_as_time_goes_by(monkeypatch):
+    made, clock, waits = collector(), [1000.0], []
+    made.rewards.calls = ["a call"]
+    assert list(made.rollout.beside()) == ["a call"]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def poll(timeout_s):
+        waits.append(timeout_s)
+        clock[0] += 3.0
+        return Engines.poll(made.rollout, timeout_s)
+
+    made.rollout.poll = poll
+    made.collect(0)
+    made.collect(1)
+    assert waits == pytest.approx(2 * [0.05, 0.06, *10 * [pace.MOST_S]])
 
 
 def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_named():

@@ -81,6 +81,9 @@ class AnsweringEngine(BusyEngine):
 
     left = 40
 
+    def add(self, requests):
+        self.left = 40
+
     def step(self):
         time.sleep(0.002)
         self.left -= 1
@@ -92,4 +95,16 @@ class AnsweringEngine(BusyEngine):
 def test_answers_of_an_engine_that_goes_on_come_together_and_its_last_ones_at_once(worker, monkeypatch):
     monkeypatch.setattr(module, "LINGER_S", 1000.0)
     assert [one.key[1] for one in worker.poll(1000.0)] == list(range(39, -1, -1))
+    worker.close()
+
+
+@pytest.mark.parametrize("worker", [AnsweringEngine], indirect=True)
+def test_how_long_they_are_gathered_counts_from_the_last_requests(worker, monkeypatch):
+    began = []
+    monkeypatch.setattr(module, "pause", lambda since, least_s: began.append(since) or least_s)
+    before = time.monotonic()
+    worker.submit([])
+    worker.poll(1000.0)
+    assert began
+    assert all(before <= since <= time.monotonic() for since in began)
     worker.close()
