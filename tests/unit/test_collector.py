@@ -146,18 +146,6 @@ def test_what_is_done_while_it_waits_may_take_in_all_that_is_under_way():
     assert made.evaluate(PROMPTS[:4], greedy=True).batch["uid"].tolist() == [-4, -3, -2, -1]
 
 
-def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait():
-    class Forgetful(Engines):
-        def submit(self, groups):
-            super().submit([group[1:] for group in groups])
-
-    with pytest.raises(AssertionError, match="nobody works on them"):
-        collector(engines=Forgetful()).collect(version=0)
-
-
-# Failures
-
-
 def test_who_waits_for_answers_wakes_for_the_reward_workers_and_looks_more_rarely_as_time_goes_by(monkeypatch):
     made, clock, waits = collector(), [1000.0], []
     made.rewards.calls = ["a call"]
@@ -173,6 +161,18 @@ def test_who_waits_for_answers_wakes_for_the_reward_workers_and_looks_more_rarel
     made.collect(0)
     made.collect(1)
     assert waits == pytest.approx(2 * [0.05, 0.06, *10 * [pace.MOST_S]])
+
+
+def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait():
+    class Forgetful(Engines):
+        def submit(self, groups):
+            super().submit([group[1:] for group in groups])
+
+    with pytest.raises(AssertionError, match="nobody works on them"):
+        collector(engines=Forgetful()).collect(version=0)
+
+
+# Failures
 
 
 def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_named():

@@ -9,6 +9,8 @@ from rltrain.compose import compose
 from rltrain.errors import ConfigError, WorkerError
 from workers.placement import connect
 
+UNASKED = AssertionError("not to be asked")
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -22,9 +24,9 @@ def server():
     [
         ("local", Exception("The node timed out.\nIt may be overloaded."), WorkerError, "placement=inprocess"),
         ("127.0.0.1:{port}", ConnectionError("no GCS"), ConfigError, ": no cluster answers there (no GCS)"),
-        ("127.0.0.1:9", AssertionError("not to be asked"), ConfigError, ":9: no cluster answers there ([Errno"),
-        ("127.0.0.1:{beyond}", AssertionError("not to be asked"), ConfigError, "(the last port is 65535)"),
-        ("no.such.host.invalid:6379", AssertionError("not to be asked"), ConfigError, ": no cluster answers there ("),
+        ("127.0.0.1:9", UNASKED, ConfigError, ":9: no cluster answers there ([Errno"),
+        ("127.0.0.1:{beyond}", UNASKED, ConfigError, ": no cluster answers there (the last port is 65535)"),
+        ("no.such.host.invalid:6379", UNASKED, ConfigError, ": no cluster answers there ("),
     ],
 )
 def test_ray_that_does_not_come_up_is_one_line_with_the_way_out(monkeypatch, server, address, raised, kind, said):
