@@ -1,28 +1,31 @@
 """Generation beside training: a step at staleness 1 against the longer of its two halves, and what is learnt.
 
 Generation is tuned to the time of training by the number of sequences that the engine runs at once. Then one run
-changes how far ahead it generates every few steps: at 0 engine and trainer take turns, each with one thread and alone
-on its core, and at 1 they work beside each other. So what is compared is seconds apart, on a machine whose speed
-changes within minutes. The model has 4.9M parameters: of the built-in one, as many seconds of work would be thousands
-of answers, and the driver's work for each of them. Processor seconds tell whether the two were at work all
-the time; what is lost beyond that is that each of two is slower than one alone.
+changes how far ahead it generates every few steps. At 1, engine and trainer work beside each other, each with one
+thread. At 0 they take turns, first with the whole machine to whichever it is, then with all processes confined to one
+core: there a half does by itself what Ray and the driver do for it, which the idle second core does otherwise. What is
+compared is seconds apart, on a machine whose speed changes within minutes. The model has 4.9M parameters: of the
+built-in one, as many seconds of work would be thousands of answers, and the driver's work for each of them. Processor
+seconds tell whether the two were at work all the time; what is lost beyond that is that each of two is slower than one
+alone.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
 from unittest.mock import patch
 
 from rltrain import main as program
 from rltrain.prompt_groups import PromptGroups
-from tests.benchmarks.job import Job, Run, Side, watch
+from tests.benchmarks.job import Job, Run, Side, tree, watch
 from tests.benchmarks.rambling import rambling_start
 from tests.benchmarks.row import Row
 
@@ -34,9 +37,9 @@ TUNED = [  # one optimizer step a step, so many answers that each half takes sec
 ]  # fmt: skip
 GENERATION, TRAINING = ("generate", "rewards"), ("old_log_probs", "advantages", "update_actor")
 AT_ONCE = (16, 12, 10, 8)
-CYCLE = (1, 1, 1, 0, 0, 0)  # steps ahead; the first after a change still has groups of before, or none
-BESIDE, ALONE = slice(1, 3), slice(4, 6)
-CYCLES = 7  # the first warms up
+CYCLE = (1, 1, 1, 0, 0, 0, 0, 0)  # steps ahead; the first after a change still has groups of before, or none
+BESIDE, ALONE, CONFINED = slice(1, 3), slice(4, 6), slice(6, 8)
+CYCLES = 6  # the first warms up
 LOOK_S = 0.1  # at the run, whose processors are both at work
 SEEDS = (0, 1, 2)
 
@@ -55,20 +58,28 @@ def overlap() -> list[Row]:
         watched = watch(side, whole, Path(folder) / "run", look_s=LOOK_S, weigh_s=math.inf)
         steps = written(Path(folder) / "run/out/metrics.jsonl")
     cycles = [range(start, start + len(CYCLE)) for start in range(len(CYCLE), len(steps) - 1, len(CYCLE))]
-    return [longer_half(steps, cycles, count), busy(watched, cycles)]
+    return [
+        longer_half(steps, cycles, CONFINED, "on one core", count, ">= 0.90"),
+        longer_half(steps, cycles, ALONE, "with the whole machine", count),
+        busy(watched, cycles),
+    ]
 
 
-def longer_half(steps: Sequence[Mapping[str, float]], cycles: Sequence[range], count: int) -> Row:
-    """The ratio of each cycle, and their median."""
+def longer_half(
+    steps: Sequence[Mapping[str, float]], cycles: Sequence[range], halves: slice, how: str, count: int,
+    target: str = "",
+) -> Row:  # fmt: skip
+    """The ratio of each cycle, and their median; `halves` are the steps of a cycle that are `how` a half is alone."""
     times = []
     for cycle in cycles:
-        alone, beside = ([steps[number] for number in cycle[part]] for part in (ALONE, BESIDE))
+        alone, beside = ([steps[number] for number in cycle[part]] for part in (halves, BESIDE))
         times.append((seconds(alone, GENERATION), seconds(alone, TRAINING), seconds(beside, ["step"])))
     ratios = [max(generate, train) / step for generate, train, step in times]
     generate, train, step = (median(column) for column in zip(*times, strict=True))
     return Row(
-        name="a step at staleness 1", ratio=median(ratios), unit="of it is the longer half", target=">= 0.90",
-        ours=f"{step:.2f} s a step", theirs=f"generation {generate:.2f} s, training {train:.2f} s, each alone",
+        name=f"a step at staleness 1, halves alone {how}", ratio=median(ratios),
+        unit="of it is the longer half", target=target, ours=f"{step:.2f} s a step",
+        theirs=f"generation {generate:.2f} s, training {train:.2f} s",
         notes=f"1,024 answers of a 4.9M model, vLLM with {count} sequences at once, one thread each; cycles: "
         f"{', '.join(f'{ratio:.3f}' for ratio in ratios)}; load {os.getloadavg()[0]:.1f}",
         command=COMMAND,
@@ -94,15 +105,28 @@ def spent(watched: Run, parts: Sequence[range]) -> tuple[float, float]:
 
 
 def changing() -> int:
-    """`rltrain.main` on the command line's overrides, as far ahead as `CYCLE` says."""
-    original = PromptGroups.wanted
+    """`rltrain.main` on the command line's overrides, as far ahead as `CYCLE` says, and on as many cores."""
+    original, cores, held = PromptGroups.wanted, os.sched_getaffinity(0), False
 
     def wanted(self: PromptGroups, version: int) -> int:
-        with patch.object(self, "max_staleness", CYCLE[version % len(CYCLE)]):
+        nonlocal held
+        place = version % len(CYCLE)
+        if (hold := place in range(len(CYCLE))[CONFINED]) != held:
+            confine(os.getpid(), {min(cores)} if hold else cores)
+            held = hold
+        with patch.object(self, "max_staleness", CYCLE[place]):
             return original(self, version)
 
     with patch.object(PromptGroups, "wanted", wanted):
         return program.main(sys.argv[1:])
+
+
+def confine(root: int, cores: Collection[int]) -> None:
+    """Let a process and all below it run on these cores only, every thread of theirs."""
+    for process in tree(root):
+        for thread in Path(f"/proc/{process}/task").glob("*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 def tuned() -> int:
