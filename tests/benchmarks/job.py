@@ -261,11 +261,12 @@ def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tu
 
 
 def in_turn(sides: Sequence[Side], job: Job, folder: Path, *, rounds: int) -> list[list[Run]]:
-    """A B A B: `rounds` runs of each side."""
+    """A B A B: `rounds` runs of each side, those of a round with a seed of their own."""
     runs: list[list[Run]] = [[] for _ in sides]
     for number in range(rounds):
+        seeded = dataclasses.replace(job, seed=job.seed + number)
         for place, (side, own) in enumerate(zip(sides, runs, strict=True)):
-            own.append(watch(side, job, folder / f"round-{number}-{place}-{side.name.replace(' ', '-')}"))
+            own.append(watch(side, seeded, folder / f"round-{number}-{place}-{side.name.replace(' ', '-')}"))
     return runs
 
 
