@@ -56,16 +56,15 @@ def median_rows(folder: Path) -> list[Row]:
     job = Job(str(cached_start(TASKS["median"])), STEPS)
     theirs, their_trials = best(trl_sides(), job, folder / "trial-theirs")
     ours, our_trials = best(our_sides(), job, folder / "trial-ours")
-    sides = [ours, theirs]
-    if staleness := os.environ.get("BENCH_STALENESS", "1"):
-        sides.append(best(our_sides(f"trainer.max_staleness={staleness}"), job, folder / "trial-stale")[0])
-    runs = in_turn(sides, job, folder, rounds=ROUNDS)
-    notes = f"trials, s a step: {seconds_of(our_trials | their_trials)}"
-    rows = [step_row("median", runs[0], runs[1], job, ">= 1.1", notes, "make bench ARGS=trl")]
-    rows.append(goal_row("staleness 0", runs[0], runs[1], job, ""))
-    if staleness:
-        rows.append(goal_row(f"staleness {staleness}", runs[2], runs[1], job, ">= 1.4"))
-    return rows
+    staleness = os.environ.get("BENCH_STALENESS", "1")
+    stale, stale_trials = best(our_sides(f"trainer.max_staleness={staleness}"), job, folder / "trial-stale")
+    runs = in_turn([ours, theirs, stale], job, folder, rounds=ROUNDS)
+    fresh, late = (f"trials, s a step: {seconds_of(trials)}" for trials in (our_trials | their_trials, stale_trials))
+    return [
+        step_row("median", runs[0], runs[1], job, ">= 1.1", fresh, "make bench ARGS=trl"),
+        goal_row("staleness 0", runs[0], runs[1], job, "", fresh),
+        goal_row(f"staleness {staleness}", runs[2], runs[1], job, ">= 1.4", late),
+    ]
 
 
 def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str, command: str) -> Row:
@@ -84,7 +83,7 @@ def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: st
     )  # fmt: skip
 
 
-def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: str) -> Row:
+def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str) -> Row:
     """Seconds of training until three steps' mean reward reaches the goal, theirs over ours.
 
     The goal is near what the model can reach, so when that is changes much with the seed: medians over seeds.
@@ -94,7 +93,7 @@ def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: s
     return Row(
         name=f"seconds to {GOAL:.0%} reward against TRL, {which}", ratio=b / a, unit="times less time", target=target,
         ours=f"{a:.1f} s, {ours[0].side}", theirs=f"{b:.1f} s, {theirs[0].side}",
-        notes=f"reached after {steps} steps of {job.steps}; {describe(ours)}; {describe(theirs)}",
+        notes=f"reached after {steps} steps of {job.steps}; {describe(ours)}; {describe(theirs)}; {notes}",
         command="make bench ARGS=trl",
         extra={"ours_s": a, "theirs_s": b},
     )  # fmt: skip
