@@ -46,7 +46,7 @@ def check_algorithm(config: Config) -> None:
     _check_kl(algorithm)
     _check_rejection(algorithm)
     _check_groups(config)
-    _check_rewards_act(algorithm)
+    _check_rewards_act(config)
 
 
 def _columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -170,6 +170,7 @@ def _check_groups(config: Config) -> None:
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 0,
         "algorithm.reward_normalization.mean_level=group": algorithm.reward_normalization.mean_level == "group",
         "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
+        "reward.aggregation=normalize_then_sum": config.reward.aggregation == "normalize_then_sum",
     }
     if "values" not in _columns(algorithm):  # with a critic the tokens of one answer differ
         levels = algorithm.advantage_normalization
@@ -188,9 +189,21 @@ def _check_groups(config: Config) -> None:
     )
 
 
-def _check_rewards_act(algorithm: AlgorithmConfig) -> None:
+def _check_rewards_act(config: Config) -> None:
     """Settings of the score must reach the advantages."""
+    algorithm, reward = config.algorithm, config.reward
     columns, estimator = _columns(algorithm), algorithm.advantage_estimator
+    gated = any(component.gate for component in reward.components)
+    require(
+        "reward_components" not in columns or not (gated or reward.aggregation != "sum"),
+        f"a gate of a reward function, or reward.aggregation={reward.aggregation}, with {estimator}: it reads the "
+        "reward functions one by one and adds them up itself; return 0 in the functions where a gate would make it so",
+    )
+    require(
+        "baseline_rewards" not in columns or reward.aggregation != "normalize_then_sum",
+        f"reward.aggregation=normalize_then_sum with {estimator}: the greedy answer has no group, so every baseline "
+        "would be 0; use sum",
+    )
     shaping = algorithm.reward_shaping
     changes_scores = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
     require(

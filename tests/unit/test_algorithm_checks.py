@@ -192,6 +192,19 @@ def test_each_reward_function_brings_its_weight_to_an_estimator_that_weighs_them
         check_algorithm(compose([*gdpo, "algorithm.advantage.weights=[1.0]"])[0])
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "remax", "reinforce"])
+def test_rewards_that_are_normalised_in_their_group_need_a_group(estimator):
+    settings = [f"algorithm.advantage_estimator={estimator}", "reward.aggregation=normalize_then_sum"]
+    message = r"^rollout\.samples_per_prompt=1: .* compares the answers to one prompt, so all advantages would be 0"
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(compose([*settings, "rollout.samples_per_prompt=1"])[0])
+    if estimator == "remax":
+        with pytest.raises(ConfigError, match=r"normalize_then_sum with remax: the greedy answer has no group"):
+            check_algorithm(compose(settings)[0])
+    else:
+        check_algorithm(compose(settings)[0])
+
+
 # KL
 
 
@@ -232,6 +245,13 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
             "their shaped sum; shape them in the functions"
         ), setting
         accepted(setting)
+    gate = "reward.functions=[{path: 'x:y'}, {path: 'x:z', gate: true}]"
+    for setting in (gate, "reward.aggregation=normalize_then_sum", "reward.aggregation=x.py:y"):
+        with pytest.raises(
+            ConfigError, match=r"gate of a reward function, or reward\.aggregation=.* with gdpo: it reads"
+        ):
+            check_algorithm(compose([setting, f"algorithm.{gdpo}"])[0])
+        check_algorithm(compose([setting])[0])
     accepted(gdpo, "reward_shaping.overlong_penalty=2")  # off: it has no buffer
     accepted(gdpo, "advantage_normalization.std_level=batch", "suppress_truncated=true")
 
