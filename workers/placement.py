@@ -236,9 +236,11 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     training.build()
     pool.start()
     groups = {
-        role: WorkerGroup(hosts, role, work_of(role, paths[role]), sequence_ranks=placement.sequence_ranks)
-        for role, hosts in training.hosts.items()
-    }
+        role: WorkerGroup(
+            hosts, role, work_of(role, paths[role]),
+            sequence_ranks=1 if role in models else placement.sequence_ranks,  # reward models share out no packs
+        ) for role, hosts in training.hosts.items()
+    }  # fmt: skip
     return Workers(
         pool, rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
         [groups[role] for role in models], training,
