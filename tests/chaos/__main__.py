@@ -2,6 +2,7 @@
 
 python -m tests.chaos --runs 66 --seed 0
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
+python -m tests.chaos --asynchronous --runs 11
 """
 
 import argparse
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.chaos.runs import Outcome, run, start, usual
+from tests.chaos.runs import ASYNCHRONOUS, Outcome, run, start, usual
 from tests.chaos.strikes import PHASES, ROLES, draw, is_strike, named
 
 HEAD = ("role", "phase", "signal", "step", "detected after", "serving again after", "steps repeated", "run", "wrong")
@@ -47,23 +48,24 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=66)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROLE:PHASE:SIGNAL")
+    parser.add_argument("--asynchronous", action="store_true", help="with answers under way while the actor trains")
     parser.add_argument("--out", type=Path, help="folder for the runs; kept where it is given")
     arguments = parser.parse_args()
     if wrong := [text for text in arguments.only if not is_strike(text)]:
         parser.error(f"{wrong[0]}: not ROLE:PHASE:SIGNAL with {', '.join(ROLES)}; {', '.join(PHASES)}; KILL or STOP")
     strikes = named(arguments.only) if arguments.only else draw(arguments.runs, seed=arguments.seed)
-    outcomes = []
+    outcomes, overrides = [], ASYNCHRONOUS if arguments.asynchronous else []
     with tempfile.TemporaryDirectory(prefix="rltrain-chaos-") as temporary:
         folder = arguments.out or Path(temporary)
         undisturbed = folder / "undisturbed"
-        status, said = start(undisturbed, None, {})
+        status, said = start(undisturbed, None, {}, *overrides)
         if status:
             sys.stdout.write(f"the undisturbed run failed: {said}\n")
             return 1
         usual_s = usual(undisturbed)
         sys.stdout.write(" | ".join(HEAD) + "\n")
         for strike in strikes:
-            outcomes.append(run(strike, folder / strike.name, undisturbed, usual_s))
+            outcomes.append(run(strike, folder / strike.name, undisturbed, usual_s, *overrides))
             sys.stdout.write(" | ".join(cells(outcomes[-1])) + "\n")
             sys.stdout.flush()
     wrong = sum(bool(outcome.wrong) for outcome in outcomes)

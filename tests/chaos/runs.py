@@ -23,6 +23,8 @@ JOB = [
     "trainer.save_every=1", "trainer.eval_every=2", "trainer.sample_every=0", "trainer.hang_timeout_s=20",
     "data.val_size=8", "placement.threads_per_worker=1",
 ]  # fmt: skip
+# Besides: engines that are slower than the actor, so that answers are under way in all phases.
+ASYNCHRONOUS = ["trainer.deterministic=false", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=2"]
 OWN_PROCESSES = ("critic", "reference")  # roles that share the actor's process unless they are struck
 
 
@@ -50,22 +52,22 @@ class Outcome:
     phase: str = ""
 
 
-def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, float]) -> Outcome:
-    """Run the job with a strike and compare it with the undisturbed one."""
+def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, float], *overrides: str) -> Outcome:
+    """Run the job with a strike and compare it with the undisturbed one; weights only where nothing is overridden."""
     outcome, began = Outcome(strike), time.monotonic()
     try:
-        status, said = start(folder, strike, usual_s)
+        status, said = start(folder, strike, usual_s, *overrides)
         if strike.role == "driver":
             if status != -9:
                 outcome.wrong.append(f"the driver ended with status {status} before it was killed: {said}")
-            status, said = start(folder, None, usual_s, "trainer.resume=auto")
+            status, said = start(folder, None, usual_s, "trainer.resume=auto", *overrides)
         if status:
             outcome.wrong.append(f"status {status}: {said}")
     except subprocess.TimeoutExpired:
         outcome.wrong.append(f"hung: no end after {LIMIT_S:.0f} s")
     outcome.seconds = time.monotonic() - began
     if not outcome.wrong:
-        outcome.wrong += compare(folder / "out", undisturbed / "out")
+        outcome.wrong += compare(folder / "out", undisturbed / "out", exact=not overrides)
     measure(outcome, folder / "events.jsonl")
     return outcome
 
@@ -96,7 +98,7 @@ def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overr
     return status, " | ".join((folder / "log.txt").read_text().strip().splitlines()[-2:])[-300:]
 
 
-def compare(output: Path, undisturbed: Path) -> list[str]:
+def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
     """What is not as it must be in the results of a run."""
     wrong = []
     steps = [line["step"] for line in lines(output / "metrics.jsonl")]
@@ -106,7 +108,7 @@ def compare(output: Path, undisturbed: Path) -> list[str]:
     used = sorted(uid for line in ledger for uid in line["used"] + line["dropped"])
     if used != list(range(STEPS * PROMPTS)) or [line["step"] for line in ledger] != steps:
         wrong.append(f"the ledger is not complete: {used}")
-    if weights(output / "model") != weights(undisturbed / "model"):
+    if exact and weights(output / "model") != weights(undisturbed / "model"):
         wrong.append("the final weights are not those of the undisturbed run")
     table = json.loads((output / "processes.json").read_text())
     left = [name for name, process in table.items() if state(process["pid"])]

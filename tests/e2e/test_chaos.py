@@ -1,8 +1,8 @@
-"""Five of the runs of `make chaos`: one process struck in each, and nothing is lost."""
+"""Six of the runs of `make chaos`: one process struck in each, and nothing is lost."""
 
 import pytest
 
-from tests.chaos.runs import run, start, usual
+from tests.chaos.runs import ASYNCHRONOUS, run, start, usual
 from tests.chaos.strikes import named
 
 STRIKES = named([
@@ -28,3 +28,12 @@ def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_o
     assert outcome.detected_s is not None, "nobody noticed"
     # Of a training rank's death: the step in flight, and the one before if its checkpoint was still being written.
     assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 2)
+
+
+def test_F4_a_training_rank_that_dies_in_a_weight_sync_while_answers_are_under_way_is_replaced_too(
+    undisturbed, tmp_path
+):
+    (strike,) = named(["actor:sync_weights:KILL"])
+    outcome = run(strike, tmp_path / "struck", undisturbed, {}, *ASYNCHRONOUS)
+    assert not outcome.wrong
+    assert outcome.detected_s is not None, "nobody noticed"

@@ -107,7 +107,7 @@ class RolloutPool:
         )
         for replica, call in done:
             self._result(replica, call)
-        idle = [n for n, keys in enumerate(self.running) if keys and n not in self.asked]
+        idle = [n for n in self._in(State.SERVING) if self.running[n] and n not in self.asked]
         patience = LONG_POLL_S if self.hosts.concurrent else timeout_s
         polls = self.hosts.start("rollout", "poll", [(patience,)] * len(idle), ranks=idle)
         self.asked.update(zip(idle, polls, strict=True))
@@ -168,15 +168,15 @@ class RolloutPool:
         for keys in self.running:
             keys.clear()
         self._finish(self.sent)  # or they would arrive after the engine was told to drop them
-        serving = self._in(State.SERVING)
-        calls = self.hosts.start("rollout", "abort", [()] * len(serving), ranks=serving)
-        self._finish(list(zip(serving, calls, strict=True)))
+        ready = self._in(State.SERVING, State.WAITING)
+        calls = self.hosts.start("rollout", "abort", [()] * len(ready), ranks=ready)
+        self._finish(list(zip(ready, calls, strict=True)))
         self._finish(list(self.asked.items()))
         self.sent, self.asked, self.lost = [], {}, set()
 
     def _finish(self, calls: Sequence[tuple[int, Any]]) -> None:
         for replica, call in calls:
-            if self.state[replica] is State.SERVING:
+            if self.state[replica] is not State.STARTING:
                 self._result(replica, call)
 
     def sleep(self) -> None:
@@ -185,9 +185,9 @@ class RolloutPool:
             assert not self.pending, "engines with unfinished answers must not sleep"
             serving = self._in(State.SERVING)
             calls = self.hosts.start("rollout", "sleep", [()] * len(serving), ranks=serving)
-            # On a CPU none of them does; then they need not be asked again.
             slept = [self._result(replica, call) for replica, call in zip(serving, calls, strict=True)]
-            self.asleep = self.sleeps = any(slept)
+            self.asleep = any(slept)
+            self.sleeps = set(slept) != {False}  # on a CPU none of them does, and they need not be asked again
 
     def load(self, actor: Ranks, version: int, *, check: bool) -> None:
         """Send the actor's weights to all replicas that are ready, waking them; others get them from `mend`.
@@ -196,16 +196,19 @@ class RolloutPool:
         """
         self.latest, self.asleep = (actor, version, check), False
         self.look()
-        while ready := [n for n, state in enumerate(self.state) if state is not State.STARTING]:
+        while ready := self._in(State.SERVING, State.WAITING):
             if self._sync(ready, actor, version, check=check):
                 return
 
     def _sync(self, replicas: Sequence[int], actor: Ranks, version: int, *, check: bool) -> bool:
-        """One weight sync; False if a replica died of it, and the rest need it again."""
+        """One weight sync; False if a replica died of it, and the rest, who answer nothing till then, need another."""
         began = dict(self.began)
         try:
             sync(actor, self.hosts, version, check=check, replicas=replicas)
         except (WorkerLost, SyncError):
+            for replica in replicas:
+                if self.state[replica] is State.SERVING:
+                    self.state[replica] = State.WAITING
             if actor.hosts.dead():
                 raise
             for replica, how in self.hosts.dead().items():
@@ -218,8 +221,8 @@ class RolloutPool:
                 self.state[replica] = State.SERVING
         return True
 
-    def _in(self, state: State) -> list[int]:
-        return [replica for replica, own in enumerate(self.state) if own is state]
+    def _in(self, *states: State) -> list[int]:
+        return [replica for replica, own in enumerate(self.state) if own in states]
 
     def _result(self, replica: int, call: Any) -> Any:
         """The result of a replica's call; None if it died. Raises what the engine raised."""
@@ -228,6 +231,10 @@ class RolloutPool:
         except WorkerLost as error:
             if self.state[replica] is not State.STARTING:
                 self._lose(replica, self.hosts.dead().get(replica, str(error)))
+            return None
+        except SyncError:  # of a sync that failed, which whoever asked for it knows
+            if self.state[replica] is State.SERVING:
+                raise
             return None
 
     def _lose(self, replica: int, how: str) -> None:

@@ -200,8 +200,9 @@ class AsyncVLLM:
     ) -> None:
         self.stop_ids = list(stop_ids)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[str, tuple[int, int]] = {}
-        self.answers: queue.Queue[Completion | BaseException] = queue.Queue()
+        self.keys: dict[str, tuple[int, int]] = {}  # by request id, which no later request has, unlike its key
+        self.answers: queue.Queue[tuple[str, Completion | BaseException]] = queue.Queue()
+        self.aborts = 0
         self.pulse: ConcurrentFuture[Any] | None = None  # a question to the core, which answers between two steps
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
@@ -221,17 +222,18 @@ class AsyncVLLM:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
         for request in requests:
-            self.keys[_name(request)] = request.key
-            asyncio.run_coroutine_threadsafe(self._answer(request), self.loop)
+            name = f"{_name(request)}-{self.aborts}"
+            self.keys[name] = request.key
+            asyncio.run_coroutine_threadsafe(self._answer(name, request), self.loop)
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, name: str, request: Request) -> None:
         prompt: Any = {"prompt_token_ids": request.prompt_ids}
         try:
-            async for output in self.engine.generate(prompt, sampling_params(request, self.stop_ids), _name(request)):
+            async for output in self.engine.generate(prompt, sampling_params(request, self.stop_ids), name):
                 if output.finished:
-                    self.answers.put(completion_of(output, request.key))
+                    self.answers.put((name, completion_of(output, request.key)))
         except Exception as error:
-            self.answers.put(error)
+            self.answers.put((name, error))
 
     @property
     def busy(self) -> bool:
@@ -246,15 +248,15 @@ class AsyncVLLM:
                 tick()
             self.pulse = asyncio.run_coroutine_threadsafe(self.engine.is_sleeping(), self.loop)
         try:
-            item = self.answers.get(timeout=0.05)
+            name, item = self.answers.get(timeout=0.05)
             while True:
                 if isinstance(item, EngineDeadError):
                     _end()
-                if isinstance(item, BaseException):
-                    raise item
-                if self.keys.pop(f"{item.key[0]}-{item.key[1]}", None):
+                if self.keys.pop(name, None):  # else it was dropped: vLLM ends what is aborted with an answer too
+                    if isinstance(item, BaseException):
+                        raise item
                     found.append(item)
-                item = self.answers.get_nowait()
+                name, item = self.answers.get_nowait()
         except queue.Empty:
             return found
 
@@ -262,6 +264,7 @@ class AsyncVLLM:
         """Drop all unfinished requests."""
         self._run(self.engine.abort(list(self.keys)))
         self.keys.clear()
+        self.aborts += 1
 
     def sleep(self) -> bool:
         """Give up weights and caches until weights are loaded; False where it was not built to."""

@@ -1,9 +1,13 @@
 """What vLLM is told, and in which order, when it sleeps and wakes (invariant E6); one that notes takes its place."""
 
+import asyncio
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from rltrain.compose import compose
-from workers.rollout.messages import Request
+from workers.rollout.messages import Completion, Request
 
 vllm_engine = pytest.importorskip("workers.rollout.vllm_engine", reason="needs vLLM", exc_type=ImportError)
 
@@ -160,3 +164,40 @@ def test_on_a_cpu_nothing_sleeps(made, monkeypatch):
     engine, core, log = made()
     assert not engine.sleep()
     assert (log, "enable_sleep_mode" in core.arguments) == ([], False)
+
+
+@pytest.mark.parametrize("made", ["async"], indirect=True)
+def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monkeypatch):
+    """Answers that nobody took, and vLLM ends what is aborted with an answer too, which may come whenever."""
+    engine, _, _ = made()
+    queues, requests = {}, [Request((0, number), [1], 1.0, 4, 0) for number in range(2)]
+
+    async def generate(prompt, params, name):
+        queues[name] = asyncio.Queue()
+        yield SimpleNamespace(finished=True, ids=await queues[name].get())
+
+    async def nothing(*_):
+        return False
+
+    def say(name, ids):
+        while name not in queues:
+            time.sleep(0.01)
+        engine.loop.call_soon_threadsafe(queues[name].put_nowait, ids)
+
+    def completion(output, key):
+        return Completion(key, output.ids, [-1.0], "stop", [0])
+
+    engine.engine.generate, engine.engine.abort, engine.engine.is_sleeping = generate, nothing, nothing
+    monkeypatch.setattr(vllm_engine, "completion_of", completion)
+    engine.add(requests)
+    untaken, aborted = engine.keys
+    say(untaken, [1])
+    engine.abort()
+    engine.add(requests)
+    say(aborted, [2])
+    for name in list(engine.keys):
+        say(name, [3])
+    found = []
+    while engine.busy:
+        found += engine.step()
+    assert {answer.key: answer.token_ids for answer in found} == {(0, 0): [3], (0, 1): [3]}
