@@ -95,7 +95,7 @@ def run() -> list[Row]:
     """Our seconds a step against the plain loop's."""
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
-    from tests.benchmarks.trl import ROUNDS, STEPS, our_sides
+    from tests.benchmarks.trl import ROUNDS, STEPS, our_sides, seconds_of
 
     job = Job(str(cached_start(TASKS["median"])), STEPS)
     plain = [
@@ -103,13 +103,15 @@ def run() -> list[Row]:
         for n in (1, 2)
     ]
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as folder:
-        sides = [best(some, job, Path(folder) / name)[0] for name, some in (("ours", our_sides()), ("plain", plain))]
-        ours, theirs = in_turn(sides, job, Path(folder), rounds=ROUNDS)
+        side, trials = best(our_sides(), job, Path(folder) / "ours")
+        other, their_trials = best(plain, job, Path(folder) / "plain")
+        ours, theirs = in_turn([side, other], job, Path(folder), rounds=ROUNDS)
     a, b = (median_of(runs, lambda run: run.step_s(job.warm_up)) for runs in (ours, theirs))
     row = Row(
         name="step against a plain loop, median", ratio=b / a, unit="times less time a step", target="",
         ours=f"{a:.3f} s, {ours[0].side}", theirs=f"{b:.3f} s, {theirs[0].side}",
-        notes=f"{describe(ours)}; {describe(theirs)}", command="make bench ARGS=plain_loop",
+        notes=f"{describe(ours)}; {describe(theirs)}; trials, s a step: {seconds_of(trials | their_trials)}",
+        command="make bench ARGS=plain_loop",
         extra={"ours_s": a, "theirs_s": b},
     )  # fmt: skip
     return [row]
