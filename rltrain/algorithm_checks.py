@@ -193,11 +193,16 @@ def _check_rewards_act(config: Config) -> None:
     """Settings of the score must reach the advantages."""
     algorithm, reward = config.algorithm, config.reward
     columns, estimator = _columns(algorithm), algorithm.advantage_estimator
-    gated = any(component.gate for component in reward.components)
+    gate = next((component.name for component in reward.components if component.gate), None)
     require(
-        "reward_components" not in columns or not (gated or reward.aggregation != "sum"),
-        f"a gate of a reward function, or reward.aggregation={reward.aggregation}, with {estimator}: it reads the "
-        "reward functions one by one and adds them up itself; return 0 in the functions where a gate would make it so",
+        "reward_components" not in columns or gate is None,
+        f"gate=true of reward function '{gate}' with {estimator}: it adds the functions up itself, without gates; "
+        "return 0 in the others where the gate would make it so",
+    )
+    require(
+        "reward_components" not in columns or reward.aggregation == "sum",
+        f"reward.aggregation={reward.aggregation} with {estimator}: it adds the reward functions up itself, each "
+        "normalised in its group; use sum",
     )
     require(
         "baseline_rewards" not in columns or reward.aggregation != "normalize_then_sum",

@@ -235,16 +235,17 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
             pool.start()  # an engine measures what is free on its device: nobody else takes any meanwhile
     training.build()
     pool.start()
-    groups = {
-        role: WorkerGroup(
-            hosts, role, work_of(role, paths[role]),
-            sequence_ranks=1 if role in models else placement.sequence_ranks,  # reward models share out no packs
-        ) for role, hosts in training.hosts.items()
-    }  # fmt: skip
+    groups = {role: group_of(hosts, role, paths[role], config) for role, hosts in training.hosts.items()}
     return Workers(
         pool, rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
         [groups[role] for role in models], training,
     )  # fmt: skip
+
+
+def group_of(hosts: Hosts, role: str, path: str, config: Config) -> WorkerGroup:
+    """The ranks of a role as one. Reward models run packs whole, so each of their ranks gets rows of its own."""
+    shares = 1 if role.startswith(REWARD_MODEL) else config.placement.sequence_ranks
+    return WorkerGroup(hosts, role, work_of(role, path), sequence_ranks=shares)
 
 
 def work_of(role: str, path: str) -> RowWork:

@@ -9,21 +9,26 @@ from rltrain.compose import compose
 from rltrain.data import Prompt
 from rltrain.reward_models import reward_models
 from rltrain.tasks.tokenizer import char_tokenizer
-from workers.group import WorkerGroup
-from workers.placement import ROLES, build
+from workers.placement import ROLES, build, group_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks):
-    """Thirteen rows, and then one, for which the second rank has nothing to compute."""
-    config, _ = compose([f"reward.models=[{reward_model}]"])
+@pytest.mark.parametrize(("ranks", "sequence_ranks"), [(0, 1), (2, 1), (2, 2)])
+def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, sequence_ranks):
+    """Thirteen rows, and then one, for which the second rank has nothing to compute.
+
+    Ranks that share out packs of the policy's do not share out these: each has the budget for its own.
+    """
+    placement = [f"placement.actor_ranks={max(1, ranks)}", f"placement.sequence_ranks={sequence_ranks}"]
+    config, _ = compose([f"reward.models=[{reward_model}]", *placement])
     hosts = hosts_of(ranks)
     role = "reward_model judge"
     hosts.wait(build(hosts, role, ROLES["reward_model"], config, reward_model))
-    (made,) = reward_models(config, [WorkerGroup(hosts, role)])
+    group = group_of(hosts, role, reward_model, config)
+    assert group.size == max(1, ranks)
+    (made,) = reward_models(config, [group])
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(reward_model).eval(), char_tokenizer()
     with torch.no_grad():
         expected = [float(model(**tokenizer(p + r, return_tensors="pt")).logits[0, 0]) for p, r in SAMPLES]

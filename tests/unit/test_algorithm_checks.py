@@ -1,5 +1,6 @@
 """What the chosen functions cannot act on is refused before any worker starts."""
 
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -245,11 +246,11 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
             "their shaped sum; shape them in the functions"
         ), setting
         accepted(setting)
-    gate = "reward.functions=[{path: 'x:y'}, {path: 'x:z', gate: true}]"
-    for setting in (gate, "reward.aggregation=normalize_then_sum", "reward.aggregation=x.py:y"):
-        with pytest.raises(
-            ConfigError, match=r"gate of a reward function, or reward\.aggregation=.* with gdpo: it reads"
-        ):
+    gate = "reward.functions=[{path: 'x:y'}, {path: 'x:z', name: form, gate: true}]"
+    aggregations = [f"reward.aggregation={name}" for name in ("normalize_then_sum", "x.py:y")]
+    for setting in (gate, *aggregations):
+        found = "gate=true of reward function 'form'" if setting is gate else setting
+        with pytest.raises(ConfigError, match=f"^{re.escape(found)} with gdpo: it adds the .*functions up itself"):
             check_algorithm(compose([setting, f"algorithm.{gdpo}"])[0])
         check_algorithm(compose([setting])[0])
     accepted(gdpo, "reward_shaping.overlong_penalty=2")  # off: it has no buffer
