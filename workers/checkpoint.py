@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 
 from rltrain.errors import CheckpointError
 from rltrain.storage import Folder
 from workers.fsdp import Optimizer
 from workers.model_export import export_model, small_files
+from workers.progress import tick
 from workers.state_files import INDEX, StateFiles, StateReader
 
 STATE, MODEL = "state", "model"  # folders of a checkpoint
@@ -43,6 +46,14 @@ class Saved:
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     error: str = ""
     seconds: float = 0.0
+
+
+class _Ticking(DefaultLoadPlanner):
+    """A rank that loads for long does not hang."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """A tensor, or a part of one, has been read."""
+        tick()
 
 
 class RankState:
@@ -132,7 +143,7 @@ class RankState:
             if name not in there.index.state_dict_metadata or there.size(name) != tensor.shape:
                 raise CheckpointError(f"{folder}: is of another model, its '{name}' is not {tuple(tensor.shape)}")
         try:
-            dcp.load(tensors, storage_reader=StateReader(folder), process_group=self.group)
+            dcp.load(tensors, storage_reader=StateReader(folder), planner=_Ticking(), process_group=self.group)
         except (CheckpointException, OSError) as error:
             raise CheckpointError(f"{folder}: {reason(error)}") from error
         self.optimizer.steps = int(tensors[_SCHEDULE])

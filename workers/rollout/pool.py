@@ -55,6 +55,7 @@ class RolloutPool:
         self.running: list[set[tuple[int, int]]] = [set() for _ in range(hosts.size)]
         self.sent: list[tuple[int, Any]] = []  # by replica: `submit` calls that may not have arrived
         self.asked: dict[int, Any] = {}  # by replica: a `poll` that it has not answered
+        self.found: list[Completion] = []  # what a `poll` had when it raised
         self.building: dict[int, Any] = dict(enumerate(building))  # by replica: the call that ends its start
         self.start_timeout_s, self.began = start_timeout_s, dict.fromkeys(self.building, time.monotonic())
         self.state = [State.STARTING if n in self.building else State.SERVING for n in range(hosts.size)]
@@ -77,6 +78,7 @@ class RolloutPool:
         A group's samples go to one replica, the one with the fewest unfinished answers.
         """
         assert not self.asleep, "engines that sleep have no weights to answer with: load first"
+        self.look()  # who had nothing to do until now did not hang
         serving = self._in(State.SERVING)
         if not serving:
             self.queue += groups
@@ -93,7 +95,7 @@ class RolloutPool:
     @property
     def pending(self) -> int:
         """Answers not yet returned, and groups that are lost."""
-        return sum(map(len, self.running)) + sum(map(len, self.queue)) + len(self.lost)
+        return sum(map(len, self.running)) + sum(map(len, self.queue)) + len(self.lost) + len(self.found)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Answers that finished, waiting up to `timeout_s` seconds for the first.
@@ -118,8 +120,8 @@ class RolloutPool:
         open_polls = dict(self.asked)
         # A replica that is ready is news too.
         calls = [*open_polls.values(), *self.building.values(), *self.beside()]
-        ended = set(self.hosts.first(calls, timeout_s))
-        found = []
+        ended = set(self.hosts.first(calls, 0.0 if self.found else timeout_s))
+        found = self.found
         for number, replica in enumerate(open_polls):
             if number not in ended or self.asked.pop(replica, None) is None:  # it is gone meanwhile
                 continue
@@ -128,6 +130,7 @@ class RolloutPool:
             self.running[replica] -= {answer.key for answer in answers}
         if found:
             self.deaths = 0
+        self.found = []
         return found
 
     def take_lost(self) -> set[int]:
@@ -137,7 +140,7 @@ class RolloutPool:
 
     def look(self) -> None:
         """Replace the replicas whose processes are gone, stopped or hang; see which are ready. Does not wait."""
-        busy = [replica for replica, keys in enumerate(self.running) if keys]
+        busy = [replica for replica in self._in(State.SERVING) if self.running[replica]]
         for replica, how in self.hosts.dead(busy).items():
             self._lose(replica, how)
         if self.building:
@@ -172,7 +175,7 @@ class RolloutPool:
         calls = self.hosts.start("rollout", "abort", [()] * len(ready), ranks=ready)
         self._finish(list(zip(ready, calls, strict=True)))
         self._finish(list(self.asked.items()))
-        self.sent, self.asked, self.lost = [], {}, set()
+        self.sent, self.asked, self.found, self.lost = [], {}, [], set()
 
     def _finish(self, calls: Sequence[tuple[int, Any]]) -> None:
         for replica, call in calls:
@@ -213,7 +216,7 @@ class RolloutPool:
                 raise
             for replica, how in self.hosts.dead().items():
                 self._lose(replica, f"{how} in weight sync {version}")
-            if all(self.state[replica] is not State.STARTING for replica in replicas):
+            if all(self.began.get(replica) == began.get(replica) for replica in replicas):  # none was replaced
                 raise
             return False
         for replica in replicas:
@@ -275,8 +278,8 @@ class RolloutPool:
 
     def close(self) -> None:
         """End the engines."""
-        serving = [replica for replica in self._in(State.SERVING) if replica not in self.hosts.dead()]
-        self.hosts.call("rollout", "close", [()] * len(serving), ranks=serving)
+        ready = [n for n in self._in(State.SERVING, State.WAITING) if n not in self.hosts.dead()]
+        self.hosts.call("rollout", "close", [()] * len(ready), ranks=ready)
 
 
 def _numbers(replicas: Sequence[int]) -> str:

@@ -67,6 +67,14 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_each_tensor_that_is_loaded_counts_as_progress(start, tmp_path, monkeypatch):
+    made, ticks = actor(start), []
+    write(made, tmp_path)
+    monkeypatch.setattr("workers.checkpoint.tick", lambda: ticks.append(1))
+    made.load_state(str(tmp_path))
+    assert len(ticks) >= len(made.state.tensors()) > 100
+
+
 @pytest.mark.parametrize("overrides", [[], [LORA]])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_F4_weights_moments_and_schedule_come_back_bitwise_and_the_next_update_is_the_same(

@@ -8,116 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rltrain.errors import SyncError, WorkerError, WorkerLost
-from workers.group import Hosts
+from tests.fake_replicas import ACTOR, pool_of, request
 from workers.rollout import pool as pool_module
-from workers.rollout.messages import Completion, Request
-from workers.rollout.pool import REPLACEMENTS, RolloutPool, State
-
-ACTOR = SimpleNamespace(hosts=SimpleNamespace(dead=dict))
-
-
-def request(uid: int, number: int = 0) -> Request:
-    return Request((uid, number), [1], 1.0, 4, 0)
-
-
-class Call:
-    """A call to one process: without an end until it is answered, and an error from its process's death on."""
-
-    def __init__(self, process, value=None, *, done=True):
-        self.process, self.value, self.done, self.error = process, value, done, None
-
-
-class Replica:
-    """One process of an engine."""
-
-    def __init__(self, *, ready):
-        self.alive, self.version, self.keys = True, None, []
-        self.build, self.poll = Call(self, done=ready), None
-
-
-class Replicas(Hosts):
-    """Replicas in this process."""
-
-    def __init__(self, size):
-        self.size, self.concurrent, self.meanwhile = size, True, None
-        self.replicas = [Replica(ready=True) for _ in range(size)]
-        self.reported: dict[int, str] = {}
-        self.told: list[tuple[int, str]] = []
-
-    def start(self, role, method, arguments, *, ranks=None):
-        ranks = range(self.size) if ranks is None else ranks
-        self.told += [(rank, method) for rank in ranks]
-        return [getattr(self, method)(self.replicas[rank], *own) for rank, own in zip(ranks, arguments, strict=True)]
-
-    def submit(self, replica, requests):
-        if replica.alive:
-            assert replica.version is not None, "work before weights"
-            replica.keys += [one.key for one in requests]
-        return Call(replica)
-
-    def poll(self, replica, patience_s):
-        replica.poll = Call(replica, [], done=False)
-        return replica.poll
-
-    def abort(self, replica):
-        replica.keys = []
-        if replica.poll:
-            replica.poll.done = True
-        return Call(replica)
-
-    def say(self, rank, key):
-        """A replica answers this, in the poll that is open."""
-        replica = self.replicas[rank]
-        replica.keys.remove(key)
-        replica.poll.value = [Completion(key, [rank], [-1.0], "stop", [replica.version])]
-        replica.poll.done = True
-
-    def fail_poll(self, rank):
-        self.replicas[rank].poll.done, self.replicas[rank].poll.error = True, SyncError("weights of two versions")
-
-    def first(self, pending, timeout_s):
-        return [number for number, call in enumerate(pending) if call.done or not call.process.alive]
-
-    def wait(self, pending, **_):
-        for call in pending:
-            if not call.process.alive:
-                raise WorkerLost("a process died")
-            assert call.done, "waits for what does not come"
-            if call.error:
-                raise call.error
-        return [call.value for call in pending]
-
-    def dead(self, busy=()):
-        return {n: "is gone" for n, replica in enumerate(self.replicas) if not replica.alive}
-
-    def replace(self, rank):
-        self.replicas[rank].alive = False
-        self.replicas[rank] = Replica(ready=False)
-        return self.replicas[rank].build
+from workers.rollout.pool import REPLACEMENTS, State
 
 
 @pytest.fixture
 def made(monkeypatch):
-    return lambda size, **more: pool_of(size, monkeypatch, **more)
-
-
-def pool_of(size, monkeypatch, *, busy=False):
-    """A pool whose replicas have weights 0, maybe each work, and its hosts; `sync` gives weights to who is alive."""
-    hosts = Replicas(size)
-
-    def sync(actor, hosts, version, *, check, replicas):
-        for replica in replicas:
-            if not hosts.replicas[replica].alive:
-                raise WorkerLost("a process died in the sync")
-            hosts.replicas[replica].version = version
-
-    monkeypatch.setattr(pool_module, "sync", sync)
-    pool = RolloutPool(hosts, replace=hosts.replace)
-    pool.load(ACTOR, 0, check=True)
-    if busy:
-        pool.submit([[request(uid)] for uid in range(size)])
-        pool.poll(0.0)
-    return pool, hosts
+    return lambda size: pool_of(size, monkeypatch)
 
 
 def test_a_replica_that_dies_is_replaced_and_works_again_with_the_weights_of_now_only(made):
@@ -201,68 +99,6 @@ def test_a_training_rank_that_dies_in_a_sync_is_no_replicas_death(made, monkeypa
     hosts.replicas[0].alive = False
     with pytest.raises(WorkerLost, match="training rank 0"):
         pool._sync([0, 1], actor, 1, check=True)
-
-
-def test_after_a_sync_that_a_training_rank_broke_off_engines_are_left_alone_until_they_have_weights(made, monkeypatch):
-    pool, hosts = made(2, busy=True)
-    plain = pool_module.sync
-
-    def broken(*_, **__):
-        hosts.fail_poll(0)
-        raise WorkerLost("training rank 0 is gone")
-
-    monkeypatch.setattr(pool_module, "sync", broken)
-    with pytest.raises(WorkerLost, match="training rank 0"):
-        pool.load(SimpleNamespace(hosts=SimpleNamespace(dead=lambda: {0: "is gone"})), 1, check=True)
-    hosts.told.clear()
-    assert ([pool.poll(0.0), pool.poll(0.0)], hosts.told) == ([[], []], [])  # as while new training ranks start
-    pool.abort()
-    assert hosts.told == [(0, "abort"), (1, "abort")]  # they still have the old requests
-    monkeypatch.setattr(pool_module, "sync", plain)
-    pool.load(ACTOR, 1, check=True)
-    pool.submit([[request(0)]])
-    pool.poll(0.0)
-    hosts.say(0, (0, 0))
-    assert [answer.key for answer in pool.poll(0.0)] == [(0, 0)]
-
-
-def test_a_replica_that_dies_in_a_sync_does_not_keep_the_others_from_the_next(made, monkeypatch):
-    pool, hosts = made(2, busy=True)
-    plain, syncs = pool_module.sync, []
-
-    def sync(*arguments, **options):
-        syncs.append(options["replicas"])
-        if len(syncs) == 1:
-            hosts.replicas[0].alive = False
-            hosts.fail_poll(1)
-        else:
-            pool.poll(0.0)  # as whoever trains gets turns while the actor is waited for
-        plain(*arguments, **options)
-
-    monkeypatch.setattr(pool_module, "sync", sync)
-    pool.load(ACTOR, 1, check=True)
-    assert (syncs, pool.state) == ([[0, 1], [1]], [State.STARTING, State.SERVING])
-    pool.poll(0.0)
-    hosts.say(1, (1, 0))
-    assert [answer.key for answer in pool.poll(0.0)] == [(1, 0)]
-
-
-def test_an_engine_that_says_of_itself_that_a_sync_failed_is_believed(made):
-    pool, hosts = made(1, busy=True)
-    hosts.fail_poll(0)
-    with pytest.raises(SyncError, match="of two versions"):
-        pool.poll(0.0)
-
-
-@pytest.mark.parametrize(("answers", "goes_on"), [([True, None], True), ([None, None], True), ([False, False], False)])
-def test_a_death_while_engines_go_to_sleep_does_not_keep_them_awake_ever_after(made, answers, goes_on):
-    pool, hosts = made(2)
-    pool.sleeps = True
-    hosts.sleep = lambda replica: Call(replica, answers[hosts.replicas.index(replica)])
-    for replica, answer in zip(hosts.replicas, answers, strict=True):
-        replica.alive = answer is not None
-    pool.sleep()
-    assert (pool.asleep, pool.sleeps) == (True in answers, goes_on)
 
 
 def test_a_sync_that_fails_though_all_are_alive_is_raised(made, monkeypatch):
