@@ -271,7 +271,7 @@ def _largest_demand(config: Config) -> int:
 def _demands(config: Config) -> list[tuple[str, int]]:
     """What each role asks for, in devices; with shared ranks roles take turns on the same ones."""
     placement, rollout = config.placement, config.rollout
-    shards = rollout.vllm.tensor_parallel_size if rollout.vllm else 1
+    shards = rollout.shards
     engines = f"placement.rollout_replicas={placement.rollout_replicas}"
     if shards > 1:
         engines += f" x rollout.vllm.tensor_parallel_size={shards}"
@@ -284,7 +284,7 @@ def _demands(config: Config) -> list[tuple[str, int]]:
 
 
 def _check_ranks(config: Config, available: int, devices: str, where: str) -> None:
-    shards = config.rollout.vllm.tensor_parallel_size if config.rollout.vllm else 1
+    shards = config.rollout.shards
     require(
         devices != "GPUs" or shards == 1 or not config.placement.share_ranks,
         f"rollout.vllm.tensor_parallel_size={shards}: with placement.share_ranks=true an engine has a part of one GPU; "

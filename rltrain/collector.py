@@ -19,8 +19,9 @@ from rltrain.errors import RewardError
 from rltrain.pace import pause
 from rltrain.prompt_groups import Group, PromptGroups, State, requests_of
 from rltrain.protocol import DataProto, jagged
+from rltrain.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.reward_models import RewardModel, with_model_scores
-from rltrain.schema import Config, RewardFunctionConfig, RewardModelConfig
+from rltrain.schema import Config
 from rltrain.scoring import flat_rows, on_last_token, shaped_scores, weighted_sum
 from workers.reward.messages import RewardResult
 from workers.reward.pool import RewardPool

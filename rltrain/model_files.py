@@ -77,7 +77,7 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"{rollout.max_response_length} = {longest} tokens: the model has {positions} positions "
         f"({name}); use at most {positions} together",
     )
-    shards, heads = rollout.vllm.tensor_parallel_size if rollout.vllm else 1, model.get("num_attention_heads")
+    shards, heads = rollout.shards, model.get("num_attention_heads")
     require(
         not isinstance(heads, int) or heads % shards == 0,
         f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be shared out evenly; "

@@ -219,7 +219,7 @@ def _processes(config: Config, facts: Facts) -> str:
         training = f"{_count(placement.actor_ranks, 'training rank')} ({', '.join(roles)})"
     else:
         training = f"{_count(placement.actor_ranks, 'rank')} each for {', '.join(roles)}"
-    shards = config.rollout.vllm.tensor_parallel_size if config.rollout.vllm else 1
+    shards = config.rollout.shards
     engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
     where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
     return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {facts.devices}"
@@ -247,8 +247,7 @@ def _memory(config: Config, facts: Facts) -> str:
 def _engine_memory(config: Config, facts: Facts) -> str:
     assert facts.parameters is not None, "the caller knows the size"
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
-    shards = vllm.tensor_parallel_size if vllm else 1
-    weights = f"weights {_bytes(facts.parameters * _BYTES[config.model.dtype] / shards)}"
+    weights = f"weights {_bytes(facts.parameters * _BYTES[config.model.dtype] / config.rollout.shards)}"
     if vllm is None:
         return weights
     cache = (

@@ -17,7 +17,8 @@ from rltrain.data import Prompt, one_bos
 from rltrain.model_files import load_tokenizer, longest_row, text_config
 from rltrain.prompt_groups import Group
 from rltrain.protocol import DataProto, jagged
-from rltrain.schema import Config, RewardModelConfig
+from rltrain.reward_config import RewardModelConfig
+from rltrain.schema import Config
 from workers.group import WorkerGroup
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from rltrain.algorithms import combine_rewards, overlong_penalty, required_columns, shape_scores, treat_truncated
 from rltrain.errors import RewardError
 from rltrain.protocol import DataProto
+from rltrain.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from rltrain.rewards.loading import described, load_function
-from rltrain.schema import Config, RewardConfig, RewardFunctionConfig, RewardModelConfig
+from rltrain.schema import Config
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:

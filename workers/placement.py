@@ -288,7 +288,7 @@ def ray_hosts(config: Config, name: str, count: int, *, watch: Watch | None = No
     share = 0.5 if config.placement.share_ranks else 1.0  # engine and trainer of a shared device get half of it each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus:
-        resources["num_gpus"] = share * (_gpus_of_engine(config) if engines else 1)
+        resources["num_gpus"] = share * (config.rollout.shards if engines else 1)
     environment = {
         "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -318,7 +318,3 @@ def _has_gpus() -> bool:
     import ray
 
     return ray.cluster_resources().get("GPU", 0) > 0
-
-
-def _gpus_of_engine(config: Config) -> int:
-    return config.rollout.vllm.tensor_parallel_size if config.rollout.vllm else 1

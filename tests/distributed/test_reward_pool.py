@@ -10,7 +10,7 @@ import ray
 
 from rltrain.compose import compose
 from rltrain.errors import WorkerError
-from rltrain.schema import RewardFunctionConfig
+from rltrain.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker

@@ -12,7 +12,7 @@ from rltrain.data import Prompt
 from rltrain.errors import RewardError
 from rltrain.prompt_groups import Group, State, stream_seed
 from rltrain.protocol import DataProto, jagged
-from rltrain.schema import RewardFunctionConfig
+from rltrain.reward_config import RewardFunctionConfig
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion

@@ -105,6 +105,9 @@ def test_an_engine_holds_its_shard_in_its_own_dtype():
     overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]
     assert "an engine: weights 1.0 GB, 50% of its GPU in all;" in row("memory", *overrides, facts=gib)
     assert "an engine: weights 4.0 GB;" in row("memory", "rollout=hf", facts=gib)
+    another = ["rollout.engine=hf", "rollout.vllm.tensor_parallel_size=2"]  # vLLM's settings are there, and idle
+    assert "an engine: weights 4.0 GB;" in row("memory", *another, facts=gib)
+    assert "+ 1 engine +" in row("processes", *another)
 
 
 def test_memory_of_a_model_of_unknown_size_is_not_invented():

@@ -11,8 +11,8 @@ from rltrain.data import Prompt
 from rltrain.errors import ConfigError, RewardError
 from rltrain.prompt_groups import Group, State
 from rltrain.protocol import DataProto
+from rltrain.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.reward_models import RewardModel, with_model_scores
-from rltrain.schema import RewardFunctionConfig, RewardModelConfig
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.fakes import Waiting
 from workers.reward.messages import RewardResult

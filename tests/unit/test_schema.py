@@ -18,7 +18,9 @@ from rltrain.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[2]
 # These say what the config holds, or refuse it: a key that only they read would have no effect.
-TELLERS = {"schema.py", "algorithm_config.py", "plan.py", "checks.py", "algorithm_checks.py", "compose.py"}
+TELLERS = {
+    "schema.py", "algorithm_config.py", "reward_config.py", "plan.py", "checks.py", "algorithm_checks.py", "compose.py",
+}  # fmt: skip
 # Sections that are handed over whole, as keyword arguments of a function; and what it does not get from there.
 HANDED_WHOLE = {
     "reward_normalization": (normalize_rewards, {"eps"}, set()),

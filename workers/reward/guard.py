@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rltrain.errors import WorkerError
-from rltrain.schema import RewardFunctionConfig
+from rltrain.reward_config import RewardFunctionConfig
 from workers.progress import Process, announce, began_of, state_of
 from workers.reward import processes
 from workers.reward.child import READY

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from rltrain.reward_config import RewardConfig
 from rltrain.rewards.loading import is_async, is_batched, load_function
-from rltrain.schema import RewardConfig
 from workers.reward.messages import Key, RewardRequest, RewardResult
 from workers.reward.transport import Answer, Call, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 
 from rltrain.errors import WorkerError
+from rltrain.reward_config import RewardConfig
 from rltrain.rewards.loading import absolute
-from rltrain.schema import RewardConfig
 from workers.reward.guard import Ended, GuardedWorker
 from workers.reward.transport import Answer, Call, Lost, settings
 from workers.watch import Vigil, Watch

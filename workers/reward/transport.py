@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rltrain.schema import RewardConfig
+from rltrain.reward_config import RewardConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.worker import RewardWorker
 

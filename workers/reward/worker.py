@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from rltrain.reward_config import RewardFunctionConfig
 from rltrain.rewards.loading import (
     ScoreError,
     as_score,
@@ -21,7 +22,6 @@ from rltrain.rewards.loading import (
     is_batched,
     load_function,
 )
-from rltrain.schema import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 
 _CANCEL_S = 2.0  # that a cancelled call may take to end; a guarded process is replaced before

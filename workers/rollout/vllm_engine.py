@@ -347,7 +347,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     assert config.rollout.vllm is not None, "vllm settings are there when the engine is vllm"
     process = config.rollout.vllm.process
     if process == "auto":
-        alone = config.rollout.vllm.tensor_parallel_size == 1 and not torch.cuda.is_available()
+        alone = config.rollout.shards == 1 and not torch.cuda.is_available()
         process = "inprocess" if alone else "async"
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))

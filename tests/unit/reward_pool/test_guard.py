@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import sys
-from rltrain.schema import RewardFunctionConfig
+from rltrain.reward_config import RewardFunctionConfig
 from workers.reward.guard import GuardedWorker
 from workers.reward.messages import RewardRequest
 

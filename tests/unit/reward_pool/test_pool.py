@@ -10,7 +10,7 @@ import pytest
 
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
-from rltrain.schema import RewardConfig, RewardFunctionConfig
+from rltrain.reward_config import RewardConfig, RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Lost

@@ -8,9 +8,9 @@ import pytest
 
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
+from rltrain.reward_config import RewardFunctionConfig
 from rltrain.rewards import loading
 from rltrain.rewards.result import RewardResult as Said
-from rltrain.schema import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker

@@ -6,8 +6,8 @@ import pytest
 
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
+from rltrain.reward_config import RewardFunctionConfig
 from rltrain.rewards import loading
-from rltrain.schema import RewardFunctionConfig
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 

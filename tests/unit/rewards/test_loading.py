@@ -12,9 +12,9 @@ import numpy
 import pytest
 
 from rltrain.errors import ConfigError
+from rltrain.reward_config import RewardFunctionConfig
 from rltrain.rewards.loading import BUILTIN as BUILTIN_NAMES
 from rltrain.rewards.loading import ScoreError, absolute, bind, call, check_aggregation, check_columns, load_function
-from rltrain.schema import RewardFunctionConfig
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 
