@@ -83,7 +83,7 @@ class ActorWorker:
             found = {"old_log_probs": output.log_probs, "entropies": output.entropies, "full_kl": output.full_kl}
             return {name: values for name, values in found.items() if values is not None}
 
-        return row_pass(columns, batch, microbatches)
+        return row_pass(self.model, columns, batch, microbatches)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
         """The reference's hidden states (R, H) at the response tokens of these rows, and its head (V, H)."""

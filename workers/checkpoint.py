@@ -21,6 +21,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from rltrain.errors import CheckpointError
 from rltrain.storage import Folder
@@ -84,9 +86,10 @@ class RankState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that decides this role's future, as it is now, not copied."""
-        found = {_SCHEDULE: torch.tensor(self.optimizer.steps)}
+        found, sharded = {_SCHEDULE: torch.tensor(self.optimizer.steps)}, isinstance(self.model, FSDPModule)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
+                assert not sharded or isinstance(parameter, DTensor), f"{name} is whole: a copy, maybe rounded"
                 found[f"model.{name}"] = parameter.detach()
                 found |= {f"{kind}.{name}": tensor for kind, tensor in self.optimizer.moments(parameter).items()}
         return found

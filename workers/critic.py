@@ -1,7 +1,7 @@
 """The critic: the policy's architecture with one output a token, its values and its update."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
 
 from rltrain.algorithms import aggregate_loss, value_loss
@@ -9,7 +9,7 @@ from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.checkpoint import RankState, Saved
 from workers.dispatch import Minibatch, UpdateResult
-from workers.forward import load_model, microbatch, response_values, row_pass, unpack
+from workers.forward import Pack, load_model, microbatch, response_values, row_pass, unpack
 from workers.fsdp import Optimizer, shard
 
 
@@ -37,7 +37,11 @@ class CriticWorker:
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """`values` of these rows, in the order of the micro-batches."""
-        return row_pass(lambda _, packed: {"values": response_values(self.model, packed)}, batch, microbatches)
+
+        def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
+            return {"values": response_values(self.model, packed)}
+
+        return row_pass(self.model, columns, batch, microbatches)
 
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
         """One optimizer step a mini-batch, towards the column `returns`, clipped around the column `values`."""

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from rltrain.algorithms import full_kl
 from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
-from workers.fsdp import device
+from workers.fsdp import device, forward_only
 from workers.head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
 from workers.progress import tick
 from workers.sequence import (
@@ -291,20 +291,23 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
     return part, to_device(pack(part), device()), columns
 
 
-@torch.no_grad()
 def row_pass(
-    function: Callable[[DataProto, Pack], dict[str, Tensor]], batch: DataProto, microbatches: list[list[int]]
+    model: nn.Module,
+    function: Callable[[DataProto, Pack], dict[str, Tensor]],
+    batch: DataProto,
+    microbatches: list[list[int]],
 ) -> DataProto:
-    """Columns of one value (R, ...) a response token, computed pack by pack from the rows and their pack.
+    """Columns of one value (R, ...) a response token, which a function of rows and their pack has this model compute.
 
     The result has these columns only, rows in the order of the micro-batches.
     """
     parts, names = [], set[str]()
-    for rows in microbatches:
-        tick()
-        part = batch[rows or stand_in(batch)]
-        columns = {name: values.cpu() for name, values in function(part, to_device(pack(part), device())).items()}
-        kept = columns if rows else {name: values[:0] for name, values in columns.items()}
-        parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))
-        names.update(columns)
+    with forward_only(model):
+        for rows in microbatches:
+            tick()
+            part = batch[rows or stand_in(batch)]
+            columns = {name: values.cpu() for name, values in function(part, to_device(pack(part), device())).items()}
+            kept = columns if rows else {name: values[:0] for name, values in columns.items()}
+            parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))
+            names.update(columns)
     return DataProto.concat(parts).select(sorted(names))

@@ -1,5 +1,6 @@
 """Sharding with FSDP2, the optimizer, its schedule, and full tensors out of shards."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -65,6 +66,27 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     for layer in layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
+
+
+def frozen(model: nn.Module, config: Config) -> nn.Module:
+    """Shard a model that is never trained: without gradients, and its weights in the dtype that it computes in."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+    return shard(model, config).eval()
+
+
+@contextlib.contextmanager
+def forward_only(model: nn.Module) -> Iterator[None]:
+    """Passes without gradients, and a sharded model in its shards afterwards.
+
+    FSDP keeps what is not in a layer (embeddings, head) whole after a forward pass, in the dtype of the computation,
+    for a backward pass to come. Without one it would take memory, and stand where weights to save are looked for.
+    """
+    with torch.no_grad():
+        yield
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

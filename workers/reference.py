@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.forward import Pack, load_model, policy_output, row_pass
-from workers.fsdp import shard
+from workers.fsdp import frozen
 
 
 class ReferenceWorker:
@@ -19,8 +19,7 @@ class ReferenceWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config = config
-        self.model = shard(load_model(AutoModelForCausalLM, path), config)
-        self.model.eval().requires_grad_(False)
+        self.model = frozen(load_model(AutoModelForCausalLM, path), config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """What the KL terms need of these rows, in the order of the micro-batches.
@@ -34,4 +33,4 @@ class ReferenceWorker:
             found = {"ref_log_probs": output.log_probs} if algorithm.needs_ref_log_probs else {}
             return found if output.hidden is None else found | {"ref_hidden": output.hidden}
 
-        return row_pass(columns, batch, microbatches)
+        return row_pass(self.model, columns, batch, microbatches)

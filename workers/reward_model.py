@@ -8,7 +8,7 @@ from rltrain.errors import ConfigError
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.forward import Pack, load_model, pack, stand_in, to_device
-from workers.fsdp import device, shard
+from workers.fsdp import device, forward_only, frozen
 from workers.progress import tick
 
 
@@ -26,17 +26,16 @@ class RewardModelWorker:
     def __init__(self, config: Config, path: str) -> None:
         model, loaded = load_model(AutoModelForSequenceClassification, path, num_labels=1, output_loading_info=True)
         _check(model, set(loaded["missing_keys"]), path)
-        self.model = shard(model, config)
-        self.model.eval().requires_grad_(False)
+        self.model = frozen(model, config)
 
-    @torch.no_grad()
     def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """`model_scores` of these rows, in the order of the micro-batches: their tokens are `prompts`, all of them."""
         scores = []
-        for rows in microbatches:  # no rows: one that stands in, so that this rank takes part in the collectives
-            tick()
-            packed = to_device(pack(batch[rows or stand_in(batch)]), device())
-            scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
+        with forward_only(self.model):
+            for rows in microbatches:  # no rows: one that stands in, so that this rank takes part in the collectives
+                tick()
+                packed = to_device(pack(batch[rows or stand_in(batch)]), device())
+                scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
         return DataProto.from_dict({"model_scores": torch.cat(scores)})
 
 

@@ -200,6 +200,15 @@ def test_D7_at_the_start_the_exact_kl_is_zero_with_zero_gradient(start, sampled_
     assert float(reward.prepared(sampled_batch).values("full_kl").abs().max()) < 1e-9
 
 
+def test_a_reference_in_bfloat16_holds_no_more_and_agrees_with_the_actor_to_the_last_bit(start, sampled_batch):
+    run = Run(start, "algorithm.kl_loss.kl_loss_coef=1", "model.dtype=bfloat16")
+    batch = run.prepared(sampled_batch)
+    assert torch.equal(batch.values("ref_log_probs"), batch.values("old_log_probs"))
+    reference = run.reference.hosts.host.roles["reference"].model
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in run.worker.model.parameters()} == {torch.float32}
+
+
 def test_D5_the_exact_kl_pulls_back_to_the_reference(start, sampled_batch):
     """A policy that has moved away comes nearer again when nothing but the KL is in the loss."""
     run = Run(start, *FULL, "actor.lr=3e-4")

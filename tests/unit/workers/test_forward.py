@@ -51,7 +51,7 @@ def log_prob_pass(model, batch, microbatches) -> DataProto:
     def columns(_, packed):
         return {"old_log_probs": policy_output(model, packed, temperature=1.0).log_probs}
 
-    return row_pass(columns, batch, microbatches)
+    return row_pass(model, columns, batch, microbatches)
 
 
 def one_at_a_time(model, prompts, responses, temperature: float) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_a_pass_gives_columns_of_any_width_from_the_rows_and_their_pack():
         ids = part.values("responses").float()
         return {"wide": torch.stack([ids, -ids], -1), "ids": ids}
 
-    result = row_pass(columns, batch, [[3, 0], [], [2, 1]])
+    result = row_pass(torch.nn.Identity(), columns, batch, [[3, 0], [], [2, 1]])
     assert sorted(result.keys()) == ["ids", "wide"]
     flat = [float(token) for row in (3, 0, 2, 1) for token in RESPONSES[row]]
     assert result.values("ids").tolist() == flat

@@ -25,6 +25,8 @@ from rltrain.errors import CheckpointError
 from rltrain.storage import Folder
 from workers import model_export
 from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.fsdp import full
 from workers.state_files import INDEX, StateFiles, _Unpickler, read_index
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -92,6 +94,26 @@ def test_F4_weights_moments_and_schedule_come_back_bitwise_and_the_next_update_i
     assert same(copies(other), before)
     learn(other, 3)
     assert same(copies(other), copies(made))
+
+
+@pytest.mark.parametrize(("kind", "method"), [(ActorWorker, "compute_log_probs"), (CriticWorker, "compute_values")])
+def test_F4_after_a_forward_pass_alone_the_state_is_that_of_before(start, sampled_batch, kind, method):
+    made = kind(compose(["placement=inprocess", "rollout=hf", "model.dtype=bfloat16"])[0], start)
+    for parameter in made.optimizer.parameters:
+        parameter.grad = parameter.detach() + 1
+    made.optimizer.step()
+    before = {name: full(tensor).clone() for name, tensor in made.state.tensors().items()}
+    getattr(made, method)(sampled_batch, [[0, 1], [2]])
+    after = {name: full(tensor) for name, tensor in made.state.tensors().items()}
+    assert all(after[name].dtype == tensor.dtype for name, tensor in before.items())
+    assert same(after, before)
+
+
+def test_weights_gathered_for_a_pass_are_never_saved_for_those_that_are_trained(start):
+    made = actor(start, "model.dtype=bfloat16")
+    made.model.unshard()
+    with pytest.raises(AssertionError, match="is whole"):
+        made.state.tensors()
 
 
 def test_without_a_checkpoint_a_rank_goes_back_to_its_start(start):
