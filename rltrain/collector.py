@@ -122,7 +122,7 @@ class Collector:
         that were generated. Raises RewardError when more samples failed than `reward.max_failed_fraction` allows.
         """
         step, components = self.step, self.config.reward.components
-        while not (groups := self.groups.take(step.places)):
+        while not (groups := self.groups.ready(step.places)):
             self._pump()
         with_model_scores(groups, self.models)
         batch = with_scores(batch, groups, components)
@@ -136,8 +136,16 @@ class Collector:
             batch.meta_info["rollout/groups_dropped"] = float(len(step.dropped))
             batch.meta_info["rollout/groups_missing"] = float(self.config.trainer.prompts_per_step - step.places)
         batch.meta_info["dropped"] = sorted(step.dropped)
+        self.groups.take(step.places)
         step.open = False
         return batch
+
+    def forget_failures(self) -> None:
+        """Forget the failed scores: who goes on from a `state_dict` made after this asks for them again."""
+        seen = self.step.seen
+        for uid in [uid for uid, group in seen.items() if any(result.failed for result in group.results.values())]:
+            del seen[uid]
+        self.groups.forget_failures()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain values: where the order of prompts is, and the groups in flight."""

@@ -169,6 +169,13 @@ class PromptGroups:
             if group is not None and group.state is State.GENERATING:
                 group.state = State.PENDING
 
+    def forget_failures(self) -> None:
+        """Let each failed score count as one that is still awaited."""
+        for group in self.groups.values():
+            group.results = {number: result for number, result in group.results.items() if not result.failed}
+            if group.state is State.READY and len(group.results) < group.size:
+                group.state = State.SCORING
+
     def drop(self, uid: int, *, replace: bool) -> None:
         """Give a group up: it is counted. Another may take its place in the step, or the place stays empty."""
         del self.groups[uid]
@@ -183,9 +190,13 @@ class PromptGroups:
         """The oldest `count` groups, when all their answers are there, scored or not. Else an empty list."""
         return self._oldest_in(count, {State.SCORING, State.READY})
 
+    def ready(self, count: int) -> list[Group]:
+        """The oldest `count` groups, when all of them are ready. Else an empty list."""
+        return self._oldest_in(count, {State.READY})
+
     def take(self, count: int) -> list[Group]:
         """The oldest `count` groups, when all of them are ready; they are used from then on. Else an empty list."""
-        taken = self._oldest_in(count, {State.READY})
+        taken = self.ready(count)
         self.used += len(taken)
         for group in taken:
             del self.groups[group.uid]

@@ -6,9 +6,10 @@ actor over mini-batches; send the new weights to the engines. `Trainer` holds it
 process and a cluster run the same code.
 """
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rltrain.alarms import Alarms
@@ -120,7 +121,8 @@ class Trainer:
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
         if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
-            self.evaluate()
+            with self.rewards_awaited():
+                self.evaluate()
         if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
             self.save()
 
@@ -190,7 +192,7 @@ class Trainer:
     def train_step(self) -> tuple[dict[str, float], DataProto]:
         """One step: metrics, and the batch that was trained on."""
         config, timer = self.config, Timer()
-        with timer("generate"):
+        with timer("generate"), self.rewards_awaited():
             batch = self.collector.answers(version=self.step)
             self.collector.rollout.sleep()
         if self.reference is not None:
@@ -201,8 +203,8 @@ class Trainer:
         if self.critic is not None:
             with timer("values"):
                 batch = batch.union(self.rows(self.critic, "compute_values", batch))
-        with timer("rewards"):
-            batch = self.scored(batch)
+        with timer("rewards"), self.rewards_awaited():
+            batch = self.collector.scored(batch)
         metrics = sample_metrics(batch, [component.name for component in config.reward.components])
         metrics |= staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
         with timer("advantages"):
@@ -229,15 +231,20 @@ class Trainer:
             self.sync_weights()
         return metrics | gap_metrics | reward_metrics | advantage_metrics | mask_metrics | timer.metrics(batch), batch
 
-    def scored(self, batch: DataProto) -> DataProto:
-        """Adds the scores; where too many rewards failed, the samples are kept for a look at them."""
+    @contextlib.contextmanager
+    def rewards_awaited(self) -> Iterator[None]:
+        """Where too many rewards fail, keeps the samples for a look at them, and what was trained for a resumed run."""
         try:
-            return self.collector.scored(batch)
+            yield
         except RewardError as error:
-            if error.batch is None:
-                raise
-            path = self.tracker.log_failed(self.step + 1, error.batch)
-            raise RewardError(f"{error}; all samples: {path}") from None
+            text = str(error)
+            if error.batch is not None:
+                text += f"; all samples: {self.tracker.log_failed(self.step + 1, error.batch)}"
+            if self.step > (self.origin.step if self.origin else 0):
+                self.collector.forget_failures()
+                self.save()
+                text += f"; when that is mended, trainer.resume=auto goes on after step {self.step}"
+            raise RewardError(text) from None
 
     def budget(self, group: WorkerGroup) -> int:
         """Tokens of a role's micro-batch."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rltrain.checkpoint import Checkpoints
 from rltrain.collector import Collector
 from rltrain.compose import compose
 from rltrain.data import load_prompts
-from rltrain.errors import Stopped
+from rltrain.errors import RewardError, Stopped
 from rltrain.storage import Folder
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.tracking import Tracker
@@ -210,6 +211,48 @@ def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_as_if_i
     kept = json.loads((tmp_path / f"parts/checkpoints/step_{stopped.trainer.step}/driver.json").read_text())
     assert kept["collector"] == json.loads(json.dumps(stopped.trainer.state_dict()["collector"]))
     assert_same(resumed.fit(), whole)
+
+
+def out_of_order(run, *, after: int):
+    """From this step on every reward of the run fails."""
+    rewards = run.trainer.collector.rewards
+    poll = rewards.poll
+
+    def failing(timeout_s):
+        results = poll(timeout_s)
+        if run.trainer.step < after:
+            return results
+        return [replace(result, scores=(None,), failed=True, error="the judge is down") for result in results]
+
+    rewards.poll = failing
+
+
+@pytest.mark.parametrize("sampling", [0, 3])
+def test_a_run_that_ends_because_rewards_fail_goes_on_when_they_work_again_and_loses_no_step(start, tmp_path, sampling):
+    overrides = ["trainer.deterministic=true", "trainer.save_every=0", f"algorithm.dynamic_sampling={sampling}"]
+    failed = Run(start, tmp_path / "parts", *overrides)
+    out_of_order(failed, after=2)
+    with pytest.raises(RewardError, match=r"the judge is down.*trainer\.resume=auto goes on after step 2"):
+        failed.fit()
+    failed.checkpoints.finish()
+    resumed = Run(start, tmp_path / "parts", *overrides).resume()
+    assert resumed.trainer.step == 2
+    resumed.fit()
+    lines = resumed.ledger()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    counted = sorted(uid for line in lines for uid in line["used"] + line["dropped"])
+    assert counted == list(range(len(counted)))
+    if not sampling:  # nothing was dropped because its rewards failed
+        assert_same(resumed, Run(start, tmp_path / "whole", *overrides).fit())
+
+
+def test_where_rewards_fail_before_anything_is_learnt_nothing_is_saved(start, tmp_path):
+    run = Run(start, tmp_path)
+    out_of_order(run, after=0)
+    with pytest.raises(RewardError, match="the judge is down") as caught:
+        run.fit()
+    assert "resume" not in str(caught.value)
+    assert run.checkpoints.newest() is None
 
 
 def test_a_run_that_takes_over_in_another_folder_has_the_checkpoint_there_too_and_whole_curves(start, tmp_path):

@@ -1,15 +1,13 @@
 import pytest
 import torch
 
-from rltrain.collector import Collector, place_scores
+from rltrain.collector import place_scores
 from rltrain.compose import compose
 from rltrain.data import Prompt
-from rltrain.errors import LogProbError, RewardError
+from rltrain.errors import LogProbError
 from rltrain.protocol import DataProto, jagged
 from rltrain.trainer import Trainer
-from tests.fakes import FakeCheckpoints, Immortal
-from workers.reward.messages import RewardResult
-from workers.rollout.messages import Completion
+from tests.fakes import FakeCheckpoints
 
 
 def samples(version: int) -> DataProto:
@@ -361,36 +359,3 @@ def test_a_selector_that_chooses_by_chance_gets_new_draws_each_step():
     draws = [made.train_step()[1].values("random_draws").tolist() for _ in range(2)]
     assert draws[0] != draws[1]
     assert trainer("algorithm.loss_mode=clip_cov")[0].train_step()[1].values("random_draws").tolist() == draws[0]
-
-
-class Engines(Immortal):
-    pending = 0
-
-    def submit(self, groups):
-        self.requests = [request for group in groups for request in group]
-        self.pending = len(self.requests)
-
-    def poll(self, timeout_s):
-        self.pending = 0
-        return [Completion(request.key, [2], [-1.0], "stop", [0]) for request in self.requests]
-
-
-class BrokenJudges:
-    pending = 0
-
-    def submit(self, requests):
-        self.keys = [request.key for request in requests]
-
-    def poll(self, timeout_s):
-        return [RewardResult(key, (None,), failed=True, error="TypeError: no answer") for key in self.keys]
-
-
-def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named():
-    config, _ = compose([*BASE, "reward.max_failed_fraction=0.5"])
-    prompts = [Prompt(n, "1+1=", [1], {}) for n in range(4)]
-    made, log = trainer(collector=Collector(config, rollout=Engines(), rewards=BrokenJudges(), prompts=prompts))
-    with pytest.raises(RewardError) as caught:
-        made.fit()
-    assert "100% of the rewards failed, 4 of 4, above reward.max_failed_fraction=0.5" in str(caught.value)
-    assert "TypeError: no answer (4 x, first in prompt group 0, sample 0); all samples: /run/1" in str(caught.value)
-    assert "actor update 1111" not in log

@@ -1,0 +1,66 @@
+"""Rewards that fail, seen from the loop: the run ends, says why, and what was trained is kept."""
+
+import pytest
+
+from rltrain.collector import Collector
+from rltrain.compose import compose
+from rltrain.data import Prompt
+from rltrain.errors import RewardError
+from tests.fakes import Immortal
+from tests.unit.test_trainer import BASE, FakeCollector, samples, trainer
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
+
+
+class Engines(Immortal):
+    pending = 0
+
+    def submit(self, groups):
+        self.requests = [request for group in groups for request in group]
+        self.pending = len(self.requests)
+
+    def poll(self, timeout_s):
+        self.pending = 0
+        return [Completion(request.key, [2], [-1.0], "stop", [0]) for request in self.requests]
+
+
+class BrokenJudges:
+    pending = 0
+
+    def submit(self, requests):
+        self.keys = [request.key for request in requests]
+
+    def poll(self, timeout_s):
+        return [RewardResult(key, (None,), failed=True, error="TypeError: no answer") for key in self.keys]
+
+
+def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named():
+    config, _ = compose([*BASE, "reward.max_failed_fraction=0.5"])
+    prompts = [Prompt(n, "1+1=", [1], {}) for n in range(4)]
+    made, log = trainer(collector=Collector(config, rollout=Engines(), rewards=BrokenJudges(), prompts=prompts))
+    with pytest.raises(RewardError) as caught:
+        made.fit()
+    assert "100% of the rewards failed, 4 of 4, above reward.max_failed_fraction=0.5" in str(caught.value)
+    assert "TypeError: no answer (4 x, first in prompt group 0, sample 0); all samples: /run/1" in str(caught.value)
+    assert "actor update 1111" not in log
+
+
+@pytest.mark.parametrize(("failing", "saved"), [(0, []), (2, ["save actor 2"])])
+def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(failing, saved):
+    class Fails(FakeCollector):
+        def evaluate(self, prompts, *, greedy):
+            if made.step == failing:
+                error = RewardError("all of them failed")
+                error.batch = samples(0)
+                raise error
+            return samples(0)
+
+        def forget_failures(self):
+            made.log.append("failures forgotten")
+
+    made, log = trainer(collector=Fails([]), val=[Prompt(0, "", [1], {})])
+    made.log = log
+    with pytest.raises(RewardError, match=rf"^all of them failed; all samples: /run/{failing + 1}"):
+        made.fit()
+    assert [line for line in log if line.startswith("save ")] == saved
+    assert ("failures forgotten" in log) == bool(saved)
