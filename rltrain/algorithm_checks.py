@@ -43,6 +43,8 @@ def check_algorithm(config: Config) -> None:
     losses = loss_functions(algorithm.loss_mode)
     _check_knobs("loss", algorithm.loss_mode, list(losses), algorithm.loss, config)
     _check_columns(algorithm)
+    if needs_critic(algorithm):
+        config.require_budget("critic")
     _check_kl(algorithm)
     _check_rejection(algorithm)
     _check_groups(config)

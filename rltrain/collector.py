@@ -193,22 +193,25 @@ class Collector:
         """Drop the finished groups without spread, unless the step would have none at all."""
         while fresh := self._unseen(step):
             with_model_scores(fresh, self.models)
-            for group in fresh:
-                step.seen[group.uid] = group
-                the_last = step.places == 1 and not step.refills
-                if the_last or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
-                    continue
-                self.groups.drop(group.uid, replace=step.refills > 0)
-                step.dropped.add(group.uid)
-                if step.refills:
-                    step.refills -= 1
-                else:
-                    step.places -= 1
+            group = fresh[0]
+            step.seen[group.uid] = group
+            the_last = step.places == 1 and not step.refills
+            if the_last or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
+                continue
+            self.groups.drop(group.uid, replace=step.refills > 0)
+            step.dropped.add(group.uid)
+            if step.refills:
+                step.refills -= 1
+            else:
+                step.places -= 1
 
     def _unseen(self, step: "_Step") -> list[Group]:
         """Finished groups that this step would use, and that were not looked at; later steps look at their own."""
         oldest = self.groups.oldest(step.places)
-        return [group for group in oldest if group.state is State.READY and group.uid not in step.seen]
+        ready = [group for group in oldest if group.state is State.READY]
+        if not step.refills and len(ready) < len(oldest):  # if all lack spread, timing must not say which one is left
+            return []
+        return [group for group in ready if group.uid not in step.seen]
 
     def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
         """Adds `baseline_rewards`: the greedy answer's score, shaped like the others. No score: rows are not valid."""
@@ -272,7 +275,7 @@ class Collector:
         for result in self.rewards.poll(0.5 if wait and not self.rollout.pending else 0.0):
             for flight in self.in_flight:
                 flight.groups.scored(result)
-                if result.failed and result.key[0] in flight.groups.groups:
+                if wait and result.failed and result.key[0] in flight.groups.groups:
                     self._stop_early(flight.groups)
 
     def _reissue(self, uids: set[int]) -> None:

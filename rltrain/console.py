@@ -162,7 +162,8 @@ def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
     last = {override.split("=", 1)[0]: override for override in overrides}  # of two for one key the later counts
-    rest = [o for key, o in last.items() if key not in ("algorithm", "trainer.output_dir", "trainer.resume")]
+    of_this_run = ("algorithm", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
+    rest = [override for key, override in last.items() if key not in of_this_run]
     command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python

@@ -252,16 +252,7 @@ class Config:
     verbose: bool
 
     def __post_init__(self) -> None:
-        longest = self.rollout.max_prompt_length + self.rollout.max_response_length
-        ranks = self.placement.sequence_ranks
-        for role in ("actor", "critic"):
-            budget = getattr(self, role).max_tokens_per_microbatch
-            shared, least = f", which {ranks} ranks share" if ranks > 1 else "", -(-longest // ranks)
-            require(
-                budget * ranks >= longest,
-                f"{role}.max_tokens_per_microbatch={budget} is below the longest possible row, "
-                f"rollout.max_prompt_length + rollout.max_response_length = {longest}{shared}; use at least {least}",
-            )
+        self.require_budget("actor")
         require(
             self.placement.launcher == "ray" or self.rollout.engine != "vllm",
             "rollout=vllm with placement=inprocess: vLLM changes its process's threads and random state, which "
@@ -283,6 +274,17 @@ class Config:
             kl.controller == "fixed" or sequences < 5 * kl.horizon,
             f"algorithm.kl_in_reward.horizon={kl.horizon} with controller=adaptive: a step has {sequences} sequences, "
             f"and 5 * horizon must be more, or kl_coef could turn negative; use a horizon above {sequences // 5}",
+        )
+
+    def require_budget(self, role: str) -> None:
+        """Refuse micro-batches of a role, `actor` or `critic`, that the longest possible row does not fit in."""
+        longest = self.rollout.max_prompt_length + self.rollout.max_response_length
+        ranks, budget = self.placement.sequence_ranks, getattr(self, role).max_tokens_per_microbatch
+        shared, least = f", which {ranks} ranks share" if ranks > 1 else "", -(-longest // ranks)
+        require(
+            budget * ranks >= longest,
+            f"{role}.max_tokens_per_microbatch={budget} is below the longest possible row, "
+            f"rollout.max_prompt_length + rollout.max_response_length = {longest}{shared}; use at least {least}",
         )
 
     @property

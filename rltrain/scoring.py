@@ -3,7 +3,9 @@
 What the reward functions said stays in the column `scores`; here it becomes what advantages are made of.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,11 +56,17 @@ def combined_scores(batch: DataProto, reward: RewardConfig) -> tuple[Tensor, Ten
     return totals.nan_to_num(0.0), valid & ~totals.isnan()
 
 
+@functools.cache
+def _aggregation(path: str) -> Callable[..., Any]:
+    """The user's function as it was when it was first called: an edit of its file is for another run."""
+    return load_function(path)
+
+
 def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor, weights: list[float]) -> Tensor:
     where = f"reward.aggregation={path}"
     own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}  # it may change them in place
     try:
-        totals = load_function(path)(**own, weights=torch.tensor(weights))
+        totals = _aggregation(path)(**own, weights=torch.tensor(weights))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit would end the run without a word

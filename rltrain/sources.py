@@ -19,14 +19,15 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
         prompts: to train on, as they were loaded.
 
     Returns:
-        By key and name: the prompts; reward functions' files; weights of reward models, and those of `model.path` where
-        a checkpoint does not replace them, as the base of LoRA adapters and as the reference.
+        By key and name: the prompts; files of reward functions and of their aggregation; weights of reward models, and
+        those of `model.path` where no checkpoint replaces them, as the base of LoRA adapters and as the reference.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
-    for function in config.reward.functions:
-        file = Path(absolute(function.path).rpartition(":")[0])
+    functions = [("reward.functions", function.path) for function in config.reward.functions]
+    for key, path in [*functions, ("reward.aggregation", config.reward.aggregation)]:
+        file = Path(absolute(path).rpartition(":")[0])
         if file.is_file():
-            found[f"reward.functions: {function.path}"] = zlib.crc32(file.read_bytes())
+            found[f"{key}: {path}"] = zlib.crc32(file.read_bytes())
     for model in config.reward.models:
         found[f"reward.models: {model.path}"] = _weights(model.path)
     stays = config.model.lora is not None or config.algorithm.needs_reference

@@ -83,7 +83,7 @@ class Trainer:
         self.origin: Checkpoint | None = None  # that the run was restored to last
         self.beginning: dict[str, Any] | None = None  # its state before the first step, unless it began from another
         self.engine_checked = self.checked_before = False  # now, and before the step that is under way
-        for group in (actor, reference, critic):
+        for group in (actor, reference, critic, *(model.group for model in collector.models)):
             if group is not None:
                 group.meanwhile(collector.advance)
 

@@ -26,6 +26,13 @@ def accepted(*overrides):
     check_algorithm(config_of(*overrides))
 
 
+def test_the_budget_of_a_critic_counts_where_there_is_one():
+    small = "critic.max_tokens_per_microbatch=31"
+    check_algorithm(compose(["algorithm=grpo", small])[0])
+    with pytest.raises(ConfigError, match=r"^critic\.max_tokens_per_microbatch=31 is below .* use at least 32$"):
+        check_algorithm(compose(["algorithm=ppo", small])[0])
+
+
 @pytest.mark.parametrize("name", choices("algorithm"))
 def test_every_preset_passes(name):
     check_algorithm(compose([f"algorithm={name}"])[0])

@@ -234,7 +234,8 @@ def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
     ("overrides", "algorithm"), [([], "ppo"), (["algorithm=ppo"], "grpo"), (["algorithm=rloo", "data=sort"], "grpo")]
 )
 def test_the_next_command_tries_another_algorithm_in_a_folder_of_its_own(tmp_path, overrides, algorithm):
-    first = next_command([*overrides, f"trainer.output_dir={tmp_path}"], tmp_path).split(os.linesep)[0]
+    own = [f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/kept", "trainer.resume=auto"]
+    first = next_command([*overrides, *own], tmp_path).split(os.linesep)[0]
     kept = [override for override in overrides if not override.startswith("algorithm=")]
     assert shlex.split(first)[1:] == ["-m", "rltrain.main", f"algorithm={algorithm}", *kept]
 

@@ -255,10 +255,10 @@ def test_a_group_with_a_failed_reward_is_dropped_like_others_where_the_rest_has_
 
 def test_the_steps_last_group_stays_masked_and_counted_though_a_reward_failed():
     def score(uid, number):
-        return "fails" if (uid, number) == (4, 0) else 1.0
+        return "fails" if (uid, number) == (5, 0) else 1.0
 
     batch = collector(score, sampling(2)).collect(version=0)
-    assert (uids(batch), facts(batch)) == ([4], (5, 2))
+    assert (uids(batch), facts(batch)) == ([5], (5, 2))
     assert batch.batch["failed"].tolist() == [True, False, False, False]
     assert not bool(batch.values("response_mask").any())
     with pytest.raises(RewardError, match=r"^4% of the rewards failed"):  # 1 of the 6 groups' 24
@@ -279,12 +279,13 @@ def test_failures_are_not_dropped_before_they_are_counted():
 # Order
 
 
+@pytest.mark.parametrize("without_spread", [(0, 2, 3, 4, 6), range(20)])
 @pytest.mark.parametrize("batches", [1, 2, 4])
-def test_which_groups_are_used_does_not_depend_on_who_finishes_first(batches):
+def test_which_groups_are_used_does_not_depend_on_who_finishes_first(batches, without_spread):
     found = {
         (tuple(uids(b)), facts(b))
         for b in (
-            collector(flat(0, 2, 3, 4, 6), sampling(batches), engines=Engines(seed=seed)).collect(version=0)
+            collector(flat(*without_spread), sampling(batches), engines=Engines(seed=seed)).collect(version=0)
             for seed in range(6)
         )
     }

@@ -127,6 +127,15 @@ def test_an_aggregation_of_ones_own_gets_components_and_says_the_scores(own):
     assert shaped(config, [(1.0, 3.0), (9.0, None), (None, -1.0)])[0] == [6.0, 9.0, -2.0]
 
 
+def test_an_edit_of_its_file_is_for_another_run(tmp_path):
+    file, rows = tmp_path / "sums.py", [(1.0, 3.0)]
+    file.write_text("def total(components, **_): return components.sum(-1)")
+    config = config_of(f"reward.aggregation={file}:total")
+    assert shaped(config, rows)[0] == [4.0]
+    file.write_text("def total(components, **_): return -components.sum(-1)")
+    assert shaped(config, rows)[0] == [4.0]
+
+
 def test_a_row_for_which_it_says_nan_is_in_no_statistic(own):
     scores, valid = shaped(config_of(f"reward.aggregation={own}:some"), [(1.0, 3.0), (9.0, 1.0)])
     assert (scores, valid) == ([1.0, 0.0], [True, False])

@@ -126,7 +126,6 @@ def changed(values, key, value):
         ("algorithm.loss", [], "algorithm.loss=[]: must be a mapping"),
         ("rollout.temperature", 0, "rollout.temperature must be > 0, got 0.0"),
         ("actor.max_tokens_per_microbatch", 31, "=31 is below the longest possible row, rollout.max_prompt_length"),
-        ("critic.max_tokens_per_microbatch", 31, "max_response_length = 32; use at least 32"),
         ("rollout.vllm.gpu_memory_utilization", 1.5, "must be in (0, 1], got 1.5"),
     ],
 )

@@ -30,6 +30,16 @@ def test_a_reward_file_with_another_content_is_another(tmp_path):
     assert len(seen) == 2
 
 
+def test_so_is_another_function_that_adds_rewards_up(tmp_path):
+    file = tmp_path / "sums.py"
+    file.write_text("def total(components, **_): return components.sum(-1)")
+    key, words = f"reward.aggregation: {file}:total", [f"reward.aggregation='{file}:total'"]
+    before = found(*words)[key]
+    file.write_text("def total(components, **_): return -components.sum(-1)")
+    assert found(*words)[key] != before
+    assert not [name for name in found("reward.aggregation=sum") if name.startswith("reward.aggregation")]
+
+
 @pytest.mark.parametrize("uses", ["model.lora={rank:4}", "algorithm.kl_loss.kl_loss_coef=0.1"])
 @pytest.mark.parametrize("at", [0, ENDS_BYTES - 1, -1, "size", "name"])
 def test_other_weights_of_a_model_that_stays_are_another(tmp_path, uses, at):

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ class FakeCollector:
 
     def __init__(self, log):
         self.log, self.rollout, self.asleep, self.sleep = log, self, False, lambda: None
-        self.state_dict = lambda: {"waiting": len(log)}
+        self.state_dict, self.models = lambda: {"waiting": len(log)}, []
 
     def answers(self, version):
         self.log.append(f"answers {version}")
@@ -109,6 +111,14 @@ def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None,
     told = [f"{role} meanwhile advance" for role in ("actor", *["reference"] * reference, *["critic"] * critic)]
     assert [log.pop(0) for _ in told] == told  # while these compute, answers and scores move on
     return made, log
+
+
+def test_answers_and_scores_move_on_while_a_reward_model_computes():
+    log: list[str] = []
+    collector = FakeCollector(log)
+    collector.models = [SimpleNamespace(group=FakeGroup("reward_model judge", log))]
+    trainer(collector=collector)
+    assert log == ["reward_model judge meanwhile advance"]
 
 
 SYNC = ["load actor as 1, checked: True"]

@@ -117,7 +117,10 @@ class RewardPool:
             if request.key in self._keys:
                 raise ValueError(f"sample {request.key} is being scored already; poll its result, then submit it again")
             self._keys.add(request.key)
-            self._fresh.append(request)
+            if self._names:
+                self._fresh.append(request)
+            else:
+                self._finished.append(RewardResult(request.key, ()))
         self._feed()
 
     def poll(self, timeout_s: float) -> list[RewardResult]:

@@ -10,7 +10,7 @@ import pytest
 
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
-from rltrain.reward_config import RewardConfig, RewardFunctionConfig
+from rltrain.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Lost
@@ -227,6 +227,17 @@ def test_in_process_every_function_scores_every_sample_in_the_order_of_the_confi
     pool = RewardPool.in_process(reward(rewards("length", "number")))
     pool.submit([request(1, "25", unit=2), request(2, "7")])
     assert finish(pool) == [RewardResult((0, 1), (4.0, 25.0)), RewardResult((0, 2), (1.0, 7.0))]
+
+
+def test_without_functions_as_beside_reward_models_nobody_is_called_and_nobody_can_be_lost():
+    workers = ScriptedWorkers(2, 0, lose=lambda *_: "gone")
+    pool = RewardPool(
+        workers,
+        reward([], models=[RewardModelConfig(name="rm", path="/m", weight=1.0, gate=False, prompt_template=None)]),
+    )
+    pool.submit([request(1, "25"), request(2, "7")])
+    assert finish(pool) == [RewardResult((0, 1), ()), RewardResult((0, 2), ())]
+    assert workers.log == []
 
 
 def test_G4_a_component_that_does_not_apply_is_none_and_the_others_count(rewards):
