@@ -26,7 +26,7 @@ class Replica:
     """One process of an engine."""
 
     def __init__(self, *, ready):
-        self.alive, self.version, self.keys = True, None, []
+        self.alive, self.version, self.keys, self.asleep = True, None, [], False
         self.build, self.poll = Call(self, done=ready), None
 
 
@@ -59,6 +59,10 @@ class Replicas(Hosts):
         if replica.poll:
             replica.poll.done = True
         return Call(replica)
+
+    def sleep(self, replica):
+        replica.asleep = replica.alive
+        return Call(replica, replica.alive)
 
     def say(self, rank, key):
         """A replica answers this, in the poll that is open."""

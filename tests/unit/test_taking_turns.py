@@ -137,7 +137,7 @@ class Collector:
     """Asks the pool, and makes up the answers."""
 
     def __init__(self, pool):
-        self.rollout, self.advance, self.state_dict = pool, lambda: None, dict
+        self.rollout, self.advance, self.state_dict, self.models = pool, lambda: None, dict, []
 
     def answers(self, version):
         self.rollout.submit([[REQUEST]])

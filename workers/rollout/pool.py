@@ -26,6 +26,7 @@ REPLACEMENTS = 3  # for each replica, without an answer from any in between, bef
 class State(StrEnum):
     """What a replica can do."""
 
+    DEAD = "dead"  # until the next `load`: no engine is built beside training ranks that compute
     STARTING = "starting"
     WAITING = "waiting for weights"
     SERVING = "serving"
@@ -142,7 +143,8 @@ class RolloutPool:
         """Replace the replicas whose processes are gone, stopped or hang; see which are ready. Does not wait."""
         busy = [replica for replica in self._in(State.SERVING) if self.running[replica]]
         for replica, how in self.hosts.dead(busy).items():
-            self._lose(replica, how)
+            if self.state[replica] is not State.DEAD:
+                self._lose(replica, how)
         if self.building:
             self._settle(0.0)
         for replica in list(self.building):
@@ -183,14 +185,23 @@ class RolloutPool:
                 self._result(replica, call)
 
     def sleep(self) -> None:
-        """Let the training ranks have the memory of the devices until `load`, where the engines have any to give."""
+        """Let the training ranks have the memory of the devices until `load`, where the engines have any to give.
+
+        A replacement that is being built is waited for: beside ranks that compute it might find no room.
+        """
         if self.sleeps and not self.asleep:
             assert not self.pending, "engines with unfinished answers must not sleep"
-            serving = self._in(State.SERVING)
-            calls = self.hosts.start("rollout", "sleep", [()] * len(serving), ranks=serving)
-            slept = [self._result(replica, call) for replica, call in zip(serving, calls, strict=True)]
-            self.asleep = any(slept)
+            slept = self._put_to_sleep(self._in(State.SERVING, State.WAITING))
             self.sleeps = set(slept) != {False}  # on a CPU none of them does, and they need not be asked again
+            while self.sleeps and self.building:
+                built = list(self.building)
+                self.start()
+                slept += self._put_to_sleep(built)
+            self.asleep = any(slept)
+
+    def _put_to_sleep(self, replicas: Sequence[int]) -> list[bool | None]:
+        calls = self.hosts.start("rollout", "sleep", [()] * len(replicas), ranks=replicas)
+        return [self._result(replica, call) for replica, call in zip(replicas, calls, strict=True)]
 
     def load(self, actor: Ranks, version: int, *, check: bool) -> None:
         """Send the actor's weights to all replicas that are ready, waking them; others get them from `mend`.
@@ -198,6 +209,8 @@ class RolloutPool:
         Raises SyncError unless they compute with them, and WorkerLost when a rank of the actor is.
         """
         self.latest, self.asleep = (actor, version, check), False
+        for replica in self._in(State.DEAD):
+            self._replace(replica)
         self.look()
         while ready := self._in(State.SERVING, State.WAITING):
             if self._sync(ready, actor, version, check=check):
@@ -232,7 +245,7 @@ class RolloutPool:
         try:
             return self.hosts.wait([call], ranks=[replica])[0]
         except WorkerLost as error:
-            if self.state[replica] is not State.STARTING:
+            if self.state[replica] in (State.SERVING, State.WAITING):
                 self._lose(replica, self.hosts.dead().get(replica, str(error)))
             return None
         except SyncError:  # of a sync that failed, which whoever asked for it knows
@@ -253,7 +266,15 @@ class RolloutPool:
                 f"rollout replica {replica} {how}; {self.deaths} died without an answer in between, and {limit} may: "
                 "look at verbose=true, its memory, and the room in the cluster"
             )
-        logger.warning("rollout replica %d %s: another is started in its place", replica, how)
+        when = " after the update" if self.asleep else ""
+        logger.warning("rollout replica %d %s: another is started in its place%s", replica, how, when)
+        self.state[replica] = State.DEAD
+        if not self.asleep:
+            self._replace(replica)
+
+    def _replace(self, replica: int) -> None:
+        """Start another process in the place of one that is dead."""
+        assert self.replace is not None, "the first death ends a pool without replacements"
         self.state[replica] = State.STARTING
         self.building[replica], self.began[replica] = self.replace(replica), time.monotonic()
 

@@ -67,17 +67,6 @@ def test_an_engine_that_says_of_itself_that_a_sync_failed_is_believed(made):
         pool.poll(0.0)
 
 
-@pytest.mark.parametrize(("answers", "goes_on"), [([True, None], True), ([None, None], True), ([False, False], False)])
-def test_a_death_while_engines_go_to_sleep_does_not_keep_them_awake_ever_after(made, answers, goes_on):
-    pool, hosts = made(2)
-    pool.sleeps = True
-    hosts.sleep = lambda replica: Call(replica, answers[hosts.replicas.index(replica)])
-    for replica, answer in zip(hosts.replicas, answers, strict=True):
-        replica.alive = answer is not None
-    pool.sleep()
-    assert (pool.asleep, pool.sleeps) == (True in answers, goes_on)
-
-
 def test_a_replica_that_is_replaced_and_ready_before_its_sync_ends_is_still_the_one_to_blame(made, monkeypatch):
     pool, hosts = made(2)
     plain, syncs = pool_module.sync, []
