@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rltrain.cores import cpu_cores
 from rltrain.errors import ConfigError, WorkerError, one_line
 from rltrain.model_files import text_config
 from rltrain.schema import REWARD_MODEL, Config
@@ -118,7 +119,7 @@ def connect(config: Config) -> dict[str, float]:
 
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
-        options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
+        options |= {"include_dashboard": False, "num_cpus": cpu_cores()}
     if not config.verbose:
         _no_reports()
     try:
@@ -278,12 +279,11 @@ def ray_hosts(config: Config, name: str, count: int, *, watch: Watch | None = No
     import ray
 
     engines = name.startswith("rollout")
-    cores = os.cpu_count() or 1
     # Synchronous groups take turns; others compute while the engines do.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )
-    threads = config.placement.threads_per_worker or max(1, cores // beside)
+    threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
     has_gpus = _has_gpus()
     share = 0.5 if config.placement.share_ranks else 1.0  # engine and trainer of a shared device get half of it each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
