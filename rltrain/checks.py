@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.algorithm_checks import check_algorithm, needs_critic
+from rltrain.cores import cpu_cores
 from rltrain.data import BUILTIN
 from rltrain.errors import ConfigError
 from rltrain.model_files import (
@@ -247,7 +248,7 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_machine(config: Config) -> None:
-    cores = os.cpu_count() or 1
+    cores = cpu_cores()
     if _largest_demand(config) > cores or _gpu_nodes():
         gpus = _gpu_count()
         _check_ranks(config, gpus or cores, "GPUs" if gpus else "CPU cores", "this machine")

@@ -4,7 +4,6 @@ Only functions are defined here: a class would pickle as `__main__.X`.
 """
 
 import contextlib
-import os
 import sys
 import time
 import traceback
@@ -17,6 +16,7 @@ from rich.console import Console
 from rltrain.algorithm_checks import check_algorithm, needs_critic
 from rltrain.checks import builtin_task, check, check_cluster, output_folder, sandbox_warning
 from rltrain.compose import compose, parse_args, to_yaml, usage
+from rltrain.cores import cpu_cores
 from rltrain.errors import ConfigError, RLTrainError, Stopped, one_line
 from rltrain.run_lock import RunLock
 from rltrain.schema import Config
@@ -269,7 +269,7 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
     facts = Facts(
         path=config.model.path, parameters=parameters, adapters=adapters, train_prompts=train_prompts,
         val_prompts=val_prompts,
-        needs_critic=needs_critic(config.algorithm), devices=f"{gpus} GPUs" if gpus else f"{os.cpu_count()} CPU cores",
+        needs_critic=needs_critic(config.algorithm), devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",
         on_gpu=gpus > 0,
         reward_models={model.name: parameter_count(Path(model.path).expanduser()) for model in config.reward.models},
     )  # fmt: skip

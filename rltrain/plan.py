@@ -228,14 +228,15 @@ def _processes(config: Config, facts: Facts) -> str:
 def _memory(config: Config, facts: Facts) -> str:
     if not facts.parameters:
         return "not estimated: the size of the model is unknown"
-    shard = facts.parameters / config.placement.actor_ranks
+    shards = config.placement.shard_ranks or config.placement.actor_ranks
+    shard = facts.parameters / shards
     trained = shard * (_MASTER + _GRADIENT + _ADAM)
     by_role = {"actor": trained, "reference": shard * _MASTER, "critic": trained}
     if facts.adapters is not None:
-        of_adapters = facts.adapters / config.placement.actor_ranks
+        of_adapters = facts.adapters / shards
         by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)
     for name, parameters in facts.reward_models.items():
-        by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / config.placement.actor_ranks * _MASTER
+        by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / shards * _MASTER
     roles = config.roles(needs_critic=facts.needs_critic)
     ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
     total = (

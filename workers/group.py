@@ -103,12 +103,12 @@ class RayHosts(Hosts):
     Args:
         actors: by rank.
         name: what one of them is called in messages.
-        spawn: starts another actor of this kind; needed by `renew`.
+        spawn: starts another actor of this kind for a rank; needed by `renew`.
         watch: sees what becomes of their processes; without it, deaths are known from Ray alone, and hangs are not.
     """
 
     def __init__(
-        self, actors: Sequence[Any], *, name: str = "worker", spawn: Callable[[], Any] | None = None,
+        self, actors: Sequence[Any], *, name: str = "worker", spawn: Callable[[int], Any] | None = None,
         watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self.actors, self.size, self.concurrent, self.meanwhile = list(actors), len(actors), True, None
@@ -204,7 +204,7 @@ class RayHosts(Hosts):
             if self.vigil:
                 self.vigil.give_up(rank, "is being replaced")
             ray.kill(self.actors[rank])
-            self.actors[rank] = self.spawn()
+            self.actors[rank] = self.spawn(rank)
             if self.vigil:
                 self.vigil.expect(rank, self.actors[rank].introduce.remote())
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rltrain.cores import cpu_cores
 from rltrain.errors import ConfigError, WorkerError, one_line
 from rltrain.model_files import text_config
 from rltrain.schema import REWARD_MODEL, Config
 from rltrain.work import RowWork, row_work
+from workers.devices import SharedDevices
 from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
 from workers.host import Host
 from workers.reward.pool import RewardPool
@@ -77,6 +79,7 @@ class Workers:
     critic: WorkerGroup | None
     reward_models: list[WorkerGroup]
     training: Training
+    devices: SharedDevices | None
 
     @property
     def restart_training(self) -> Callable[[], None] | None:
@@ -92,6 +95,8 @@ class Workers:
         for hosts in {self.rollout.hosts, *self.training.hosts.values()}:
             if isinstance(hosts, RayHosts):
                 hosts.end()
+        if self.devices:
+            self.devices.free()
 
 
 def connect(config: Config) -> dict[str, float]:
@@ -118,7 +123,7 @@ def connect(config: Config) -> dict[str, float]:
 
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
-        options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
+        options |= {"include_dashboard": False, "num_cpus": cpu_cores()}
     if not config.verbose:
         _no_reports()
     try:
@@ -199,6 +204,18 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     Raises:
         WorkerError: if a process does not come up within `placement.start_timeout_s`.
     """
+    devices = shared_devices(config)
+    try:
+        return _start(config, path, stop_ids, needs_critic=needs_critic, devices=devices)
+    except BaseException:
+        if devices:
+            devices.free()
+        raise
+
+
+def _start(
+    config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: bool, devices: SharedDevices | None
+) -> Workers:
     roles, placement = config.roles(needs_critic=needs_critic), config.placement
     models = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
     paths = {role: str(Path(models[role]).expanduser().absolute()) if role in models else path for role in roles}
@@ -215,15 +232,15 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
         rewards = RewardPool.on_ray(
             config.reward, workers=placement.reward_workers, start_timeout_s=placement.start_timeout_s, watch=watch
         )
-        replicas = ray_hosts(config, "rollout replica", placement.rollout_replicas, watch=watch)
+        replicas = ray_hosts(config, "rollout replica", placement.rollout_replicas, watch=watch, devices=devices)
 
         def replace(replica: int) -> Any:
             replicas.renew([replica])
             return build(replicas, "rollout", *engine, ranks=[replica])[0]
 
-        shared = (
-            ray_hosts(config, "training rank", placement.actor_ranks, watch=watch) if placement.share_ranks else None
-        )
+        shared = None
+        if placement.share_ranks:
+            shared = ray_hosts(config, "training rank", placement.actor_ranks, watch=watch, devices=devices)
         training = Training(config, paths, {
             role: shared or ray_hosts(config, f"{role} rank", placement.actor_ranks, watch=watch) for role in roles
         })  # fmt: skip
@@ -238,7 +255,7 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     groups = {role: group_of(hosts, role, paths[role], config) for role, hosts in training.hosts.items()}
     return Workers(
         pool, rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
-        [groups[role] for role in models], training,
+        [groups[role] for role in models], training, devices,
     )  # fmt: skip
 
 
@@ -273,17 +290,34 @@ def watch_of(config: Config) -> Watch:
     )
 
 
-def ray_hosts(config: Config, name: str, count: int, *, watch: Watch | None = None) -> RayHosts:
-    """Ray actors for one group of ranks or replicas, each called `name` in messages."""
+def shared_devices(config: Config) -> SharedDevices | None:
+    """The GPUs for ranks and replicas that share them; None without GPUs, or where each process has its own.
+
+    Raises WorkerError where too few are free within `placement.start_timeout_s`.
+    """
+    placement = config.placement
+    if placement.launcher == "inprocess" or not placement.share_ranks or not _has_gpus():
+        return None
+    cpus = 0.0 if placement.address == "local" else 1.0
+    count = max(placement.actor_ranks, placement.rollout_replicas)
+    return SharedDevices(count, cpus=cpus, limit_s=placement.start_timeout_s)
+
+
+def ray_hosts(
+    config: Config, name: str, count: int, *, watch: Watch | None = None, devices: SharedDevices | None = None
+) -> RayHosts:
+    """Ray actors for one group of ranks or replicas, each called `name` in messages, and each on its own of `devices`.
+
+    Without `devices` Ray chooses among all that have enough left.
+    """
     import ray
 
     engines = name.startswith("rollout")
-    cores = os.cpu_count() or 1
     # Synchronous groups take turns; others compute while the engines do.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )
-    threads = config.placement.threads_per_worker or max(1, cores // beside)
+    threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
     has_gpus = _has_gpus()
     share = 0.5 if config.placement.share_ranks else 1.0  # engine and trainer of a shared device get half of it each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
@@ -298,10 +332,11 @@ def ray_hosts(config: Config, name: str, count: int, *, watch: Watch | None = No
     # A training rank does one thing at a time, in the order of the calls; an engine listens while it generates.
     remote = ray.remote(max_concurrency=8 if engines else 1, **resources)(Host)
 
-    def spawn() -> Any:
-        return remote.remote(environment, verbose=config.verbose)
+    def spawn(number: int) -> Any:
+        actor = remote.options(**devices.options(number)) if devices else remote
+        return actor.remote(environment, verbose=config.verbose)
 
-    return RayHosts([spawn() for _ in range(count)], name=name, spawn=spawn, watch=watch)
+    return RayHosts([spawn(number) for number in range(count)], name=name, spawn=spawn, watch=watch)
 
 
 def meet(hosts: RayHosts, config: Config) -> None:

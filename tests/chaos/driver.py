@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rltrain import checks
 from rltrain.checkpoint import Checkpoints
 from rltrain.main import main
 from rltrain.metrics import Timer
 from rltrain.trainer import Trainer
 from tests.chaos.processes import victim
 from tests.chaos.strikes import Strike
+from workers import placement
 
 SHORT_S = 0.02  # phases shorter than this are struck at their beginning
 
@@ -116,7 +118,8 @@ def install(watcher: Watcher) -> None:
 
 
 if __name__ == "__main__":
-    os.cpu_count = lambda: 8  # a process for each role, however few cores there are
+    for module in (checks, placement):
+        module.cpu_cores = lambda: 8  # a process for each role, however few cores there are
     job = json.loads(Path(sys.argv[1]).read_text())
     watcher = Watcher(job, Path(job["output_dir"]))
     install(watcher)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 def group(tmp_path):
     """Two ranks whose role is an event that nobody sets, and which hang after 4 s without progress."""
     watch = Watch(hang_timeout_s=4.0, start_timeout_s=100.0, folder=tmp_path)
-    hosts = RayHosts([spawn(), spawn()], name="rank", spawn=spawn, watch=watch)
+    hosts = RayHosts([spawn(0), spawn(1)], name="rank", spawn=spawn, watch=watch)
     build(hosts)
     yield WorkerGroup(hosts, "event")
     hosts.end()
@@ -28,7 +28,7 @@ def group(tmp_path):
         ray.kill(actor)
 
 
-def spawn():
+def spawn(_):
     return ray.remote(num_cpus=0)(Host).remote({})
 
 

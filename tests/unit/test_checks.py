@@ -8,7 +8,7 @@ from rltrain.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _two_cores_without_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(rltrain.checks.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(rltrain.checks, "cpu_cores", lambda: 2)
     monkeypatch.setattr(rltrain.checks, "_gpu_nodes", lambda: False)
     monkeypatch.setattr(rltrain.checks, "_gpu_count", lambda: 0)
     monkeypatch.setattr(rltrain.checks, "_is_installed", lambda module: True)

@@ -100,6 +100,18 @@ def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
     assert "critic 16.0 GB; an engine" in row("memory", "placement=disaggregated", facts=gib)
 
 
+def test_memory_is_over_the_ranks_that_share_one_copy_of_the_model():
+    """Adapters and reward models are sharded over the same ranks."""
+    facts = Facts(path="m", parameters=2**30)
+    copies = ("placement.actor_ranks=8", "placement.shard_ranks=1")
+    assert row("memory", *copies, facts=facts).startswith("a rank: actor 16.0 GB;")
+    assert row("memory", *copies[:1], "placement.shard_ranks=4", facts=facts).startswith("a rank: actor 4.0 GB;")
+    facts = Facts(path="m", parameters=2**30, adapters=2**28, reward_models={"helpful": 2**30})
+    assert row(
+        "memory", *copies, "model.lora={rank:16}", "reward.models=[{name:helpful,path:m}]", facts=facts
+    ).startswith("a rank: actor 8.0 GB + reward_model helpful 4.0 GB = 12.0 GB;")
+
+
 def test_an_engine_holds_its_shard_in_its_own_dtype():
     gib = Facts(path="m", parameters=2**30, on_gpu=True)
     overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]

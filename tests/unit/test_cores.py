@@ -1,0 +1,70 @@
+"""The cores of a process are those that it may use, not those of the machine."""
+
+import os
+
+import pytest
+
+from rltrain import cores
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """64 cores, without limits until a test writes some below the folder that is returned."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cores, "_MOUNT", tmp_path / "mount")
+    return tmp_path
+
+
+def write(machine, groups, **files):
+    (machine / "groups").write_text(groups)
+    for path, text in files.items():
+        file = machine / "mount" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def test_without_limits_they_are_all(machine):
+    assert cores.cpu_cores() == 64  # a system without control groups
+    write(machine, "0::/\n", **{"cpu.max": "max 100000\n"})
+    assert cores.cpu_cores() == 64
+    write(machine, "4:cpu,cpuacct:/\n", **{"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"})
+    assert cores.cpu_cores() == 64
+
+
+def test_a_cpuset_is_what_the_affinity_mask_says(machine, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 17, 18, 40} if pid == 0 else set())
+    assert cores.cpu_cores() == 4
+    write(machine, "0::/\n", **{"cpu.max": "800000 100000\n"})
+    assert cores.cpu_cores() == 4
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(400_000, 4), (150_000, 2), (1_000, 1), (90_000_000, 64)])
+def test_a_quota_is_rounded_up(machine, quota, expected):
+    write(machine, "0::/\n", **{"cpu.max": f"{quota} 100000\n"})
+    assert cores.cpu_cores() == expected
+    (machine / "mount" / "cpu.max").unlink()
+    v1 = {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
+    write(machine, "9:name=systemd:/\n4:cpu,cpuacct:/\n0::/\n", **v1)
+    assert cores.cpu_cores() == expected
+
+
+def test_the_smallest_quota_of_a_group_and_its_parents_counts(machine):
+    write(machine, "0::/slurm/job_7/step_0\n", **{
+        "slurm/cpu.max": "1600000 100000", "slurm/job_7/cpu.max": "300000 100000",
+        "slurm/job_7/step_0/cpu.max": "max 100000", "slurm/job_8/cpu.max": "100000 100000",
+    })  # fmt: skip
+    assert cores.cpu_cores() == 3
+
+
+def test_in_a_container_the_mount_is_its_own_group(machine):
+    write(machine, "4:cpu,cpuacct:/docker/0af3\n3:cpuset:/docker/0af3\n", **{
+        "cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000",
+    })  # fmt: skip
+    assert cores.cpu_cores() == 2
+
+
+def test_a_quota_of_another_controller_is_none_of_the_cores(machine):
+    write(machine, "3:cpuset:/a\n", **{"a/cpu.max": "100000 100000", "cpu/a/cpu.cfs_quota_us": "100000"})
+    assert cores.cpu_cores() == 64

@@ -1,0 +1,100 @@
+"""What processes of a placement are given."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from rltrain.compose import compose
+from rltrain.errors import WorkerError
+from workers import placement
+from workers.devices import SharedDevices
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What Ray is asked for: (options, environment) of each actor; nothing starts."""
+    found = []
+
+    def remote(**options):
+        return lambda _: SimpleNamespace(remote=lambda environment, **_: found.append((options, environment)))
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0})
+    monkeypatch.setattr(placement, "cpu_cores", lambda: 12)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        (["placement.actor_ranks=3"], "4"),
+        (["placement.actor_ranks=3", "trainer.max_staleness=1"], "3"),  # an engine computes beside them
+        (["placement.actor_ranks=3", "placement.threads_per_worker=7"], "7"),
+        (["placement.actor_ranks=24"], "1"),
+    ],
+)
+def test_the_cores_that_may_be_used_are_shared_out_as_threads(made, overrides, threads):
+    config, _ = compose(overrides)
+    placement.ray_hosts(config, "training rank", config.placement.actor_ranks)
+    assert [environment["OMP_NUM_THREADS"] for _, environment in made] == [threads] * config.placement.actor_ranks
+
+
+def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(placement, "cpu_cores", lambda: 12)
+    monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    placement.connect(compose(["verbose=true"])[0])
+    assert asked["num_cpus"] == 12
+
+
+def test_devices_of_one_machine_are_numbered_one_after_the_other(monkeypatch):
+    """Ray gives the bundles of a large group to machines in no order; most of a machine's devices come first."""
+    nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "a", 5: "c"}
+    asked = []
+
+    def group(bundles, *, strategy):
+        asked.append((bundles, strategy))
+        return SimpleNamespace(ready=lambda: "ready")
+
+    monkeypatch.setattr(ray.util, "placement_group", group)
+    monkeypatch.setattr(ray, "wait", lambda pending, *, timeout: (pending, []))
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda _: {"bundles_to_node_id": nodes})
+    devices = SharedDevices(6, cpus=1.0, limit_s=9.0)
+    assert asked == [([{"GPU": 1.0, "CPU": 1.0}] * 6, "PACK")]
+    assert devices.bundles == [1, 3, 4, 0, 2, 5]
+    assert devices.options(2)["scheduling_strategy"].placement_group_bundle_index == 4
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_devices_that_are_not_waited_for_to_the_end_are_given_up(monkeypatch, interrupted):
+    def wait(pending, *, timeout):
+        if interrupted:
+            raise KeyboardInterrupt
+        return [], pending
+
+    removed = []
+    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: SimpleNamespace(ready=lambda: "ready"))
+    monkeypatch.setattr(ray.util, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray, "wait", wait)
+    with pytest.raises(KeyboardInterrupt if interrupted else WorkerError):
+        SharedDevices(6, cpus=0.0, limit_s=9.0)
+    assert len(removed) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "count"),
+    [
+        (["placement.actor_ranks=3"], 8.0, 3),
+        (["placement.rollout_replicas=5"], 8.0, 5),
+        (["placement.actor_ranks=3"], 0.0, None),
+        (["placement.share_ranks=false"], 8.0, None),
+        (["placement=inprocess", "rollout=hf"], 8.0, None),
+    ],
+)
+def test_only_ranks_and_engines_that_share_gpus_have_them_set_aside(monkeypatch, overrides, gpus, count):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": gpus})
+    monkeypatch.setattr(placement, "SharedDevices", lambda count, **limits: (count, limits))
+    expected = None if count is None else (count, {"cpus": 0.0, "limit_s": 300.0})
+    assert placement.shared_devices(compose(overrides)[0]) == expected
