@@ -20,7 +20,7 @@ from rltrain.model_files import (
     check_limits,
     check_reward_model,
     load_tokenizer,
-    text_config,
+    model_config,
 )
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
@@ -218,7 +218,7 @@ def _check_data(data: DataConfig) -> None:
 def _model_config(path: str) -> Mapping[str, Any]:
     """The model's own config; that of the built-in model is known before it is made."""
     if path != BUILTIN_MODEL:
-        return text_config(Path(path).expanduser())
+        return model_config(path)
     import torch
 
     from rltrain.tasks.tiny_model import tiny_model

@@ -12,6 +12,7 @@ from rltrain.model_files import (
     check_limits,
     end_token_ids,
     load_tokenizer,
+    model_config,
     parameter_count,
     text_config,
 )
@@ -109,6 +110,40 @@ def test_a_window_that_is_long_enough_or_not_used_is_accepted(model):
 def test_capped_attention_and_capped_logits_are_refused(key, what):
     message = refusal(check_limits, compose([])[0], {key: 50.0})
     assert f"its {key}=50.0, and training does not cap {what}; use another model" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv"),
+     ({"model_type": "qwen3_next"}, "linear_attention"), ({"model_type": "qwen3_5_text"}, "linear_attention"),
+     ({"model_type": "qwen3_5"}, "linear_attention"), ({"model_type": "bamba"}, "linear_attention"),
+     ({"model_type": "granitemoehybrid"}, "linear_attention"), ({"model_type": "mamba"}, "linear_attention"),
+     ({"model_type": "falcon_h1"}, "hybrid"), ({"model_type": "recurrent_gemma"}, "recurrent"),
+     ({"model_type": "deepseek_v32"}, "indexed_attention")],
+)  # fmt: skip
+def test_B6_layers_that_would_mix_the_rows_of_a_pack_are_refused(folder, model, kinds):
+    write(folder, "config.json", model)
+    message = refusal(check_limits, compose([])[0], model_config(folder))
+    assert f"has layers of the kind {kinds}, and training keeps rows apart in attention alone; use a" in message
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "smollm3", "qwen3_moe", "cohere2", "olmo3", "gpt2"])
+def test_layers_that_all_attend_are_accepted(folder, kind):
+    write(folder, "config.json", {"model_type": kind})
+    check_limits(compose([])[0], model_config(folder))
+
+
+def test_a_chunk_of_attention_shorter_than_an_answer_is_refused():
+    assert "its attention_chunk_size=31 is shorter" in refusal(
+        check_limits, compose([])[0], {"attention_chunk_size": 31}
+    )
+
+
+def test_a_config_that_transformers_does_not_know_is_refused(folder):
+    write(folder, "config.json", {"model_type": "unheard_of"})
+    message = refusal(model_config, folder)
+    assert message.startswith(f"model.path={folder}: its config.json does not load (")
+    assert message.endswith("; use a model of a type that the installed transformers knows")
 
 
 def test_heads_that_shards_cannot_share_are_refused(folder):
