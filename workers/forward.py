@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rltrain.algorithms import full_kl
+from rltrain.errors import ConfigError
 from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
 from workers.fsdp import device
 from workers.head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
@@ -176,12 +177,23 @@ AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
-def load_model(kind: type, path: str, **kwargs: Any) -> PreTrainedModel:
-    """A model directory in Hugging Face form with packed attention, float32 master weights, safetensors only."""
-    return kind.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=PACKED, trust_remote_code=False,
-        local_files_only=True, **kwargs,
-    )  # fmt: skip
+def load_model(kind: type, path: str, *, where: str | None = None, **kwargs: Any) -> PreTrainedModel:
+    """A model directory in Hugging Face form with packed attention, float32 master weights, safetensors only.
+
+    Raises ConfigError, which begins with `where`, for an architecture whose attention cannot be exchanged.
+    """
+    try:
+        return kind.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=PACKED, trust_remote_code=False,
+            local_files_only=True, **kwargs,
+        )  # fmt: skip
+    except KeyError as error:  # it looks its attention up in a list of its own
+        if PACKED not in error.args:
+            raise
+        raise ConfigError(
+            f"{where or f'model.path={path}'}: this model has attention of its own, which is not that of packed rows; "
+            "use a model of another architecture"
+        ) from error
 
 
 @dataclass(frozen=True)
