@@ -56,7 +56,7 @@ def check_reward_model(path: str, key: str) -> None:
 def longest_row(path: str | Path) -> int | None:
     """Return how many tokens a row may have so that the model reads all of it as it was trained; None: any number."""
     model = model_config(path)
-    limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values()]
+    limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values(), _rope_limit(model)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
@@ -79,6 +79,13 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"rollout.max_prompt_length={rollout.max_prompt_length} + rollout.max_response_length="
         f"{rollout.max_response_length} = {longest} tokens: the model has {positions} positions "
         f"({name}); use at most {positions} together",
+    )
+    limit = _rope_limit(model)
+    require(
+        limit is None or longest <= limit,
+        f"rollout.max_response_length={rollout.max_response_length} + rollout.max_prompt_length="
+        f"{rollout.max_prompt_length} = {longest} tokens: beyond {limit} the model's RoPE (longrope) has other "
+        f"frequencies, and one long row would change all rows packed with it; use at most {limit} together",
     )
     shards, heads = rollout.shards, model.get("num_attention_heads")
     require(
@@ -127,6 +134,17 @@ def _windows(model: Mapping[str, Any]) -> dict[str, int]:
     if model.get("use_sliding_window", True):
         found["sliding_window"] = model.get("sliding_window")
     return {key: window for key, window in found.items() if isinstance(window, int)}
+
+
+def _rope_limit(model: Mapping[str, Any]) -> int | None:
+    """How long rows may be for RoPE to have the same frequencies for all of them, in engines too; None: any length.
+
+    Of the types that change them, dynamic does so beyond the model's positions, where no row is.
+    """
+    rope = model.get("rope_parameters") or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each kind of layer, maybe
+    limits = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
