@@ -16,6 +16,7 @@ from rltrain.data import BUILTIN
 from rltrain.errors import ConfigError
 from rltrain.model_files import (
     BUILTIN_MODEL,
+    check_critic,
     check_directory,
     check_limits,
     check_reward_model,
@@ -57,6 +58,8 @@ def check(config: Config) -> None:
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
     check_limits(config, _model_config(config.model.path))
+    if config.model.path != BUILTIN_MODEL and needs_critic(config.algorithm):
+        check_critic(config.model.path)
     if config.model.lora is not None:
         from workers.lora import adapter_parameters
 

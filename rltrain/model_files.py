@@ -53,6 +53,22 @@ def check_reward_model(path: str, key: str) -> None:
     _check_layers(f"{key}={path}", model_config(path, key))
 
 
+def check_critic(path: str) -> None:
+    """Refuse a model that no critic can be made of: transformers has no form of it with one output a token.
+
+    Raises:
+        ConfigError: naming the type, and the algorithms that need no critic.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
+
+    kind = _read(Path(path).expanduser() / "config.json").get("model_type")
+    require(
+        kind in known,
+        f"model.path={path}: models of the type {kind} have no critic (transformers has no token classifier of them); "
+        "use an algorithm without one (algorithm=grpo, rloo or reinforce_plus_plus), or another model",
+    )
+
+
 def longest_row(path: str | Path) -> int | None:
     """Return how many tokens a row may have so that the model reads all of it as it was trained; None: any number."""
     model = model_config(path)
