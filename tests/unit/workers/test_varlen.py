@@ -5,8 +5,6 @@ import types
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
-from torch.distributed.utils import _apply_to_tensors
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rltrain.protocol import DataProto, jagged
@@ -122,50 +120,3 @@ def test_a_torch_that_is_too_old_has_no_kernel():
 
     with pytest.raises(NotImplementedError, match="no window"):
         varlen.of_torch(types.SimpleNamespace(varlen_attn=varlen_attn))
-
-
-@torch.library.custom_op("rltrain_tests::attend", mutates_args=())
-def attend(query: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
-    """Opaque to the compiler, as real kernels are."""
-    return query.clone()
-
-
-@attend.register_fake
-def _(query, offsets, longest):
-    return torch.empty_like(query)
-
-
-def of_lengths(lengths):
-    batch = {"prompts": [[1]] * len(lengths), "responses": [[2] * length for length in lengths]}
-    return pack(DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in batch.items()}))
-
-
-@pytest.mark.parametrize("kernel", [True, False])
-def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, monkeypatch):
-    """Else they are compiled for the first eight counts of buckets, and then, in silence, no more."""
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    if kernel:
-        monkeypatch.setattr(
-            "workers.forward.kernel_for", lambda query, value: lambda q, k, v, *rest: attend(q, *rest[:2])
-        )
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"num_hidden_layers": 1})).eval()
-    model.set_attn_implementation(PACKED)
-    counter, graphs = CompileCounter(), set()
-    with torch._dynamo.config.patch(disable=False), torch.no_grad():
-        model.model.layers[0].compile(dynamic=True, backend=counter)
-        for count in range(2, 14):
-            packed = of_lengths([2**row + count for row in range(count // 2)] + [3] * count)
-            policy_output(model, packed, temperature=1.0)
-            assert ("buckets" in vars(packed.rows)) is not kernel, "they cost copies to the device"
-            graphs.add(counter.frame_count)
-    assert len(graphs) == 1, "something was compiled again"
-    assert graphs == {1} or not kernel, "a kernel does not break the graph"
-
-
-def test_buckets_are_made_once_for_all_layers_of_a_sharded_model():
-    """FSDP makes new dataclasses of those that it casts."""
-    packed = of_lengths([3, 4])
-    cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
-    assert cast is not packed
-    assert cast.rows is packed.rows
-    assert packed.rows.buckets is packed.rows.buckets
