@@ -17,11 +17,12 @@ from rltrain.data import BUILTIN
 from rltrain.errors import ConfigError
 from rltrain.model_files import (
     BUILTIN_MODEL,
+    check_critic,
     check_directory,
     check_limits,
     check_reward_model,
     load_tokenizer,
-    text_config,
+    model_config,
 )
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
@@ -58,6 +59,8 @@ def check(config: Config) -> None:
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
     check_limits(config, _model_config(config.model.path))
+    if config.model.path != BUILTIN_MODEL and needs_critic(config.algorithm):
+        check_critic(config.model.path)
     if config.model.lora is not None:
         from workers.lora import adapter_parameters
 
@@ -219,7 +222,7 @@ def _check_data(data: DataConfig) -> None:
 def _model_config(path: str) -> Mapping[str, Any]:
     """The model's own config; that of the built-in model is known before it is made."""
     if path != BUILTIN_MODEL:
-        return text_config(Path(path).expanduser())
+        return model_config(path)
     import torch
 
     from rltrain.tasks.tiny_model import tiny_model

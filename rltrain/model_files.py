@@ -12,6 +12,8 @@ from rltrain.typed import require
 
 BUILTIN_MODEL = "builtin"
 _POSITIONS = ("max_position_embeddings", "n_positions")  # what architectures call it
+_LAYERS = ("layer_types", "layers_block_type")  # what configs call the kinds of their layers, and the kinds that attend
+_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -48,21 +50,38 @@ def check_reward_model(path: str, key: str) -> None:
         f"{key}={path}: is of the architecture {kind}; a reward model is a ...ForSequenceClassification",
     )
     require(labels == 1, f"{key}={path}: has {labels} outputs; a reward model has one (num_labels=1)")
+    _check_layers(f"{key}={path}", model_config(path, key))
+
+
+def check_critic(path: str) -> None:
+    """Refuse a model that no critic can be made of: transformers has no form of it with one output a token.
+
+    Raises:
+        ConfigError: naming the type, and the algorithms that need no critic.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
+
+    kind = _read(Path(path).expanduser() / "config.json").get("model_type")
+    require(
+        kind in known,
+        f"model.path={path}: models of the type {kind} have no critic (transformers has no token classifier of them); "
+        "use an algorithm without one (algorithm=grpo, rloo or reinforce_plus_plus), or another model",
+    )
 
 
 def longest_row(path: str | Path) -> int | None:
     """Return how many tokens a row may have so that the model reads all of it as it was trained; None: any number."""
-    model = text_config(path)
-    limits = [model.get(name) for name in _POSITIONS] + [_window(model)]
+    model = model_config(path)
+    limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values(), _rope_limit(model)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def check_limits(config: Config, model: Mapping[str, Any]) -> None:
-    """Refuse lengths that the model has no positions for, attention that cannot be trained, and too many shards.
+    """Refuse lengths that the model has no positions for, layers that cannot be trained, and too many shards.
 
     Args:
         config: the whole config.
-        model: the model's own config, as from `text_config`.
+        model: the model's own config, as from `model_config`.
 
     Raises:
         ConfigError: naming the model's limit.
@@ -77,6 +96,13 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"{rollout.max_response_length} = {longest} tokens: the model has {positions} positions "
         f"({name}); use at most {positions} together",
     )
+    limit = _rope_limit(model)
+    require(
+        limit is None or longest <= limit,
+        f"rollout.max_response_length={rollout.max_response_length} + rollout.max_prompt_length="
+        f"{rollout.max_prompt_length} = {longest} tokens: beyond {limit} the model's RoPE (longrope) has other "
+        f"frequencies, and one long row would change all rows packed with it; use at most {limit} together",
+    )
     shards, heads = rollout.shards, model.get("num_attention_heads")
     require(
         not isinstance(heads, int) or heads % shards == 0,
@@ -89,25 +115,52 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"placement.sequence_ranks={size}: the model's {heads} attention heads over {pairs} key-value heads cannot be "
         "shared out evenly; use a divisor of both, or 1",
     )
+    _check_layers(f"model.path={config.model.path}", model)
     _check_attention(config.model.path, longest, model)
+
+
+def _check_layers(where: str, model: Mapping[str, Any]) -> None:
+    """Refuse layers that mix tokens by other means than attention: rows of a pack would see each other."""
+    kinds = {kind for name in _LAYERS for kind in model.get(name) or ()}
+    other = ", ".join(sorted(kinds - {*_ATTENTION}))
+    require(
+        not other,
+        f"{where}: has layers of the kind {other}, and training keeps rows apart in attention alone; use a model whose "
+        "layers all are attention",
+    )
 
 
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
     """Refuse attention and logits that training does not compute: its log-probs would be another model's."""
-    window = _window(model)
-    require(
-        not isinstance(window, int) or longest <= window,
-        f"model.path={path}: its sliding_window={window} is shorter than rollout.max_prompt_length + "
-        f"rollout.max_response_length = {longest}, and training attends to everything; use at most {window} together, "
-        "or another model",
-    )
+    for key, window in _windows(model).items():
+        require(
+            longest <= window,
+            f"model.path={path}: its {key}={window} is shorter than rollout.max_prompt_length + "
+            f"rollout.max_response_length = {longest}, and training attends to everything; use at most {window} "
+            "together, or another model",
+        )
     for key, what in (("attn_logit_softcapping", "attention"), ("final_logit_softcapping", "logits")):
         cap = model.get(key)
         require(cap is None, f"model.path={path}: its {key}={cap}, and training does not cap {what}; use another model")
 
 
-def _window(model: Mapping[str, Any]) -> Any:
-    return model.get("sliding_window") if model.get("use_sliding_window", True) else None
+def _windows(model: Mapping[str, Any]) -> dict[str, int]:
+    """How many tokens back the model's layers look where that is limited, by the config's word for it."""
+    found = {"attention_chunk_size": model.get("attention_chunk_size")}
+    if model.get("use_sliding_window", True):
+        found["sliding_window"] = model.get("sliding_window")
+    return {key: window for key, window in found.items() if isinstance(window, int)}
+
+
+def _rope_limit(model: Mapping[str, Any]) -> int | None:
+    """How long rows may be for RoPE to have the same frequencies for all of them, in engines too; None: any length.
+
+    Of the types that change them, dynamic does so beyond the model's positions, where no row is.
+    """
+    rope = model.get("rope_parameters") or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each kind of layer, maybe
+    limits = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
@@ -162,6 +215,26 @@ def _elements(file: Path) -> int:
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
+    """Return the language model's config of a directory, the value of `key`, as transformers completes it.
+
+    Raises:
+        ConfigError: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(str(Path(path).expanduser()), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # configs of a kind that it does not know, or that do not fit their kind
+        reason = " ".join(str(error).split())[:160]
+        raise ConfigError(
+            f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "
+            "that the installed transformers knows"
+        ) from error
+    model = whole.get_text_config()
+    return model.to_dict() | {name: getattr(model, name, None) for name in _LAYERS}
 
 
 def text_config(path: str | Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from rltrain.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.algorithms import (
@@ -23,8 +22,9 @@ from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.checkpoint import RankState, Saved
 from workers.dispatch import Minibatch, UpdateResult
-from workers.forward import Pack, load_model, microbatch, policy_output, row_pass, unpack
+from workers.forward import Pack, microbatch, policy_output, row_pass, unpack
 from workers.fsdp import Optimizer, device, full, shard
+from workers.isolation import load_policy
 from workers.lora import adapt, merged_tensors
 from workers.sync.buckets import Bucket
 from workers.sync.sender import AdapterSender, Offer, Sender
@@ -43,7 +43,7 @@ class ActorWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config, self.path = config, Path(path)
-        model = load_model(AutoModelForCausalLM, path)
+        model = load_policy(path)
         if config.model.lora:
             model = adapt(model, config.model.lora, seed=config.trainer.seed)
         self.model = shard(model, config)

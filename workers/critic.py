@@ -1,5 +1,7 @@
 """The critic: the policy's architecture with one output a token, its values and its update."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
@@ -11,6 +13,7 @@ from workers.checkpoint import RankState, Saved
 from workers.dispatch import Minibatch, UpdateResult
 from workers.forward import Pack, load_model, microbatch, response_values, row_pass, unpack
 from workers.fsdp import Optimizer, shard
+from workers.isolation import check_rows_apart
 
 
 class CriticWorker:
@@ -25,6 +28,7 @@ class CriticWorker:
         self.config, self.path = config, path
         model = load_model(AutoModelForTokenClassification, path, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
+        check_rows_apart(model, head, functools.partial(response_values, model), f"model.path={path}")
         setattr(model, name, nn.Linear(head.in_features, 1, bias=False))
         nn.init.zeros_(model.get_submodule(name).weight)
         self.model = shard(model, config)

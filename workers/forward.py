@@ -6,6 +6,7 @@ causal sdpa call over a small right-padded view. So no mask is ever built and no
 the model works on the N real tokens.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rltrain.algorithms import full_kl
+from rltrain.errors import ConfigError
 from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
 from workers.fsdp import device, forward_only
 from workers.head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
@@ -43,6 +45,23 @@ class Bucket:
     real: Tensor
 
 
+class Rows:
+    """The rows of a pack; no dataclass, or FSDP would copy it for each layer.
+
+    Args:
+        lengths: (rows,) in tokens, on the CPU.
+        device: where attention is computed.
+    """
+
+    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        self.lengths, self.device = lengths, device
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """How attention groups them where no kernel takes them all: made when first asked for."""
+        return _buckets(self.lengths, self.device)
+
+
 @dataclass(frozen=True)
 class Pack:
     """Rows end to end.
@@ -50,16 +69,18 @@ class Pack:
     Attributes:
         input_ids: (1, N) prompt and response ids; the last response token predicts nothing and is left out.
         position_ids: (1, N), restarting in each row.
-        buckets: how attention groups the rows where it does.
+        rows: how attention groups the rows where it does.
+        longest: tokens of the longest row.
         offsets: (rows + 1,) int32, where each row begins, and where the last one ends.
         predicting: (R,) where in the pack each response token is predicted; R response tokens in all.
         targets: (R,) the response tokens.
-        sequence: the ranks that share out the tokens; then all but `buckets` and `offsets` are this rank's own slice.
+        sequence: the ranks that share out the tokens; then all but `rows`, `longest`, `offsets` is this rank's slice.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    buckets: tuple[Bucket, ...]
+    rows: Rows
+    longest: int
     offsets: Tensor
     predicting: Tensor
     targets: Tensor
@@ -77,11 +98,12 @@ def pack(batch: DataProto) -> Pack:
     is_input = positions(response_lengths) < (response_lengths - 1).repeat_interleave(response_lengths)
     ids[at[is_input]] = batch.values("responses")[is_input]
     return Pack(
-        ids[None], positions(lengths)[None], _buckets(lengths), starts.int(), at - 1, batch.values("responses")
+        ids[None], positions(lengths)[None], Rows(lengths, ids.device), int(lengths.max()), starts.int(), at - 1,
+        batch.values("responses"),
     )  # fmt: skip
 
 
-def _buckets(lengths: Tensor) -> tuple[Bucket, ...]:
+def _buckets(lengths: Tensor, device: torch.device) -> tuple[Bucket, ...]:
     starts = offsets_of(lengths)[:-1]
     order = lengths.argsort(descending=True, stable=True)
     buckets, begin = [], 0
@@ -91,7 +113,7 @@ def _buckets(lengths: Tensor) -> tuple[Bucket, ...]:
         rows = order[begin : begin + count]
         steps = torch.arange(longest)
         real = steps < lengths[rows][:, None]
-        buckets.append(Bucket(torch.where(real, starts[rows][:, None] + steps, 0), real))
+        buckets.append(Bucket(torch.where(real, starts[rows][:, None] + steps, 0).to(device), real.to(device)))
         begin += count
     return tuple(buckets)
 
@@ -100,10 +122,9 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
     """The pack with its tensors on `device`."""
     if device.type == "cpu":
         return packed
-    buckets = tuple(Bucket(b.index.to(device), b.real.to(device)) for b in packed.buckets)
     return Pack(
-        packed.input_ids.to(device), packed.position_ids.to(device), buckets, packed.offsets.to(device),
-        packed.predicting.to(device), packed.targets.to(device),
+        packed.input_ids.to(device), packed.position_ids.to(device), Rows(packed.rows.lengths, device), packed.longest,
+        packed.offsets.to(device), packed.predicting.to(device), packed.targets.to(device),
     )  # fmt: skip
 
 
@@ -128,8 +149,7 @@ def packed_attention(
     Raises ValueError for what it does not compute: soft caps, sinks, and windows shorter than the longest row.
     """
     assert attention_mask is None, "a packed forward must not be given a mask"
-    longest = packed.buckets[0].index.size(1)
-    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
         raise ValueError(
             "this model's attention uses a soft cap, sinks or a window shorter than its rows: not supported"
         )
@@ -138,19 +158,18 @@ def packed_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
     kernel = None if dropout else kernel_for(q, v)
     if kernel is not None:
-        out = kernel(q, k, v, packed.offsets, longest, scaling)
+        out = kernel(q, k, v, packed.offsets, packed.longest, scaling)
     else:
-        out = _in_buckets(q, k, v, packed.buckets, scaling=scaling, dropout=dropout)
+        out = _in_buckets(q, k, v, packed, scaling=scaling, dropout=dropout)
     return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
 
 
-def _in_buckets(
-    q: Tensor, k: Tensor, v: Tensor, buckets: tuple[Bucket, ...], *, scaling: float | None, dropout: float
-) -> Tensor:
+@torch.compiler.disable  # every count of buckets would be compiled anew
+def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float) -> Tensor:
     """Attention (N, H, D), rows of similar length at a time."""
     tokens, heads = q.shape[:2]
     out = q.new_zeros(tokens, heads, v.size(-1))
-    for bucket in buckets:
+    for bucket in packed.rows.buckets:
         rows, length = bucket.index.shape
         flat = bucket.index.reshape(-1)
         parts = (t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v))
@@ -158,7 +177,7 @@ def _in_buckets(
             *parts, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=k.size(1) != heads
         )
         attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
-        if len(buckets) == 1 and bool(bucket.real.all()):
+        if len(packed.rows.buckets) == 1 and bool(bucket.real.all()):
             out = attended.index_select(0, _inverse(flat))
         else:
             real = bucket.real.reshape(-1)
@@ -176,12 +195,23 @@ AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
-def load_model(kind: type, path: str, **kwargs: Any) -> PreTrainedModel:
-    """A model directory in Hugging Face form with packed attention, float32 master weights, safetensors only."""
-    return kind.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=PACKED, trust_remote_code=False,
-        local_files_only=True, **kwargs,
-    )  # fmt: skip
+def load_model(kind: type, path: str, *, where: str | None = None, **kwargs: Any) -> PreTrainedModel:
+    """A model directory in Hugging Face form with packed attention, float32 master weights, safetensors only.
+
+    Raises ConfigError, which begins with `where`, for an architecture whose attention cannot be exchanged.
+    """
+    try:
+        return kind.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=PACKED, trust_remote_code=False,
+            local_files_only=True, **kwargs,
+        )  # fmt: skip
+    except KeyError as error:  # it looks its attention up in a list of its own
+        if PACKED not in error.args:
+            raise
+        raise ConfigError(
+            f"{where or f'model.path={path}'}: this model has attention of its own, which is not that of packed rows; "
+            "use a model of another architecture"
+        ) from error
 
 
 @dataclass(frozen=True)

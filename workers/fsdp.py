@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rltrain.errors import ConfigError, NumericsError
-from rltrain.schema import Config, OptimizerConfig
+from rltrain.schema import Config, ModelConfig, OptimizerConfig
 from workers.sequence import sequence_group
 
 
@@ -51,10 +51,7 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     for layer in layers:
-        if config.model.activation_checkpointing:  # hooks of FSDP stay outside what is computed again
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        if config.model.compile:
-            layer.compile(dynamic=True)
+        prepare(layer, config.model)
     if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
         return model.to(device())  # there is nothing to share out, and nothing to convert
     options: dict[str, Any] = {
@@ -87,6 +84,17 @@ def forward_only(model: nn.Module) -> Iterator[None]:
         yield
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def prepare(layer: nn.Module, config: ModelConfig) -> None:
+    """Compile a layer's forward pass, and have the backward pass compute it again, as the config says.
+
+    FSDP's hooks stay outside both, and checkpointing outside what is compiled: nothing inside it would be.
+    """
+    if config.compile:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    if config.activation_checkpointing:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

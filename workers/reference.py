@@ -1,12 +1,12 @@
 """The reference: a frozen, sharded copy of the start, for KL terms."""
 
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from rltrain.protocol import DataProto
 from rltrain.schema import Config
-from workers.forward import Pack, load_model, policy_output, row_pass
+from workers.forward import Pack, policy_output, row_pass
 from workers.fsdp import frozen
+from workers.isolation import load_policy
 
 
 class ReferenceWorker:
@@ -19,7 +19,7 @@ class ReferenceWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config = config
-        self.model = frozen(load_model(AutoModelForCausalLM, path), config)
+        self.model = frozen(load_policy(path), config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """What the KL terms need of these rows, in the order of the micro-batches.

@@ -1,5 +1,7 @@
 """A reward model: a frozen, sharded sequence classifier whose one output at a row's last token is the row's score."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
@@ -9,6 +11,7 @@ from rltrain.protocol import DataProto
 from rltrain.schema import Config
 from workers.forward import Pack, load_model, pack, stand_in, to_device
 from workers.fsdp import device, forward_only, frozen
+from workers.isolation import check_rows_apart
 from workers.progress import tick
 
 
@@ -20,12 +23,16 @@ class RewardModelWorker:
         path: the reward model's directory in Hugging Face form.
 
     Raises:
-        ConfigError: its score is not a linear function of a causal model's last state.
+        ConfigError: its score is not a linear function of a causal model's last state, or packed rows see each other.
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        model, loaded = load_model(AutoModelForSequenceClassification, path, num_labels=1, output_loading_info=True)
-        _check(model, set(loaded["missing_keys"]), path)
+        where = f"reward model {path}"
+        model, loaded = load_model(
+            AutoModelForSequenceClassification, path, where=where, num_labels=1, output_loading_info=True
+        )
+        _check(model, set(loaded["missing_keys"]), where)
+        check_rows_apart(model, model.score, functools.partial(row_scores, model), where)
         self.model = frozen(model, config)
 
     def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
@@ -53,14 +60,13 @@ def row_scores(model: nn.Module, packed: Pack) -> Tensor:
     return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next begins, the last before the first
 
 
-def _check(model: nn.Module, missing: set[str], path: str) -> None:
+def _check(model: nn.Module, missing: set[str], where: str) -> None:
     head = getattr(model, "score", None)
     good = isinstance(head, nn.Linear) and head.out_features == 1
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     if not good or not causal:
         raise ConfigError(
-            f"reward model {path}: {type(model).__name__} is not a causal model with one linear output 'score'; "
-            "choose one that is"
+            f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose one that is"
         )
     if missing:
-        raise ConfigError(f"reward model {path}: its weights lack {', '.join(sorted(missing))}; save the whole model")
+        raise ConfigError(f"{where}: its weights lack {', '.join(sorted(missing))}; save the whole model")

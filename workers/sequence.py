@@ -59,7 +59,7 @@ def sequence_group_of(model: nn.Module) -> Sequence | None:
 def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
     """This rank's slice of a pack, and which of the R response tokens are predicted in it (R,) bool.
 
-    Its attention buckets are those of the whole pack.
+    Its rows, for attention, are those of the whole pack.
     """
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice

@@ -174,8 +174,8 @@ def waste_row(
     needed = sum(causal_pairs(length, None) for length in lengths)
     computed = sum(
         bucket.index.size(0) * causal_pairs(bucket.index.size(1), None)
-        for one in packs for bucket in getattr(one, "buckets", ())
-    ) or needed  # fmt: skip
+        for one in packs for bucket in one.rows.buckets
+    )  # fmt: skip
     attention = pair * (computed - needed) / (sum(costs) + pair * (computed - needed))
     notes = (
         f"of the tokens that go through the model; attention, which takes rows of like length together, adds "

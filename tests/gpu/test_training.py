@@ -82,8 +82,8 @@ def test_B6_the_kernel_of_all_rows_gives_what_buckets_give_in_float64(heads, wid
     exact = [tensor.requires_grad_() for tensor in exact]
     kernel = kernel_for(inputs[0], inputs[2])
     assert kernel is not None, "this GPU and this torch have no kernel"
-    got = kernel(*inputs, packed.offsets.to(device()), packed.buckets[0].index.size(1), 0.1)
-    wanted = forward._in_buckets(*exact, packed.buckets, scaling=0.1, dropout=0.0)
+    got = kernel(*inputs, packed.offsets.to(device()), packed.longest, 0.1)
+    wanted = forward._in_buckets(*exact, packed, scaling=0.1, dropout=0.0)
     weights = torch.randn(wanted.shape, generator=source, dtype=torch.float64)
     (got * weights.to(got)).sum().backward()
     (wanted * weights).sum().backward()

@@ -1,9 +1,12 @@
+import json
+
 import pytest
 
 import rltrain.checks
 from rltrain.checks import RAY_JOB, builtin_task, check, check_cluster, needs_critic
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
+from rltrain.model_files import check_critic
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +28,30 @@ def refusal(*overrides):
         check(config_of(*overrides))
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def model_of(folder, kind):
+    config = {"model_type": kind, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("model.safetensors", "tokenizer.json"):
+        (folder / file).write_text("")
+    return f"model.path={folder}"
+
+
+@pytest.mark.parametrize("kind", ["olmo", "olmo2", "granite", "cohere", "gemma3_text", "opt"])
+def test_a_model_that_no_critic_can_be_made_of_is_refused_before_anything_starts(tmp_path, kind):
+    model = [model_of(tmp_path, kind), "data.train=prompts.jsonl", "reward.functions=[{path: exact_match}]"]
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    check(config_of(*model, "algorithm=grpo"))
+    assert refusal(*model, "algorithm=ppo") == (
+        f"model.path={tmp_path}: models of the type {kind} have no critic (transformers has no token classifier of "
+        "them); use an algorithm without one (algorithm=grpo, rloo or reinforce_plus_plus), or another model"
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3", "gpt2"])
+def test_models_that_have_a_critic_are_accepted(tmp_path, kind):
+    check_critic(model_of(tmp_path, kind).partition("=")[2])
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dr_grpo", "gspo", "dapo", "rloo"])

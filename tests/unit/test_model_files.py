@@ -4,6 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rltrain.compose import compose
 from rltrain.errors import ConfigError
@@ -12,6 +14,8 @@ from rltrain.model_files import (
     check_limits,
     end_token_ids,
     load_tokenizer,
+    longest_row,
+    model_config,
     parameter_count,
     text_config,
 )
@@ -109,6 +113,85 @@ def test_a_window_that_is_long_enough_or_not_used_is_accepted(model):
 def test_capped_attention_and_capped_logits_are_refused(key, what):
     message = refusal(check_limits, compose([])[0], {key: 50.0})
     assert f"its {key}=50.0, and training does not cap {what}; use another model" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv"),
+     ({"model_type": "qwen3_next"}, "linear_attention"), ({"model_type": "qwen3_5_text"}, "linear_attention"),
+     ({"model_type": "qwen3_5"}, "linear_attention"), ({"model_type": "bamba"}, "linear_attention"),
+     ({"model_type": "granitemoehybrid"}, "linear_attention"), ({"model_type": "mamba"}, "linear_attention"),
+     ({"model_type": "falcon_h1"}, "hybrid"), ({"model_type": "recurrent_gemma"}, "recurrent"),
+     ({"model_type": "deepseek_v32"}, "indexed_attention")],
+)  # fmt: skip
+def test_B6_layers_that_would_mix_the_rows_of_a_pack_are_refused(folder, model, kinds):
+    write(folder, "config.json", model)
+    message = refusal(check_limits, compose([])[0], model_config(folder))
+    assert f"has layers of the kind {kinds}, and training keeps rows apart in attention alone; use a" in message
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "smollm3", "qwen3_moe", "cohere2", "olmo3", "gpt2"])
+def test_layers_that_all_attend_are_accepted(folder, kind):
+    write(folder, "config.json", {"model_type": kind})
+    check_limits(compose([])[0], model_config(folder))
+
+
+def test_a_chunk_of_attention_shorter_than_an_answer_is_refused():
+    assert "its attention_chunk_size=31 is shorter" in refusal(
+        check_limits, compose([])[0], {"attention_chunk_size": 31}
+    )
+
+
+def test_a_config_that_transformers_does_not_know_is_refused(folder):
+    write(folder, "config.json", {"model_type": "unheard_of"})
+    message = refusal(model_config, folder)
+    assert message.startswith(f"model.path={folder}: its config.json does not load (")
+    assert message.endswith("; use a model of a type that the installed transformers knows")
+
+
+LONG = {
+    "model_type": "phi3", "original_max_position_embeddings": 32, "max_position_embeddings": 64, "hidden_size": 32,
+    "num_attention_heads": 4,
+}  # fmt: skip
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"rope_scaling": {"type": "longrope", **FACTORS}},
+     {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS}}],
+)  # fmt: skip
+def test_B6_rows_for_which_longrope_changes_its_frequencies_are_refused(folder, form):
+    write(folder, "config.json", LONG | form)
+    check_limits(compose(["rollout.max_prompt_length=16"])[0], model_config(folder))
+    assert refusal(check_limits, compose(["rollout.max_prompt_length=17"])[0], model_config(folder)) == (
+        "rollout.max_response_length=16 + rollout.max_prompt_length=17 = 33 tokens: beyond 32 the model's RoPE "
+        "(longrope) has other frequencies, and one long row would change all rows packed with it; use at most 32 "
+        "together"
+    )
+    assert longest_row(folder) == 32
+
+
+def test_B6_longrope_of_one_kind_of_layer_counts_too(folder):
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 31, **FACTORS}
+    model = {"rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}}
+    assert "beyond 31 the model's RoPE" in refusal(check_limits, compose([])[0], model)
+
+
+def test_B6_dynamic_frequencies_change_beyond_the_positions_alone(folder):
+    """There transformers' change with the longest row of a pack; within them they are as without scaling, as vLLM's."""
+    scaling = {"type": "dynamic", "factor": 4.0}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
+    write(folder, "config.json", {"model_type": "llama", "rope_scaling": scaling, **sizes})
+    model = model_config(folder)
+    check_limits(compose(["rollout.max_prompt_length=16"])[0], model)
+    assert "has 32 positions" in refusal(check_limits, compose(["rollout.max_prompt_length=17"])[0], model)
+    rope = LlamaRotaryEmbedding(LlamaConfig(**{**sizes, "rope_scaling": scaling}))
+    plain = LlamaRotaryEmbedding(LlamaConfig(**sizes))
+    tokens, within = torch.zeros(1, 1), torch.arange(32)[None]
+    assert torch.equal(rope(tokens, within)[0], plain(tokens, within)[0])
+    rope(tokens, torch.arange(33)[None])
+    assert not torch.equal(rope(tokens, torch.arange(33)[None])[0][:, :32], plain(tokens, within)[0])
 
 
 def test_heads_that_shards_cannot_share_are_refused(folder):

@@ -275,7 +275,11 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
     assert "has 3 outputs" in refused(architectures=["Qwen2ForSequenceClassification"], id2label=three)
     with pytest.raises(ConfigError, match="key=/no: no such directory"):
         check_reward_model("/no", "key")
-    limits = {"max_position_embeddings": 64, "sliding_window": 16, "id2label": {"0": "a"}}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["XForSequenceClassification"], **limits}))
+    good = {"architectures": ["XForSequenceClassification"], "id2label": {"0": "a"}}
+    assert f"key={tmp_path}: its config.json does not load" in refused(**good, model_type="unknown")
+    mixed = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    assert "has layers of the kind conv, and" in refused(**good, **mixed)
+    limits = {"model_type": "mistral", "max_position_embeddings": 64, "sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps(good | limits))
     check_reward_model(str(tmp_path), "key")
     assert longest_row(tmp_path) == 16

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rltrain.algorithms.draws import stream_draws
+from rltrain.errors import ConfigError, one_line
 from rltrain.schema import Config, RolloutConfig
 from workers.progress import tick
 from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
@@ -37,6 +38,9 @@ class HFEngine:
         dtype: of the weights, "float32" or "bfloat16".
         stop_ids: the model's end tokens.
         deterministic: one prompt group is one batch.
+
+    Raises:
+        ConfigError: the model's attention cannot be exchanged.
     """
 
     def __init__(
@@ -44,11 +48,7 @@ class HFEngine:
     ) -> None:
         self.config, self.dtype, self.stop_ids, self.deterministic = config, dtype, set(stop_ids), deterministic
         self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="sdpa", trust_remote_code=False,
-            local_files_only=True,
-        ).to(self.device).eval()  # fmt: skip
-        self.model.set_attn_implementation(GROUPED)
+        self.model = _load(path, getattr(torch, dtype)).to(self.device).eval()
         self.version = 0
         self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
         self.waiting: list[Request] = []
@@ -211,3 +211,17 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
     return HFEngine(
         config.rollout, path, config.model.dtype, stop_ids, deterministic=config.trainer.deterministic
     )  # fmt: skip
+
+
+def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, local_files_only=True
+        )
+        model.set_attn_implementation(GROUPED)
+    except ValueError as error:  # how transformers says that an architecture has attention of its own
+        raise ConfigError(
+            f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
+            "architecture"
+        ) from error
+    return model

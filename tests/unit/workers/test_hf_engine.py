@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from rltrain.algorithms.draws import stream_draws
 from rltrain.compose import compose
-from rltrain.errors import SyncError
+from rltrain.errors import ConfigError, SyncError
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.rollout.hf_engine import HFEngine, make, sample
 from workers.rollout.messages import Completion, Request
@@ -235,3 +235,10 @@ def test_an_engine_must_return_as_many_log_probs_as_tokens():
     good = Completion((0, 1), [5, 6], [-1.0, -2.0], "stop", [0, 0])
     with pytest.raises(ValueError, match=r"sample \(0, 1\): 2 tokens, 1 log-probs"):
         dataclasses.replace(good, log_probs=[-1.0])
+
+
+def test_a_model_whose_attention_cannot_be_exchanged_is_refused(tmp_path):
+    config = BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^model.path={tmp_path}: does not load for rollout=hf \(BloomFor.+another"):
+        engine(str(tmp_path))

@@ -1,0 +1,79 @@
+"""Layers are compiled once, whatever the packs look like; the place of kernels is taken by one that runs on a CPU."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.utils import _apply_to_tensors
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rltrain.compose import compose
+from rltrain.protocol import DataProto, jagged
+from workers.forward import PACKED, pack, policy_output
+from workers.fsdp import prepare
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@torch.library.custom_op("rltrain_tests::attend", mutates_args=())
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
+    """Opaque to the compiler, as real kernels are."""
+    assert longest == int(offsets.diff().max())
+    return q + k + v
+
+
+attend.register_fake(lambda q, k, v, offsets, longest: torch.empty_like(q))
+attend.register_autograd(lambda ctx, gradient: (gradient, gradient, gradient, None, None))
+
+
+def of_lengths(lengths):
+    batch = {"prompts": [[1]] * len(lengths), "responses": [[2] * length for length in lengths]}
+    return pack(DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in batch.items()}))
+
+
+def gradients(model, packed):
+    model.zero_grad()
+    policy_output(model, packed, temperature=1.0).log_probs.sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing, monkeypatch):
+    """Else they are compiled for the first eight counts of buckets, and then, in silence, no more."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    if kernel:
+        monkeypatch.setattr("workers.forward.kernel_for", lambda *_: lambda *arguments: attend(*arguments[:5]))
+    model, plain = (AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation=PACKED) for _ in "12")
+    model.load_state_dict(plain.state_dict())
+    counter, graphs = CompileCounter(), set()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    config = replace(compose([])[0].model, compile=True, activation_checkpointing=checkpointing)
+    with torch._dynamo.config.patch(disable=False):
+        for layer in model.model.layers:
+            prepare(layer, config)
+        for count in range(2, 14):
+            packed = of_lengths([2**row + count for row in range(count // 2)] + [3] * count)
+            found = gradients(model, packed)
+            assert ("buckets" in vars(packed.rows)) is not kernel, "they cost copies to the device"
+            graphs.add(counter.frame_count)
+            for gradient, wanted in zip(found, gradients(plain, packed), strict=True):
+                assert torch.allclose(gradient, wanted, atol=1e-5)
+    assert len(graphs) == 1, "something was compiled again"
+    (count,) = graphs
+    assert count == 1 or (count > 1 and not kernel), "all of a layer is one graph, but for buckets"
+
+
+def test_buckets_are_made_once_for_all_layers_of_a_sharded_model():
+    """FSDP makes new dataclasses of those that it casts."""
+    packed = of_lengths([3, 4])
+    cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
+    assert cast is not packed
+    assert cast.rows is packed.rows
+    assert packed.rows.buckets is packed.rows.buckets
