@@ -211,10 +211,10 @@ def _answers(config: Config) -> str:
 
 
 def _processes(config: Config, facts: Facts) -> str:
-    placement = config.placement
+    placement, devices = config.placement, f"{facts.devices}{_staleness(config)}"
     roles = config.roles(needs_critic=facts.needs_critic)
     if placement.launcher == "inprocess":
-        return f"one, without Ray, for {', '.join(roles)}, engine and rewards; {facts.devices}"
+        return f"one, without Ray, for {', '.join(roles)}, engine and rewards; {devices}"
     if placement.share_ranks:
         training = f"{_count(placement.actor_ranks, 'training rank')} ({', '.join(roles)})"
     else:
@@ -222,7 +222,18 @@ def _processes(config: Config, facts: Facts) -> str:
     shards = config.rollout.shards
     engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
     where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
-    return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {facts.devices}"
+    return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {devices}"
+
+
+def _staleness(config: Config) -> str:
+    if not config.trainer.max_staleness:
+        return ""
+    versions = _count(config.trainer.max_staleness, "weight version")
+    if config.placement.launcher == "inprocess":
+        return (
+            f"; answers may be {versions} old, which saves no time in one process: trainer.max_staleness=0 learns more"
+        )
+    return f"; engines answer while ranks train, at most {versions} behind"
 
 
 def _memory(config: Config, facts: Facts) -> str:
@@ -230,19 +241,23 @@ def _memory(config: Config, facts: Facts) -> str:
         return "not estimated: the size of the model is unknown"
     shards = config.placement.shard_ranks or config.placement.actor_ranks
     shard = facts.parameters / shards
-    trained = shard * (_MASTER + _GRADIENT + _ADAM)
-    by_role = {"actor": trained, "reference": shard * _MASTER, "critic": trained}
+    trained, frozen = shard * (_MASTER + _GRADIENT + _ADAM), _BYTES[config.model.dtype]
+    by_role = {"actor": trained, "reference": shard * frozen, "critic": trained}
     if facts.adapters is not None:
         of_adapters = facts.adapters / shards
         by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)
     for name, parameters in facts.reward_models.items():
-        by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / shards * _MASTER
+        by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / shards * frozen
     roles = config.roles(needs_critic=facts.needs_critic)
     ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
     total = (
         f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
     )
-    return f"a rank: {' + '.join(ranks)}{total}; an engine: {_engine_memory(config, facts)}; activations come on top"
+    # It is cut into shards, and sent to a GPU, when it is loaded.
+    whole = f"; to start, a rank takes {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
+    start = whole if shards > 1 or facts.on_gpu else ""
+    engine = _engine_memory(config, facts)
+    return f"a rank: {' + '.join(ranks)}{total}; an engine: {engine}; activations come on top{start}"
 
 
 def _engine_memory(config: Config, facts: Facts) -> str:

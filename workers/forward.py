@@ -172,9 +172,13 @@ def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float
     for bucket in packed.rows.buckets:
         rows, length = bucket.index.shape
         flat = bucket.index.reshape(-1)
-        parts = (t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v))
+        own, keys, values = (
+            t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v)
+        )
+        if q.is_cuda and k.size(1) != heads:  # of grouped heads in float32 its kernels would hold all scores
+            keys, values = (t.repeat_interleave(heads // t.size(1), dim=1) for t in (keys, values))
         attended = F.scaled_dot_product_attention(
-            *parts, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=k.size(1) != heads
+            own, keys, values, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=keys.size(1) != heads
         )
         attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
         if len(packed.rows.buckets) == 1 and bool(bucket.real.all()):

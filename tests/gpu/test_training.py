@@ -102,6 +102,18 @@ def test_B6_packed_on_the_gpu_in_bfloat16_is_packed_on_the_cpu_in_float32(kind):
     assert apart(got.entropies, expected.entropies) < ROUNDING
 
 
+def test_grouped_heads_in_float32_never_hold_all_scores():
+    length, heads = 8192, 8
+    row = pack(
+        DataProto.from_dict({"prompts": jagged([[1]], torch.int64), "responses": jagged([[1] * length], torch.int64)})
+    )
+    q, k, v = (torch.randn(length, n, 64, device=device(), requires_grad=True) for n in (heads, 2, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    forward._in_buckets(q, k, v, to_device(row, device()), scaling=None, dropout=0.0).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * length**2 * 4 / 4
+
+
 def test_B6_editing_one_row_of_a_pack_changes_no_other_on_the_gpu():
     model = small().to(device(), torch.bfloat16)
     with torch.no_grad():

@@ -88,6 +88,16 @@ def test_processes_are_counted_for_each_placement():
     )
 
 
+def test_what_overlaps_is_said_where_it_may():
+    assert "behind" not in row("processes")
+    assert row("processes", "trainer.max_staleness=2").endswith(
+        "; engines answer while ranks train, at most 2 weight versions behind"
+    )
+    assert row("processes", "placement=inprocess", "rollout=hf", "trainer.max_staleness=1").endswith(
+        "; answers may be 1 weight version old, which saves no time in one process: trainer.max_staleness=0 learns more"
+    )
+
+
 def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
     gib = Facts(path="m", parameters=2**30, needs_critic=True)
     reference = "algorithm.kl_loss.kl_loss_coef=1"
@@ -98,6 +108,12 @@ def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
         "a rank: actor 4.0 GB + critic 4.0 GB = 8.0 GB;"
     )
     assert "critic 16.0 GB; an engine" in row("memory", "placement=disaggregated", facts=gib)
+    assert row("memory", facts=gib).endswith("activations come on top")
+    assert row("memory", "placement.actor_ranks=4", facts=gib).endswith(
+        "; to start, a rank takes 4.0 GB of host memory for the whole model"
+    )
+    frozen = row("memory", reference, "model.dtype=bfloat16", facts=gib)
+    assert frozen.startswith("a rank: actor 16.0 GB + reference 2.0 GB + critic")  # it is never trained
 
 
 def test_memory_is_over_the_ranks_that_share_one_copy_of_the_model():
