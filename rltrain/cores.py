@@ -27,9 +27,7 @@ def _quotas() -> Iterator[float]:
             mount = _MOUNT / "cpu" if controllers else _MOUNT
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            group = mount / path.lstrip(
-                "/"
-            )  # a container may have its own group as the mount: then `path` is not there
+            group = mount / path.lstrip("/")  # not there where a container's own group is the mount
             for folder in (group, *group.parents):
                 if folder.is_relative_to(mount):
                     yield from _quota(folder)
