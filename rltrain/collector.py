@@ -140,13 +140,6 @@ class Collector:
         step.open = False
         return batch
 
-    def forget_failures(self) -> None:
-        """Forget the failed scores: who goes on from a `state_dict` made after this asks for them again."""
-        seen = self.step.seen
-        for uid in [uid for uid, group in seen.items() if any(result.failed for result in group.results.values())]:
-            del seen[uid]
-        self.groups.forget_failures()
-
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain values: where the order of prompts is, and the groups in flight."""
         step = self.step
@@ -168,7 +161,8 @@ class Collector:
         self.step = _Step(places=0, refills=0, open=False)
         if (kept := state["step"]) is not None:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
-            for one in kept["seen"]:
+            again = {one["uid"] for one in state["groups"]["groups"] if any(r["failed"] for r in one["results"])}
+            for one in [one for one in kept["seen"] if one["uid"] not in again]:
                 self.step.seen[one["uid"]] = group = self.groups.group(one["uid"], self._prompt(one["uid"]))
                 group.load_state_dict(one, whole=False)
         self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
@@ -195,8 +189,8 @@ class Collector:
             with_model_scores(fresh, self.models)
             group = fresh[0]
             step.seen[group.uid] = group
-            the_last = step.places == 1 and not step.refills
-            if the_last or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
+            stays = (step.places == 1 and not step.refills) or self._fails(step, group)
+            if stays or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
                 continue
             self.groups.drop(group.uid, replace=step.refills > 0)
             step.dropped.add(group.uid)
@@ -204,6 +198,12 @@ class Collector:
                 step.refills -= 1
             else:
                 step.places -= 1
+
+    def _fails(self, step: "_Step", group: Group) -> bool:
+        """Whether this group lacks spread because more rewards fail than may: who resumes asks for them again."""
+        failed = sum(result.failed for one in step.seen.values() for result in one.results.values())
+        may = self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
+        return failed > may and all(result.failed for result in group.results.values())
 
     def _unseen(self, step: "_Step") -> list[Group]:
         """Finished groups that this step would use, and that were not looked at; later steps look at their own."""

@@ -116,12 +116,16 @@ class PromptGroups:
         return counts | {"groups": [group.state_dict() for group in self.groups.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
-        """Continue from a `state_dict`, given the prompt of each uid; returns what has an answer and no score."""
+        """Continue from a `state_dict`, given the prompt of each uid; returns what has an answer and no score.
+
+        A failed score counts as none: what made it fail may be mended.
+        """
         self._next_uid, self.used, self.dropped = state["next_uid"], state["used"], state["dropped"]
         self.groups = {}
         for one in state["groups"]:
             self.groups[one["uid"]] = group = self.group(one["uid"], prompt_of(one["uid"]))
-            group.load_state_dict(one, whole=self.whole)
+            scored = [result for result in one["results"] if not result["failed"]]
+            group.load_state_dict(one | {"results": scored}, whole=self.whole)
         return [
             group.request(number) for group in self.groups.values() for number in group.completions
             if number not in group.results
@@ -168,13 +172,6 @@ class PromptGroups:
             group = self.groups.get(uid)
             if group is not None and group.state is State.GENERATING:
                 group.state = State.PENDING
-
-    def forget_failures(self) -> None:
-        """Let each failed score count as one that is still awaited."""
-        for group in self.groups.values():
-            group.results = {number: result for number, result in group.results.items() if not result.failed}
-            if group.state is State.READY and len(group.results) < group.size:
-                group.state = State.SCORING
 
     def drop(self, uid: int, *, replace: bool) -> None:
         """Give a group up: it is counted. Another may take its place in the step, or the place stays empty."""

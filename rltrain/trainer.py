@@ -241,9 +241,11 @@ class Trainer:
             if error.batch is not None:
                 text += f"; all samples: {self.tracker.log_failed(self.step + 1, error.batch)}"
             if self.step > (self.origin.step if self.origin else 0):
-                self.collector.forget_failures()
                 self.save()
-                text += f"; when that is mended, trainer.resume=auto goes on after step {self.step}"
+                text += (
+                    f"; step {self.step} is saved, and trainer.resume=auto goes on from it, asking for failed rewards "
+                    "again, if what has to change is not in a reward file"
+                )
             raise RewardError(text) from None
 
     def budget(self, group: WorkerGroup) -> int:

@@ -213,37 +213,59 @@ def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_as_if_i
     assert_same(resumed.fit(), whole)
 
 
-def out_of_order(run, *, after: int):
-    """From this step on every reward of the run fails."""
+def out_of_order(run, *, after: int = 0, of=range(1000)):
+    """From this step on the rewards of these groups fail."""
     rewards = run.trainer.collector.rewards
     poll = rewards.poll
 
     def failing(timeout_s):
-        results = poll(timeout_s)
-        if run.trainer.step < after:
-            return results
-        return [replace(result, scores=(None,), failed=True, error="the judge is down") for result in results]
+        return [
+            replace(result, scores=(None,), failed=True, error="the judge is down")
+            if run.trainer.step >= after and result.key[0] in of else result
+            for result in poll(timeout_s)
+        ]  # fmt: skip
 
     rewards.poll = failing
 
 
+@pytest.mark.parametrize("save_every", [0, 2])
 @pytest.mark.parametrize("sampling", [0, 3])
-def test_a_run_that_ends_because_rewards_fail_goes_on_when_they_work_again_and_loses_no_step(start, tmp_path, sampling):
-    overrides = ["trainer.deterministic=true", "trainer.save_every=0", f"algorithm.dynamic_sampling={sampling}"]
-    failed = Run(start, tmp_path / "parts", *overrides)
+def test_a_run_that_ends_because_rewards_fail_goes_on_when_they_work_again_as_if_they_had(
+    start, tmp_path, sampling, save_every
+):
+    overrides = ["trainer.deterministic=true", f"algorithm.dynamic_sampling={sampling}"]
+    failed = Run(start, tmp_path / "parts", *overrides, f"trainer.save_every={save_every}")
     out_of_order(failed, after=2)
-    with pytest.raises(RewardError, match=r"the judge is down.*trainer\.resume=auto goes on after step 2"):
+    with pytest.raises(RewardError, match=r"the judge is down.*step 2 is saved, and trainer\.resume=auto goes on"):
         failed.fit()
     failed.checkpoints.finish()
-    resumed = Run(start, tmp_path / "parts", *overrides).resume()
+    resumed = Run(start, tmp_path / "parts", *overrides, "trainer.save_every=0").resume()
+    assert resumed.trainer.step == 2
+    assert_same(resumed.fit(), Run(start, tmp_path / "whole", *overrides, "trainer.save_every=0").fit())
+
+
+def test_failed_rewards_of_a_step_that_is_prefetched_are_asked_for_again_by_who_resumes(start, tmp_path):
+    """They are in the checkpoint that was made before anybody missed them."""
+    overrides = ["trainer.max_staleness=1", "trainer.save_every=2"]
+    failed = Run(start, tmp_path, *overrides)
+    out_of_order(failed, of=range(8, 12))
+    between, collector = failed.trainer.between_steps, failed.trainer.collector
+
+    def when_all_has_arrived():
+        while collector.rollout.pending or collector.rewards.pending:
+            collector._pump()
+        between()
+
+    failed.trainer.between_steps = when_all_has_arrived
+    with pytest.raises(RewardError, match="the judge is down"):
+        failed.fit()
+    failed.checkpoints.finish()
+    kept = json.loads((tmp_path / "checkpoints/step_2/driver.json").read_text())["collector"]["groups"]["groups"]
+    assert [result["failed"] for group in kept if group["uid"] in range(8, 12) for result in group["results"]]
+    resumed = Run(start, tmp_path, *overrides).resume()
     assert resumed.trainer.step == 2
     resumed.fit()
-    lines = resumed.ledger()
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    counted = sorted(uid for line in lines for uid in line["used"] + line["dropped"])
-    assert counted == list(range(len(counted)))
-    if not sampling:  # nothing was dropped because its rewards failed
-        assert_same(resumed, Run(start, tmp_path / "whole", *overrides).fit())
+    assert [uid for line in resumed.ledger() for uid in line["used"]] == list(range(16))
 
 
 def test_where_rewards_fail_before_anything_is_learnt_nothing_is_saved(start, tmp_path):

@@ -58,7 +58,7 @@ class RolloutPool:
         self.asked: dict[int, Any] = {}  # by replica: a `poll` that it has not answered
         self.found: list[Completion] = []  # what a `poll` had when it raised
         self.building: dict[int, Any] = dict(enumerate(building))  # by replica: the call that ends its start
-        self.start_timeout_s, self.began = start_timeout_s, dict.fromkeys(self.building, time.monotonic())
+        self.start_timeout_s, self.began = start_timeout_s, dict.fromkeys(range(hosts.size), time.monotonic())
         self.state = [State.STARTING if n in self.building else State.SERVING for n in range(hosts.size)]
         self.queue: list[Sequence[Request]] = []  # groups that no replica could take yet
         self.lost: set[int] = set()  # uids of groups some of whose answers died with a replica
@@ -191,17 +191,18 @@ class RolloutPool:
         """
         if self.sleeps and not self.asleep:
             assert not self.pending, "engines with unfinished answers must not sleep"
-            slept = self._put_to_sleep(self._in(State.SERVING, State.WAITING))
-            self.sleeps = set(slept) != {False}  # on a CPU none of them does, and they need not be asked again
-            while self.sleeps and self.building:
-                built = list(self.building)
+            if not self._in(State.SERVING, State.WAITING):
                 self.start()
-                slept += self._put_to_sleep(built)
-            self.asleep = any(slept)
-
-    def _put_to_sleep(self, replicas: Sequence[int]) -> list[bool | None]:
-        calls = self.hosts.start("rollout", "sleep", [()] * len(replicas), ranks=replicas)
-        return [self._result(replica, call) for replica, call in zip(replicas, calls, strict=True)]
+            told: dict[int, float] = {}  # when the engine began that was told to
+            while awake := [n for n in self._in(State.SERVING, State.WAITING) if told.get(n) != self.began[n]]:
+                told |= {replica: self.began[replica] for replica in awake}
+                calls = self.hosts.start("rollout", "sleep", [()] * len(awake), ranks=awake)
+                slept = [self._result(replica, call) for replica, call in zip(awake, calls, strict=True)]
+                if False in slept:  # on a CPU none of them does, and they need not be asked again
+                    self.sleeps = False
+                    return
+                self.start()
+            self.asleep = True
 
     def load(self, actor: Ranks, version: int, *, check: bool) -> None:
         """Send the actor's weights to all replicas that are ready, waking them; others get them from `mend`.

@@ -79,6 +79,23 @@ def test_those_that_die_when_they_are_told_to_sleep_have_successors_that_sleep(m
     assert [pool.state[number] for number in dying] == [State.WAITING] * len(dying)
 
 
+def test_one_that_slept_and_dies_while_another_is_waited_for_has_a_successor_that_sleeps(made):
+    pool, hosts = made
+    hosts.replicas[1].alive = False
+    pool.look()
+    first, asleep = hosts.first, hosts.replicas[0]
+
+    def dies_meanwhile(pending, timeout_s):
+        asleep.alive = asleep.alive and not asleep.asleep
+        return first(pending, timeout_s)
+
+    hosts.first = dies_meanwhile
+    pool.sleep()
+    assert pool.asleep
+    assert not asleep.alive
+    assert [(replica.alive, replica.asleep) for replica in hosts.replicas] == [(True, True), (True, True)]
+
+
 def test_where_no_engine_gives_its_memory_up_nobody_is_waited_for_then_or_later(made):
     pool, hosts = made
     hosts.replicas[1].alive = False
