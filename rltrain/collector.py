@@ -158,14 +158,14 @@ class Collector:
         self.rewards.abort()
         self.order.load_state_dict(state["order"])
         self.in_flight, self.first_failure = [self.training], 0.0
+        self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
         self.step = _Step(places=0, refills=0, open=False)
         if (kept := state["step"]) is not None:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
-            again = {one["uid"] for one in state["groups"]["groups"] if any(r["failed"] for r in one["results"])}
-            for one in [one for one in kept["seen"] if one["uid"] not in again]:
-                self.step.seen[one["uid"]] = group = self.groups.group(one["uid"], self._prompt(one["uid"]))
-                group.load_state_dict(one, whole=False)
-        self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
+            for one in kept["seen"]:
+                group = self.groups.restored(one, self._prompt)
+                if group.state is State.READY:  # else a failed score is asked for again, and it is looked at anew
+                    self.step.seen[group.uid] = group
 
     def _prompt(self, uid: int) -> Prompt:
         """The prompt of a group: uids count through the order of the run."""
@@ -187,23 +187,24 @@ class Collector:
         """Drop the finished groups without spread, unless the step would have none at all."""
         while fresh := self._unseen(step):
             with_model_scores(fresh, self.models)
-            group = fresh[0]
-            step.seen[group.uid] = group
-            stays = (step.places == 1 and not step.refills) or self._fails(step, group)
-            if stays or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
-                continue
-            self.groups.drop(group.uid, replace=step.refills > 0)
-            step.dropped.add(group.uid)
-            if step.refills:
-                step.refills -= 1
-            else:
-                step.places -= 1
+            for group in fresh:
+                step.seen[group.uid] = group
+                stays = (step.places == 1 and not step.refills) or self._fails(step, group)
+                if stays or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
+                    continue
+                replaced = step.refills > 0
+                self.groups.drop(group.uid, replace=replaced)
+                step.dropped.add(group.uid)
+                step.refills, step.places = step.refills - replaced, step.places - (not replaced)
+                if replaced and not step.refills:
+                    break  # from here on all must be finished
 
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Whether this group lacks spread because more rewards fail than may: who resumes asks for them again."""
+        if not all(result.failed for result in group.results.values()):
+            return False
         failed = sum(result.failed for one in step.seen.values() for result in one.results.values())
-        may = self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
-        return failed > may and all(result.failed for result in group.results.values())
+        return failed > self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
 
     def _unseen(self, step: "_Step") -> list[Group]:
         """Finished groups that this step would use, and that were not looked at; later steps look at their own."""

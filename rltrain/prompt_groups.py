@@ -131,6 +131,13 @@ class PromptGroups:
             if number not in group.results
         ]  # fmt: skip
 
+    def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
+        """The group of one's `state_dict`, after `load_state_dict`: that in flight, or else a copy of one dropped."""
+        if (group := self.groups.get(state["uid"])) is None:
+            group = self.group(state["uid"], prompt_of(state["uid"]))
+            group.load_state_dict(state, whole=False)
+        return group
+
     def ship(self, version: int | None) -> list[Group]:
         """Pending groups, now generating with the weights `version`; None: only those that were shipped before."""
         pending = [group for group in self.groups.values() if group.state is State.PENDING]

@@ -96,6 +96,15 @@ class Replicas(Hosts):
         return self.replicas[rank].build
 
 
+def fail_syncs(monkeypatch, error):
+    """From now on every sync raises this."""
+
+    def sync(*_, **__):
+        raise error
+
+    monkeypatch.setattr(pool_module, "sync", sync)
+
+
 def pool_of(size, monkeypatch, *, busy=False):
     """A pool whose replicas have weights 0, maybe each work, and its hosts; `sync` gives weights to who is alive."""
     hosts = Replicas(size)

@@ -43,7 +43,7 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     Where ranks share out the tokens of a pack, `model.sequence` is their group.
     Raises ConfigError for what these ranks cannot do.
     """
-    compute = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    compute = getattr(torch, config.model.dtype)
     for key in ("cpu_offload", "compile"):
         if getattr(config.model, key) and device().type == "cpu":
             raise ConfigError(f"model.{key}=true: it is for GPUs, and these ranks have none; use false")

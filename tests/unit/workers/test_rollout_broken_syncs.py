@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rltrain.errors import SyncError, WorkerLost
-from tests.fake_replicas import ACTOR, Call, pool_of, request
+from tests.fake_replicas import ACTOR, Call, fail_syncs, pool_of, request
 from workers.rollout import pool as pool_module
 from workers.rollout.pool import State
 
@@ -111,11 +111,7 @@ def test_who_had_nothing_to_do_is_seen_before_it_gets_work(made):
 
 def test_engines_that_wait_for_weights_are_closed_too(made, monkeypatch):
     pool, hosts = made(2)
-
-    def sync(*_, **__):
-        raise SyncError("weights differ")
-
-    monkeypatch.setattr(pool_module, "sync", sync)
+    fail_syncs(monkeypatch, SyncError("weights differ"))
     with pytest.raises(SyncError, match="weights differ"):
         pool.load(ACTOR, 1, check=True)
     hosts.close, hosts.told = Call, []

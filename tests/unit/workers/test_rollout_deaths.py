@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rltrain.errors import SyncError, WorkerError, WorkerLost
-from tests.fake_replicas import ACTOR, pool_of, request
+from tests.fake_replicas import ACTOR, fail_syncs, pool_of, request
 from workers.rollout import pool as pool_module
 from workers.rollout.pool import REPLACEMENTS, State
 
@@ -90,11 +90,7 @@ def test_a_replica_that_is_replaced_while_a_sync_waits_for_the_actor_has_no_weig
 
 def test_a_training_rank_that_dies_in_a_sync_is_no_replicas_death(made, monkeypatch):
     pool, hosts = made(2)
-
-    def sync(*_, **__):
-        raise WorkerLost("training rank 0 is gone")
-
-    monkeypatch.setattr(pool_module, "sync", sync)
+    fail_syncs(monkeypatch, WorkerLost("training rank 0 is gone"))
     actor = SimpleNamespace(hosts=SimpleNamespace(dead=lambda: {0: "is gone"}))
     hosts.replicas[0].alive = False
     with pytest.raises(WorkerLost, match="training rank 0"):
@@ -103,11 +99,7 @@ def test_a_training_rank_that_dies_in_a_sync_is_no_replicas_death(made, monkeypa
 
 def test_a_sync_that_fails_though_all_are_alive_is_raised(made, monkeypatch):
     pool, _ = made(2)
-
-    def sync(*_, **__):
-        raise SyncError("weights differ")
-
-    monkeypatch.setattr(pool_module, "sync", sync)
+    fail_syncs(monkeypatch, SyncError("weights differ"))
     with pytest.raises(SyncError, match="weights differ"):
         pool.load(ACTOR, 1, check=True)
 
