@@ -248,7 +248,7 @@ def _start(
             replicas, sleeps=config.takes_turns, replace=replace, start_timeout_s=placement.start_timeout_s,
             building=build(replicas, "rollout", *engine),
         )  # fmt: skip
-        if placement.share_ranks and _has_gpus():
+        if devices:
             pool.start()  # an engine measures what is free on its device: nobody else takes any meanwhile
     training.build()
     pool.start()
