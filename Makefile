@@ -54,7 +54,7 @@ check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu
 	$(BIN)/shellcheck $(SCRIPTS)
 
-fuzz: setup  ## Draw COUNT bad and good command lines, files of prompts and checkpoints, with the seed SEED
+fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weights, rewards and checkpoints, with the seed SEED
 	@for file in tests/fuzz/test_*.py; do \
 	FUZZ_COUNT=$(COUNT) $(TEST_ENV) $(BIN)/python -m pytest -q $$file --hypothesis-seed=$(SEED) & all="$$all $$!"; done; \
 	status=0; for one in $$all; do wait $$one || status=1; done; exit $$status
@@ -89,7 +89,7 @@ bench: setup $(if $(ARGS),$(if $(findstring trl,$(ARGS)),$(TRL)/.ready),$(TRL)/.
 bench-gpu: setup  ## Benchmarks of training, generation and sync on a GPU
 	@$(BIN)/python -m tests.benchmarks --gpu $(ARGS)
 
-chaos: setup  ## Runs in each of which one process is killed or stopped, and what came of it: make chaos ARGS="--runs 66"
+chaos: setup  ## Runs in each of which one process is killed or stopped, and what came of it: make chaos ARGS="--runs 120"
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos $(ARGS)
 
 soak: setup  ## Twenty minutes of small steps: memory, files and shared memory must stay flat

@@ -13,7 +13,7 @@ exec "$python" -m rltrain.main \
     model.path="$model" \
     data.train=examples/own_data/train.jsonl \
     data.val=examples/own_data/val.jsonl \
-    "reward.functions=[examples/own_data/reward.py:right,{path:examples/own_data/reward.py:length,weight:-0.01}]" \
+    "reward.functions=[examples/own_data/reward.py:right,{path:examples/own_data/reward.py:length,weight:-0.01,outcome:false}]" \
     trainer.total_steps=40 trainer.prompts_per_step=32 trainer.prompts_per_minibatch=8 \
     trainer.output_dir="outputs/own_data_$(date +%Y-%m-%d_%H-%M-%S)" \
     "$@"

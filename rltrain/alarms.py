@@ -33,7 +33,7 @@ class Alarms:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rules: dict[str, Callable[[Mapping[str, float]], str]] = {
-            "log_prob_gap": self._gap, "entropy": self._entropy, "zero_spread": self._zero_spread,
+            "log_prob_gap": self._gap, "entropy": self._entropy, "same_outcome": self._same_outcome,
             "reward": self._reward,
         }  # fmt: skip
         self.sounding: set[str] = set()
@@ -84,16 +84,16 @@ class Alarms:
             "raise algorithm.entropy_coef, or stop here if the reward is where it should be"
         )
 
-    def _zero_spread(self, metrics: Mapping[str, float]) -> str:
-        """Answers to one prompt all have the same score: of one answer, that means nothing."""
-        all_flat = metrics.get("reward/zero_spread_fraction", 0.0) >= 1
+    def _same_outcome(self, metrics: Mapping[str, float]) -> str:
+        """Answers to one prompt all have the same outcome: of one answer, that means nothing."""
+        all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         self.flat = self.flat + 1 if all_flat and self.config.rollout.samples_per_prompt > 1 else 0
         if self.flat < PERSISTENT_STEPS:
             return ""
         return (
-            f"for {self.flat} steps all answers to each prompt had one score (reward/zero_spread_fraction=1; limit: "
-            f"{PERSISTENT_STEPS} steps): there is nothing to learn from; look at rollouts/ for a reward that cannot "
-            "vary, use easier or harder prompts, or raise rollout.samples_per_prompt"
+            f"for {self.flat} steps all answers to each prompt had one outcome (reward/same_outcome_fraction=1; limit: "
+            f"{PERSISTENT_STEPS} steps): nothing tells good answers from bad ones; look at rollouts/ for a reward "
+            "that cannot vary, use easier or harder prompts, or raise rollout.samples_per_prompt"
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:

@@ -49,6 +49,7 @@ def check_algorithm(config: Config) -> None:
     _check_rejection(algorithm)
     _check_groups(config)
     _check_rewards_act(config)
+    _check_bootstrap(algorithm)
 
 
 def _columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -114,7 +115,7 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
 
     for name in sorted(required_columns(algorithm.advantage_estimator, algorithm.loss_mode) - {"log_probs"}):
         require(
-            name in COLUMNS and name not in ("ref_hidden", "full_kl", "correction_weights"),
+            name in COLUMNS and name not in ("ref_hidden", "full_kl"),
             f"algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator={algorithm.advantage_estimator}: one "
             f"reads the column '{name}', which is not there for it; the columns are in rltrain/protocol.py",
         )
@@ -187,7 +188,7 @@ def _check_groups(config: Config) -> None:
     require(
         in_groups or not algorithm.dynamic_sampling,
         f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with {algorithm.advantage_estimator}: it learns from "
-        "groups without spread too, which dynamic sampling drops; use 0",
+        "groups of one outcome too, which dynamic sampling drops; use 0",
     )
 
 
@@ -232,4 +233,30 @@ def _check_rewards_act(config: Config) -> None:
         not algorithm.exclude_truncated or statistics,
         f"algorithm.exclude_truncated=true with {estimator} and no normalisation: there is no statistic to be excluded "
         "from; use suppress_truncated or mask_truncated",
+    )
+
+
+def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
+    """The value of the state in which an answer was cut must exist, reach the advantages, and not be taken back."""
+    if not algorithm.bootstrap_truncated:
+        return
+    require(
+        needs_critic(algorithm),
+        f"algorithm.bootstrap_truncated=true with {algorithm.advantage_estimator}: it reads no values, and what a cut "
+        "answer would have earned is a critic's guess; use false, or algorithm=ppo",
+    )
+    require(
+        not algorithm.suppress_truncated,
+        "algorithm.bootstrap_truncated=true with suppress_truncated=true: one credits a cut answer with what it would "
+        "have earned, the other with nothing; set one",
+    )
+    require(
+        not algorithm.mask_truncated,
+        "algorithm.bootstrap_truncated=true with mask_truncated=true: no token of a cut answer is trained on, so its "
+        "value would change nothing; set one",
+    )
+    require(
+        algorithm.advantage.get("gamma", 1.0) > 0,
+        "algorithm.bootstrap_truncated=true with algorithm.advantage.gamma=0: the value is multiplied by gamma, so it "
+        "would change nothing; use a gamma above 0, or false",
     )

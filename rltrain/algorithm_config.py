@@ -101,7 +101,7 @@ class KLLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Importance weights for what the engine sampled and the actor would not quite have; `level` null: off."""
+    """Importance weights of the policy term, actor before the update over engine; `level` null: off."""
 
     level: Literal["token", "sequence", "geometric"] | None
     mode: Literal["truncate", "mask", "reject"]
@@ -127,7 +127,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectionConfig:
-    """Tokens or rows on which engine and actor are too far apart train nothing; `kl_estimator` null: off."""
+    """Drops the policy term where the policy of the update is too far from the engine's; `kl_estimator` null: off."""
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None
     level: Literal["token", "sequence", "max"]
@@ -157,13 +157,17 @@ class AlgorithmConfig:
     loss: dict[str, Any]
     loss_agg_mode: AggMode
     old_log_probs: Literal["actor", "rollout"]
-    suppress_truncated: bool  # an answer cut at the limit earns no task reward, and is in no statistic
-    exclude_truncated: bool  # it is in no statistic
+    suppress_truncated: bool  # an answer cut at the limit earns nothing, and is in no statistic
+    exclude_truncated: bool  # it is in no statistic, and keeps its own score
     mask_truncated: bool  # its tokens are not trained on
-    dynamic_sampling: int  # times prompts_per_step that a step may generate to replace groups without spread; 0: off
+    bootstrap_truncated: (
+        bool  # the critic's value of the state in which it was cut stands for what it would have earned
+    )
+    dynamic_sampling: int  # times prompts_per_step that a step may generate to replace groups of one outcome; 0: off
     entropy_coef: float
     entropy_target: float | None  # nats per token that entropy_coef steers to; null: entropy_coef stays
     entropy_coef_step: float  # how much it moves in a step
+    entropy_coef_max: float  # the most that it moves to
     reward_shaping: RewardShapingConfig
     reward_normalization: NormalizationConfig
     advantage_normalization: NormalizationConfig
@@ -177,10 +181,17 @@ class AlgorithmConfig:
         target = self.entropy_target
         require(target is None or target > 0, f"entropy_target must be > 0 nats or null, got {target}")
         require(self.entropy_coef_step > 0, f"entropy_coef_step must be > 0, got {self.entropy_coef_step}")
+        most = self.entropy_coef_max
+        require(most > 0, f"entropy_coef_max must be > 0, got {most}")
         require(
-            not self.corrects_rollout or self.old_log_probs == "actor",
-            f"old_log_probs={self.old_log_probs} with correction or rejection: the engine's own log-probs leave "
-            "nothing to correct; use old_log_probs=actor",
+            target is None or self.entropy_coef <= most,
+            f"entropy_coef={self.entropy_coef} with entropy_target={target}: starts above algorithm.entropy_coef_max="
+            f"{most}; lower it, or raise the maximum",
+        )
+        require(
+            self.correction.level is None or self.old_log_probs == "actor",
+            f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: the weights are actor "
+            "over engine, which are 1 where the engine's log-probs are the old ones; use old_log_probs=actor",
         )
 
     @property
@@ -198,8 +209,3 @@ class AlgorithmConfig:
         """Whether a KL term is estimated from samples."""
         reward, loss = self.kl_in_reward, self.kl_loss
         return (reward.kl_coef > 0 and not reward.full) or (loss.kl_loss_coef > 0 and not loss.full)
-
-    @property
-    def corrects_rollout(self) -> bool:
-        """Whether engine and actor are compared token by token."""
-        return self.correction.level is not None or self.rejection.kl_estimator is not None

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rltrain.errors import CheckpointError, RLTrainError
-from rltrain.storage import Folder
+from rltrain.errors import CheckpointError, RLTrainError, described
+from rltrain.storage import FileStart, Folder
 from rltrain.typed import require
 from workers.checkpoint import MODEL, STATE, Saved, reason
 from workers.group import WorkerGroup
@@ -112,8 +112,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
             raise ValueError("a file outside of it, or without size and checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({reason})") from None
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({described(error, 200)})") from None
     found: dict[str, Any] = manifest
     return found
 
@@ -129,12 +128,18 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 @dataclass
 class _Save:
-    """A save under way: what the ranks were asked, and what the driver adds when they are done."""
+    """A save under way: the ranks that write, and the files that the driver adds when they are done.
+
+    Attributes:
+        files: contents by name.
+        history: starts of the run's files of lines, by name, to be copied.
+    """
 
     step: int
     incarnation: int
     metric: float | None
     files: dict[str, bytes]
+    history: dict[str, FileStart]
     groups: dict[str, WorkerGroup]
     saved: dict[str, list[Saved]] = field(default_factory=dict)
 
@@ -188,7 +193,7 @@ class Checkpoints:
 
     def start(
         self, step: int, incarnation: int, groups: Mapping[str, WorkerGroup], state: Mapping[str, Any], *,
-        history: Mapping[str, bytes], metrics: Mapping[str, float],
+        history: Mapping[str, FileStart], metrics: Mapping[str, float],
     ) -> None:  # fmt: skip
         """Begin a save, after the end of the one before; returns when the ranks have copied their tensors.
 
@@ -197,7 +202,7 @@ class Checkpoints:
             incarnation: of the run.
             groups: the ranks of each role that is trained.
             state: of the driver, plain values.
-            history: contents of the run's files of lines.
+            history: the run's files of lines, as far as they are written now.
             metrics: known of these weights.
         """
         self.finish()
@@ -207,10 +212,9 @@ class Checkpoints:
                 "trainer.keep_best=%s: not known of step %d; for a metric of evaluations trainer.eval_every has to "
                 "divide trainer.save_every", self.best, step,
             )  # fmt: skip
-        files = {f"{HISTORY}/{name}": content for name, content in history.items()}
-        files |= {DRIVER: json.dumps({**state, "sources": self.sources}).encode(), CONFIG: self.config.encode()}
+        files = {DRIVER: json.dumps({**state, "sources": self.sources}).encode(), CONFIG: self.config.encode()}
         self.last, name = step, f"step_{step}"
-        save = _Save(step, incarnation, metric, files, dict(groups))
+        save = _Save(step, incarnation, metric, files, dict(history), dict(groups))
         try:
             self._discard(name)
             url = self.folder.at(name).url
@@ -276,6 +280,8 @@ class Checkpoints:
         for name, content in save.files.items():
             folder.write(name, content)
             files[name] = (len(content), zlib.crc32(content))
+        for name, start in save.history.items():
+            files[f"{HISTORY}/{name}"] = folder.copy(start, f"{HISTORY}/{name}")
         missing = sorted(files.keys() - set(folder.files()))
         if missing:
             raise OSError(f"{missing[0]} is not there for the driver: all nodes must see the same folder")

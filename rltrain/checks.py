@@ -14,20 +14,21 @@ from typing import Any
 from rltrain.algorithm_checks import check_algorithm, needs_critic
 from rltrain.cores import cpu_cores
 from rltrain.data import BUILTIN
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, described
 from rltrain.model_files import (
-    BUILTIN_MODEL,
     check_critic,
     check_directory,
     check_limits,
     check_reward_model,
+    check_vocabulary,
     load_tokenizer,
     model_config,
 )
+from rltrain.model_weights import BUILTIN_MODEL, check_engine_files, check_weights
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
 from rltrain.schema import Config, DataConfig, RolloutConfig, TrainerConfig
-from rltrain.storage import Folder, absolute
+from rltrain.storage import Folder, absolute, local_path
 from rltrain.tasks import TASKS, Task
 from rltrain.typed import require
 
@@ -37,6 +38,7 @@ RUN_FILES = (
     "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl", "processes.json", "rollouts",
     "failed", "stacks", "model", "checkpoints", "tensorboard",
 )  # fmt: skip
+_A_NAME_INSIDE = "x" * 200  # a path may be so long that nothing can be made in it
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
 
 
@@ -52,6 +54,7 @@ def check(config: Config) -> None:
     if config.model.path == BUILTIN_MODEL:
         builtin_task(config)
     else:
+        local_path(config.model.path, f"model.path={config.model.path}")
         check_directory(config.model.path)
     _check_rewards(config)
     sandbox_warning(config)
@@ -59,12 +62,22 @@ def check(config: Config) -> None:
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
     check_limits(config, _model_config(config.model.path))
-    if config.model.path != BUILTIN_MODEL and needs_critic(config.algorithm):
-        check_critic(config.model.path)
+    if config.model.path != BUILTIN_MODEL:
+        _check_weights(config)
     if config.model.lora is not None:
         from workers.lora import adapter_parameters
 
         adapter_parameters(config.model.path, config.model.lora)
+
+
+def _check_weights(config: Config) -> None:
+    """Refuse weights that one of the roles would not load as a whole. The critic's form is looked at first."""
+    where = f"model.path={config.model.path}"
+    if needs_critic(config.algorithm):
+        check_critic(config.model.path)
+    check_weights(config.model.path, where)
+    if config.rollout.engine == "vllm":
+        check_engine_files(config.model.path, where)
 
 
 def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
@@ -128,6 +141,16 @@ def builtin_task(config: Config) -> Task:
     return TASKS[source.removeprefix(BUILTIN)]
 
 
+def check_cache(config: Config) -> None:
+    """Refuse a cache where the built-in model would be kept and is not, if nothing can be written there."""
+    if config.model.path == BUILTIN_MODEL:
+        from rltrain.tasks.tiny_model import cache_root, start_path
+
+        where, start = f"RLTRAIN_CACHE={cache_root()}", start_path(builtin_task(config))
+        if not local_path(str(start), where).exists():
+            _check_writable(start.parent, where)
+
+
 def output_folder(trainer: TrainerConfig) -> Path:
     """The run's folder. Of `new/../old` it is `old` even while there is no `new`: making that one reaches `old`."""
     return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
@@ -135,9 +158,10 @@ def output_folder(trainer: TrainerConfig) -> Path:
 
 def _check_output(trainer: TrainerConfig) -> None:
     require(bool(trainer.output_dir.strip()), "trainer.output_dir is empty; name a folder")
-    where, folder = f"trainer.output_dir={trainer.output_dir}", output_folder(trainer)
+    where = f"trainer.output_dir={trainer.output_dir}"
+    named, folder = local_path(trainer.output_dir, where), output_folder(trainer)
     require(
-        Path(trainer.output_dir).expanduser().is_absolute() or RAY_JOB not in os.environ,
+        named.is_absolute() or RAY_JOB not in os.environ,
         f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
     )
     require(
@@ -172,22 +196,19 @@ def checked_folder(url: str, where: str) -> Folder:
     require(
         "::" not in url and not url.startswith("://"), f"{where}: has '::' or no name before '://'; give another path"
     )
+    if "://" not in url:
+        local_path(url, where)
     try:
         return Folder(absolute(url))
     except Exception as error:  # whatever a file system's driver raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
-            f"{where}: cannot be reached ({reason}); give a local path, or a URL that fsspec knows"
+            f"{where}: cannot be reached ({described(error, 200)}); give a local path, or a URL that fsspec knows"
         ) from None
 
 
 def _check_writable(folder: Path, where: str) -> None:
-    try:
-        os.stat(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:  # too long, a loop of links, a NUL
-        raise ConfigError(f"{where}: is no name for a folder here ({error}); name another folder") from None
+    local_path(str(folder), where)
+    local_path(str(folder / _A_NAME_INSIDE), where)
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     require(there.is_dir(), f"{where}: {there} is a file, not a folder; name another folder")
     require(os.access(there, os.W_OK | os.X_OK), f"{where}: {there} cannot be written to; name another folder")
@@ -215,8 +236,9 @@ def _is_installed(module: str) -> bool:
 
 def _check_data(data: DataConfig) -> None:
     for key, source in (("train", data.train), ("val", data.val)):
-        there = source is None or source.startswith(BUILTIN) or Path(source).expanduser().exists()
-        require(there, f"data.{key}={source}: no such file; check the path (it starts at {Path.cwd()})")
+        where = f"data.{key}={source}"
+        there = source is None or source.startswith(BUILTIN) or local_path(source, where).exists()
+        require(there, f"{where}: no such file; check the path (it starts at {Path.cwd()})")
 
 
 def _model_config(path: str) -> Mapping[str, Any]:
@@ -235,8 +257,10 @@ def _check_rewards(config: Config) -> None:
     for function in config.reward.functions:
         load_function(function.path)
     for model in config.reward.models:
+        local_path(model.path, f"{model.key}={model.path}")
         check_reward_model(model.path, model.key)
-        load_tokenizer(Path(model.path).expanduser(), model.key)
+        tokenizer = load_tokenizer(Path(model.path).expanduser(), model.key)
+        check_vocabulary(Path(model.path).expanduser(), tokenizer, f"{model.key}={model.path}")
     if config.reward.aggregation not in AGGREGATIONS:
         check_aggregation(config.reward.aggregation)
     own = {task.reward: name for name, task in TASKS.items()}

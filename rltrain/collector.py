@@ -22,7 +22,7 @@ from rltrain.protocol import DataProto, jagged
 from rltrain.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.reward_models import RewardModel, with_model_scores
 from rltrain.schema import Config
-from rltrain.scoring import flat_rows, on_last_token, shaped_scores, weighted_sum
+from rltrain.scoring import flat_rows, of_outcome, on_last_token, shaped_scores, weighted_sum
 from workers.reward.messages import RewardResult
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
@@ -90,13 +90,15 @@ class Collector:
         self.meanwhile: Callable[[], None] = lambda: None  # called while it waits; may raise, and then nothing is lost
 
     def collect(self, version: int) -> DataProto:
-        """Answers with their scores, for who has nothing to do in between."""
-        return self.scored(self.answers(version))
+        """Answers with their scores, taken at once, where there is nothing to do in between."""
+        batch = self.scored(self.answers(version))
+        self.take()
+        return batch
 
     def answers(self, version: int) -> DataProto:
         """The next `prompts_per_step` groups, sampled with weights at most `max_staleness` versions before `version`.
 
-        Their scores may still be under way: `scored` adds them. With dynamic sampling, groups without spread are
+        Their scores may still be under way: `scored` adds them. With dynamic sampling, groups of one outcome are
         replaced while the step may generate more, and left out after that; so there may be fewer groups.
         """
         wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
@@ -116,10 +118,11 @@ class Collector:
         return answers_of(groups)
 
     def scored(self, batch: DataProto) -> DataProto:
-        """Adds to a batch from `answers` its scores, as soon as all are there.
+        """Adds to a batch from `answers` its scores, as soon as all are there; `take` ends the step.
 
-        A batch of one group without spread trains nothing. With dynamic sampling `meta_info` has metrics of all groups
-        that were generated. Raises RewardError when more samples failed than `reward.max_failed_fraction` allows.
+        With dynamic sampling a batch that is a single group of one outcome trains nothing, and `meta_info` has metrics
+        of all groups that were generated. Raises RewardError when more samples failed than `reward.max_failed_fraction`
+        allows.
         """
         step, components = self.step, self.config.reward.components
         while not (groups := self.groups.ready(step.places)):
@@ -136,9 +139,12 @@ class Collector:
             batch.meta_info["rollout/groups_dropped"] = float(len(step.dropped))
             batch.meta_info["rollout/groups_missing"] = float(self.config.trainer.prompts_per_step - step.places)
         batch.meta_info["dropped"] = sorted(step.dropped)
-        self.groups.take(step.places)
-        step.open = False
         return batch
+
+    def take(self) -> None:
+        """Count the step's groups as used; until then, a checkpoint has the step still ahead."""
+        self.groups.take(self.step.places)
+        self.step.open = False
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain values: where the order of prompts is, and the groups in flight."""
@@ -184,13 +190,14 @@ class Collector:
         self._ship(self.training, version)
 
     def _drop_flat(self, step: "_Step") -> None:
-        """Drop the finished groups without spread, unless the step would have none at all."""
+        """Drop the finished groups whose answers all have one outcome, unless the step would have none at all."""
         while fresh := self._unseen(step):
             with_model_scores(fresh, self.models)
             for group in fresh:
-                step.seen[group.uid] = group
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
-                if stays or not flat_rows(to_batch([group], self.config.reward.components), self.config).all():
+                flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
+                step.seen[group.uid] = group  # not before, as a function of the user's may have raised
+                if not flat:
                     continue
                 replaced = step.refills > 0
                 self.groups.drop(group.uid, replace=replaced)
@@ -200,10 +207,10 @@ class Collector:
                     break  # from here on all must be finished
 
     def _fails(self, step: "_Step", group: Group) -> bool:
-        """Whether this group lacks spread because more rewards fail than may: who resumes asks for them again."""
+        """Whether all rewards of this group failed and more fail than may: a resumed run asks for them again."""
         if not all(result.failed for result in group.results.values()):
             return False
-        failed = sum(result.failed for one in step.seen.values() for result in one.results.values())
+        failed = sum(result.failed for one in (*step.seen.values(), group) for result in one.results.values())
         return failed > self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
 
     def _unseen(self, step: "_Step") -> list[Group]:
@@ -222,12 +229,12 @@ class Collector:
         columns = {
             "valid": valid,
             "failed": batch.batch["failed"] | greedy.batch["failed"].repeat_interleave(samples),
-            "baseline_rewards": shaped_scores(greedy, self.config)[0].repeat_interleave(samples),
+            "baseline_rewards": shaped_scores(greedy, self.config).scores.repeat_interleave(samples),
         }
         return place_scores(batch.pop(["valid", "failed"])[1].union(DataProto.from_dict(columns)))
 
     def _without_flat(self, batch: DataProto) -> DataProto:
-        """Masks a group without spread: the step's last one, where there was no other."""
+        """Masks a group of one outcome: the step's last one, where there was no other."""
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
@@ -369,6 +376,7 @@ def with_scores(
             "valid": ~totals.isnan(),
             "failed": torch.tensor([r.failed for r in results]),
             "scores": totals.nan_to_num(0.0),
+            "outcomes": weighted_sum(of_outcome(matrix, components), components),
             "reward_components": matrix,
             "failed_function": torch.tensor([r.failed_function for r in results]),
         },

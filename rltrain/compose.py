@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +22,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.errors import ConfigError
+from rltrain.rewards.loading import is_penalty
 from rltrain.schema import ALL_LINEAR, Config
-from rltrain.secret_values import refuse_secrets
+from rltrain.secret_values import redacted, secret_in
 from rltrain.typed import keys, parse, require, unknown_key
 
 # Below these a key is a knob of the chosen function: rltrain.checks knows which exist, the schema does not.
-KNOBS = ("algorithm.advantage", "algorithm.loss")
+KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 WHOLE = "model.lora"  # a mapping of the command line replaces that of the chosen file
+AUTO = "auto"
+STALE_UPPER = 2.0  # bound of the weights that `algorithm.correction.level=auto` gives stale answers, as in tis.yaml
 
 EXAMPLES = (
     ("algorithm=ppo trainer.total_steps=60", "another algorithm, half the steps"),
@@ -112,7 +115,7 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
         ConfigError: one line for whatever is wrong with the overrides, or with the values they lead to.
     """
     accepted = [line for text in overrides for line in _accept(text)]
-    values = _resolve(accepted)
+    values = _resolve(_without_knobs_of_other_functions(accepted))
     reward = values.get("reward")
     if isinstance(reward, dict):
         reward["functions"] = _reward_functions(reward.get("functions"))
@@ -120,9 +123,30 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
     model = values.get("model")
     if isinstance(model, dict):
         model["lora"] = _lora(model.get("lora"))
-    refuse_secrets(values)
+    algorithm, trainer = values.get("algorithm"), values.get("trainer")
+    if isinstance(algorithm, dict) and isinstance(trainer, dict):
+        algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
+    _refuse_secrets(values)
     config = parse(Config, values)
     return config, to_yaml(config)
+
+
+def _without_knobs_of_other_functions(overrides: list[str]) -> list[str]:
+    """Empty a preset's knobs where the command line chooses another loss or estimator than the preset.
+
+    The knobs in a preset are those of its own function: `algorithm=dapo algorithm.loss_mode=gspo` must not give DAPO's
+    clip range to GSPO. Knobs of the command line stay.
+    """
+    chosen = [override for text in overrides if (override := _parse_override(text)).key_or_group in KNOBS.values()]
+    if not chosen:
+        return overrides
+    preset = _resolve([text for text in overrides if text.startswith("algorithm=")])["algorithm"]
+    emptied: list[str] = []
+    for knobs, function in KNOBS.items():
+        names = [override.value() for override in chosen if override.key_or_group == function]
+        if names and names[-1] != preset[function.rpartition(".")[2]]:
+            emptied += [f"~{knobs}", f"++{knobs}={{}}"]
+    return [*emptied, *overrides]
 
 
 def to_yaml(config: Config) -> str:
@@ -155,8 +179,17 @@ def _composition_error(message: str) -> str:
     return f"{message}; see --help"
 
 
+def _refuse_secrets(values: Mapping[str, Any]) -> None:
+    """Refuse a resolved config that holds a secret: it is written to config.yaml, and shown."""
+    if key := secret_in(values):
+        raise ConfigError(
+            f"{key}: holds a key, token or password, which config.yaml and logs would show to others; put it into an "
+            "environment variable, and give the variable's name instead, as in api_key_env=NAME"
+        )
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+    return redacted(str(error)).strip().partition("\n")[0].rstrip(".")
 
 
 def _accept(text: str) -> list[str]:
@@ -223,7 +256,10 @@ def _check_key(key: str, text: str) -> None:
 
 
 def _reward_functions(functions: Any) -> list[Any]:
-    """Spell out reward functions: a text is a path; the name is the function's by default, the weight 1."""
+    """Spell out reward functions: a text is a path; the name is the function's by default, the weight 1.
+
+    The outcome is what they score, by default, except those of rltrain's own that are penalties.
+    """
     require(
         isinstance(functions, list),
         f"reward.functions={functions}: must be a list, as in reward.functions=[my_reward.py:score]",
@@ -238,7 +274,9 @@ def _reward_function(function: Any) -> Any:
             f"reward.functions: {function!r} names no function; write package.module:function or file.py:function, or "
             "{path:file.py:function,weight:0.5}"
         )
-    return {"name": re.split(r"[:.]", given["path"])[-1], "weight": 1.0, "gate": False, "kwargs": {}} | given
+    path = given["path"]
+    default = {"name": re.split(r"[:.]", path)[-1], "weight": 1.0, "gate": False, "outcome": not is_penalty(path)}
+    return default | {"kwargs": {}} | given
 
 
 def _reward_models(models: Any) -> list[Any]:
@@ -254,7 +292,7 @@ def _reward_model(model: Any) -> Any:
     if not isinstance(given, dict) or not isinstance(given.get("path"), str):
         raise ConfigError(f"reward.models: {model!r} names no directory; write DIR or {{path:DIR,weight:0.5}}")
     name = Path(given["path"]).name or "reward_model"
-    return {"name": name, "weight": 1.0, "gate": False, "prompt_template": None} | given
+    return {"name": name, "weight": 1.0, "gate": False, "outcome": True, "prompt_template": None} | given
 
 
 def _lora(lora: Any) -> Any:
@@ -266,3 +304,20 @@ def _lora(lora: Any) -> Any:
     rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
     twice = 2 * rank if isinstance(rank, int | float) else rank  # what is wrong with a rank is said of the rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
+
+
+def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
+    """Spell out `level: auto`: truncated importance weights of each token where answers may be stale, and else null.
+
+    The actor's policy before the update is not the one that sampled a stale answer. Nothing has to make up for that
+    where the engine's log-probs are the old ones, so that the loss's ratio is to them, or where `rejection` does it.
+    """
+    correction = algorithm.get("correction")
+    if not isinstance(correction, dict) or correction.get("level") != AUTO:
+        return correction
+    stale = isinstance(max_staleness, int) and max_staleness > 0
+    rejects = algorithm["rejection"]["kl_estimator"] is not None
+    if not stale or rejects or algorithm["old_log_probs"] != "actor":
+        return correction | {"level": None}
+    unbounded = correction["lower"] is None and correction["upper"] is None
+    return correction | {"level": "token"} | ({"upper": STALE_UPPER} if unbounded else {})

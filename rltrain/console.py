@@ -118,7 +118,8 @@ def sample_text(step: int, batch: DataProto) -> Text:
     objects = batch.non_tensor_batch
     prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
-    score = f"{float(batch.batch['scores'][row]):g}" if batch.batch["valid"][row] else "failed"
+    scored = not bool(batch.batch["reward_components"][row].isnan().all())  # `valid` says whether it is in a statistic
+    score = f"{float(batch.batch['scores'][row]):g}" if scored else "failed"
     start, end = (f"  step {step}:", "dim"), f"{ending}  -> reward {score}"
     return Text.assemble(start, " ", one_line(prompt), (one_line(response), "bold"), end)
 

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use: those of its affinity mask and its control groups, not of the machine."""
+"""How many CPU cores this process may use, and the OpenMP settings of processes that share them."""
 
 import contextlib
 import math
@@ -19,10 +19,26 @@ def cpu_cores() -> int:
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas())]))
 
 
+def openmp_settings(threads: int | None = None) -> dict[str, str]:
+    """Environment variables that a process must have before it imports torch: OpenMP reads them when it is loaded.
+
+    By default an idle OpenMP thread spins for milliseconds before it sleeps. Where processes share cores, it then keeps
+    another process's thread from the very core that its own process is waiting for, and both slow down by an order of
+    magnitude. `PASSIVE` makes idle threads sleep at once. GNU's, LLVM's and Intel's runtimes all read these variables.
+
+    Args:
+        threads: of this process; None: a number in the environment, or else the cores that it may use.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or cpu_cores()),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
+
+
 def _quotas() -> Iterator[float]:
     """The cores' worth of time that the control groups of this process grant, its parents' too, where they limit it."""
     with contextlib.suppress(OSError):
-        for line in _GROUPS.read_text().splitlines():
+        for line in _GROUPS.read_text("utf-8", "replace").splitlines():
             _, controllers, path = line.split(":", 2)  # version 2 names no controllers
             mount = _MOUNT / "cpu" if controllers else _MOUNT
             if controllers and "cpu" not in controllers.split(","):
@@ -36,6 +52,6 @@ def _quotas() -> Iterator[float]:
 def _quota(folder: Path) -> Iterator[float]:
     for names in _QUOTAS:
         with contextlib.suppress(OSError, ValueError):  # there is no such file, or its quota is "max"
-            quota, period = (int(part) for name in names for part in (folder / name).read_text().split())
+            quota, period = (int(part) for name in names for part in (folder / name).read_text("utf-8").split())
             if quota > 0 and period > 0:
                 yield quota / period

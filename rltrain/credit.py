@@ -5,6 +5,7 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 
 from rltrain.algorithm_config import AlgorithmConfig, KLInRewardConfig
 from rltrain.algorithms import (
@@ -22,14 +23,12 @@ from rltrain.algorithms import (
     normalize_advantages,
     normalize_rewards,
     required_columns,
-    rollout_correction,
-    rollout_rejection,
     uniform_draws,
 )
-from rltrain.errors import NumericsError
-from rltrain.protocol import COLUMNS, DataProto
+from rltrain.errors import EstimatorError, NumericsError, described
+from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
 from rltrain.schema import Config
-from rltrain.scoring import on_last_token, shaped_scores, truncated_rows, zero_spread
+from rltrain.scoring import flat_rows, on_last_token, shaped_scores, truncated_rows, zero_spread
 
 
 def with_all_knobs(config: Config) -> Config:
@@ -62,7 +61,7 @@ def needs_actor_pass(config: Config) -> bool:
     everything = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
     if algorithm.kl_in_reward.full or "entropies" in everything:
         return True
-    reads = algorithm.kl_in_reward.kl_coef > 0 or algorithm.corrects_rollout or "old_log_probs" in columns
+    reads = algorithm.kl_in_reward.kl_coef > 0 or "old_log_probs" in columns
     return algorithm.old_log_probs == "actor" and (reads or config.optimizer_steps_per_step > 1)
 
 
@@ -70,7 +69,9 @@ def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:
     """The controller of the coefficient of the entropy bonus."""
     if algorithm.entropy_target is None:
         return FixedEntropyController(algorithm.entropy_coef)
-    return AdaptiveEntropyController(algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_coef_step)
+    return AdaptiveEntropyController(
+        algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_coef_step, algorithm.entropy_coef_max
+    )
 
 
 def kl_controller(config: KLInRewardConfig) -> FixedKLController:
@@ -85,18 +86,20 @@ def assign_rewards(
 ) -> tuple[DataProto, dict[str, float]]:
     """Adds `token_level_rewards`: shaped and normalised scores on the last trained tokens, minus the KL penalty.
 
-    `valid` is then False also in rows whose answer was cut and that are in no statistic.
+    `valid` is then False also in rows whose answer was cut and that are in no statistic. Such a row keeps its own score
+    on the scale of the others.
     """
-    scores, valid = shaped_scores(batch, config)
+    scores, scored, counted = shaped_scores(batch, config)
     uid, normalization = batch.batch["uid"], config.algorithm.reward_normalization
-    flat = zero_spread(uid, scores, valid)
+    flat = zero_spread(uid, scores, counted)
     metrics = {
         "reward/zero_spread_fraction": len(uid[flat].unique()) / len(uid.unique()),
-        "reward/excluded_fraction": float((batch.batch["valid"] & ~valid).float().mean()),
+        "reward/same_outcome_fraction": len(uid[flat_rows(batch, config)].unique()) / len(uid.unique()),
+        "reward/excluded_fraction": float((batch.batch["valid"] & ~counted).float().mean()),
     }
     if normalization.on:
-        scores = normalize_rewards(scores, uid, valid, **dataclasses.asdict(normalization))
-    batch = batch.pop(["valid"])[1].union(DataProto.from_dict({"valid": valid}))
+        scores = normalize_rewards(scores, uid, scored, counted=counted, **dataclasses.asdict(normalization))
+    batch = batch.pop(["valid"])[1].union(DataProto.from_dict({"valid": counted}))
     batch = batch.with_values("responses", token_level_rewards=on_last_token(batch, scores))
     batch, kl_metrics = penalize_kl(batch, config.algorithm.kl_in_reward, controller)
     rewards = batch.values("token_level_rewards")[batch.values("response_mask")]
@@ -133,13 +136,60 @@ def penalize_kl(
     return batch.with_padded("responses", token_level_rewards=rewards), metrics
 
 
+def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
+    """What the critic is asked about: the batch, and with `bootstrap_truncated` the states in which answers were cut.
+
+    The critic's value of a token is that of the state before it, and the last token of a row is not read. So a cut
+    answer gets one slot more, of any token: its value is that of the state after the answer's last token.
+    """
+    if not algorithm.bootstrap_truncated:
+        return batch
+    lengths = batch.lengths("responses") + truncated_rows(batch).long()
+    tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    tokens[_own_slots(batch, lengths)] = batch.values("responses")
+    longer = DataProto.from_dict({"responses": nested_tensor_from_jagged(tokens, offsets_of(lengths))})
+    return batch.select(["prompts"]).union(longer)
+
+
+def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
+    """Adds what the critic said of `states_to_value`: `values`, and with `bootstrap_truncated` `bootstrap_values`."""
+    if not algorithm.bootstrap_truncated:
+        return batch.union(found)
+    values, lengths, cut = found.values("values"), found.lengths("values"), truncated_rows(batch)
+    at_the_end = torch.zeros(len(batch), dtype=values.dtype)
+    at_the_end[cut] = values[found.offsets("values")[1:][cut] - 1]
+    batch = batch.union(DataProto.from_dict({"bootstrap_values": at_the_end}))
+    return batch.with_values("responses", values=values[_own_slots(batch, lengths)])
+
+
+def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
+    """(N,) bool: which slots of rows of these lengths (B,) are those of the responses, which come first."""
+    return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
+
+
 def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Adds `advantages` and `returns` by the configured estimator; normalised where the config says so."""
+    """Adds `advantages` and `returns` by the configured estimator; normalised where the config says so.
+
+    With `bootstrap_values` the estimator sees gamma times them as a part of the rewards of the last trained tokens,
+    which is what the value after a last token is to gae (arXiv 1712.00378): delta = r + gamma V(end) - V. The column
+    `token_level_rewards` stays.
+
+    Raises EstimatorError where the estimator raises anything.
+    """
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
+    seen = batch
+    if algorithm.bootstrap_truncated:
+        gamma = (knobs_of(estimator) | algorithm.advantage).get("gamma", 1.0)
+        rewards = batch.values("token_level_rewards") + on_last_token(batch, gamma * batch.batch["bootstrap_values"])
+        seen = batch.with_values("responses", token_level_rewards=rewards)
     columns = [
-        batch.padded(name) if COLUMNS[name][0] == "response" else batch.batch[name] for name in columns_of(estimator)
+        seen.padded(name) if COLUMNS[name][0] == "response" else seen.batch[name] for name in columns_of(estimator)
     ]
-    advantages, returns = estimator(*columns, **algorithm.advantage)
+    try:
+        advantages, returns = estimator(*columns, **algorithm.advantage)
+    except Exception as error:
+        name = algorithm.advantage_estimator
+        raise EstimatorError(f"algorithm.advantage_estimator={name} raised {described(error)}") from error
     mask = batch.padded("response_mask")
     if algorithm.advantage_normalization.on:
         advantages = _normalized(batch, advantages, algorithm)
@@ -165,32 +215,16 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
     return normalize_advantages(advantages, mask, batch.batch["uid"], valid, **settings)
 
 
-def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Takes tokens out of `response_mask` and adds `correction_weights`, as truncation and engine give reason to.
+def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
+    """Takes cut answers out of `response_mask` where the config says so; they leave every count.
 
-    What is taken out leaves every count: this comes after the statistics of advantages, and before the mini-batches.
+    This comes after the statistics of advantages and before the mini-batches. What correction and rejection drop stays
+    in `response_mask`: the update takes only its policy term away.
     """
-    mask, metrics = batch.padded("response_mask"), {}
-    if algorithm.mask_truncated:
-        mask = mask & ~truncated_rows(batch)[:, None]
-    if algorithm.corrects_rollout:
-        policies = batch.padded("old_log_probs"), batch.padded("rollout_log_probs")
-        rejection, correction = algorithm.rejection, algorithm.correction
-        if rejection.kl_estimator is not None:
-            settings, tokens = dataclasses.asdict(rejection), mask.sum()
-            only = batch.padded("advantages") if settings.pop("only_negative") else None
-            mask, sums = rollout_rejection(*policies, mask, only, **settings)
-            metrics |= _means("rollout/rejection", sums, tokens)
-        if correction.level is not None:
-            tokens = mask.sum()
-            weights, mask, sums = rollout_correction(*policies, mask, **dataclasses.asdict(correction))
-            metrics |= _means("rollout/correction", sums, tokens)
-            batch = batch.with_padded("responses", correction_weights=weights)
-    return batch.with_padded("responses", response_mask=mask), metrics
-
-
-def _means(prefix: str, sums: dict[str, Tensor], tokens: Tensor) -> dict[str, float]:
-    return {f"{prefix}_{name}": float(value / tokens.clamp(min=1)) for name, value in sums.items()}
+    if not algorithm.mask_truncated:
+        return batch
+    mask = batch.padded("response_mask") & ~truncated_rows(batch)[:, None]
+    return batch.with_padded("responses", response_mask=mask)
 
 
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:

@@ -10,12 +10,17 @@ import random
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from rltrain.chat_templates import ChatTemplates
+from rltrain.control_tokens import ControlTokens
 from rltrain.errors import ConfigError
+from rltrain.prompt_encoding import ROW_HELP, Overlong, PromptEncoder, SpecialTokens, unicode
+from rltrain.round_trip import loss
+from rltrain.storage import local_path
 from rltrain.typed import require
 
 BUILTIN = "builtin:"
@@ -23,9 +28,9 @@ BUILTIN_TRAIN_ROWS = 8192
 BUILTIN_VAL_ROWS = 512
 RESERVED_COLUMNS = ("response", "finish_reason")  # reward functions get these from the sample itself
 _BATCH = 1024  # prompts that go to the tokenizer in one call
+_ROUND_TRIPS = 64  # prompts that are compared with what comes back of their ids
 _ENDINGS = (".jsonl", ".json", ".parquet")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # in JSON: half a pair, or one of two halves
-_ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] under prompt'
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Prompt:
 
     Attributes:
         index: position in its `PromptSet`.
-        text: the prompt without special tokens, as reward functions get it.
+        text: the prompt as reward functions get it: a text prompt as the data has it (without its control tokens where
+            they are allowed), and a chat as the chat template writes it, without control tokens.
         ids: the exact token ids that the engine is sent.
         columns: every other column of its row; None where the row has no value.
         messages: the chat that was put through the chat template; None where the prompt is text.
@@ -54,14 +60,17 @@ class PromptSet(Sequence[Prompt]):
         source: what was loaded, as the config says it.
         columns: names of the data's columns besides `prompt`.
         filtered: number of prompts left out because they are too long.
+        notes: what the user should know about the prompts, one line each.
     """
 
-    def __init__(self, source: str, rows: "_Rows", tokenizer: Any) -> None:
+    def __init__(self, source: str, rows: "_Rows", tokenizer: Any, *, special_tokens: SpecialTokens = "text") -> None:
         self.source = source
         self.columns = rows.columns
         self.filtered = 0
+        self.notes: list[str] = []
         self._rows, self._tokenizer = rows, tokenizer
-        self._special = tuple(token for token in tokenizer.all_special_tokens if token)
+        allowed = special_tokens == "allow"
+        self._left_out = tuple(token for token in tokenizer.all_special_tokens if token) if allowed else ()
         # Ids lie flat: lists of Python ints would take ten times the memory.
         self._kept, self._ids, self._ends = array("q"), array("i"), array("q", [0])
 
@@ -79,7 +88,7 @@ class PromptSet(Sequence[Prompt]):
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
         text, chat = row["prompt"], row["prompt"] if isinstance(row["prompt"], list) else None
-        if not isinstance(text, str) or any(token in text for token in self._special):
+        if not isinstance(text, str) or any(token in text for token in self._left_out):
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Prompt(index, text, ids, {name: row.get(name) for name in self.columns}, chat)
 
@@ -89,6 +98,14 @@ class PromptSet(Sequence[Prompt]):
         for row in map(self._rows.row, self._kept if self.columns else ()):
             crc = zlib.crc32(repr([row.get(name) for name in self.columns]).encode(), crc)
         return crc
+
+    def rows(self, count: int) -> list[int]:
+        """Return the numbers in the source of the first `count` prompts."""
+        return self._kept[:count].tolist()
+
+    def largest_id(self) -> int:
+        """The largest token id of any prompt."""
+        return max(self._ids)
 
     def append(self, row: int, ids: Sequence[int]) -> None:
         """Keep row number `row` of the source, with its token ids."""
@@ -105,6 +122,8 @@ def load_prompts(
     seed: int,
     max_prompt_length: int,
     overlong: Literal["refuse", "filter"],
+    special_tokens: SpecialTokens = "text",
+    lossy_tokenizer: Literal["refuse", "allow"] = "refuse",
     limit: int | None = None,
 ) -> PromptSet:
     """Read, check and tokenise the prompts of a built-in task or a file.
@@ -116,6 +135,8 @@ def load_prompts(
         seed: draws the prompts of a built-in task.
         max_prompt_length: in tokens.
         overlong: what happens to longer prompts: an error, or left out and counted in `filtered`.
+        special_tokens: what becomes of text that spells a control token: text, an error, or that token.
+        lossy_tokenizer: whether a tokenizer may lose something of the first prompts; see `rltrain.round_trip`.
         limit: keep at most so many, the first that fit.
 
     Raises:
@@ -126,19 +147,28 @@ def load_prompts(
     require(len(rows) > 0, f"{where}: holds no rows; give it at least one prompt")
     for name in RESERVED_COLUMNS:
         require(name not in rows.columns, f"{where}: column '{name}' is what the sample itself is called; rename it")
-    prompts = PromptSet(source, rows, tokenizer)
-    too_long: list[tuple[int, int]] = []  # (row, tokens)
-    for row, ids in _tokenised(rows, tokenizer):
-        if len(ids) > max_prompt_length:
-            too_long.append((row, len(ids)))
-        elif limit is None or len(prompts) < limit:
-            prompts.append(row, ids)
-        if limit is not None and len(prompts) == limit:
-            break
+    prompts = PromptSet(source, rows, tokenizer, special_tokens=special_tokens)
+    too_long: dict[int, Overlong] = {}
+    with ChatTemplates() as templates:
+        encoder = PromptEncoder(tokenizer, special_tokens=special_tokens, templates=templates)
+        for start in range(0, len(rows), _BATCH):
+            batch = dict(enumerate(rows.prompts(start, start + _BATCH), start))
+            for row, ids in encoder.encode(batch, rows.place, max_prompt_length):
+                if limit is not None and len(prompts) == limit:
+                    break
+                if isinstance(ids, Overlong):
+                    too_long[row] = ids
+                else:
+                    prompts.append(row, ids)
+            if limit is not None and len(prompts) == limit:
+                break
     if too_long and overlong == "refuse":
         raise _overlong_error(rows, too_long, max_prompt_length)
-    prompts.filtered = len(too_long)
     require(len(prompts) > 0, _nothing_left(where, too_long, max_prompt_length))
+    if lossy_tokenizer == "refuse":
+        _require_round_trips(rows, prompts.rows(_ROUND_TRIPS), tokenizer)
+    prompts.filtered = len(too_long)
+    prompts.notes = _notes(where, prompts, encoder, max_prompt_length)
     return prompts
 
 
@@ -231,7 +261,7 @@ def _builtin_rows(source: str, where: str, split: str, seed: int, limit: int | N
 
 
 def _file_rows(source: str, where: str) -> _Rows:
-    path = Path(source).expanduser()
+    path = local_path(source, where)
     require(path.suffix in _ENDINGS, f"{where}: unknown kind of file; it must end in {', '.join(_ENDINGS)}")
     require(path.exists(), _missing_file(path, where))
     require(path.is_file(), f"{where}: is a folder; name one file in it, ending in {', '.join(_ENDINGS)}")
@@ -265,9 +295,9 @@ def _line_rows(content: bytes, where: str) -> _Rows:
 def _object(line: bytes, place: str) -> dict[str, Any]:
     value = _json(line, place)
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {type(value).__name__} where an object was expected; {_ROW_HELP}")
+        raise ConfigError(f"{place}: {type(value).__name__} where an object was expected; {ROW_HELP}")
     if _SURROGATE.search(line):
-        _unicode(json.dumps(value, ensure_ascii=False), place, "the row")
+        unicode(json.dumps(value, ensure_ascii=False), place, "the row")
     return value
 
 
@@ -288,112 +318,115 @@ def _array_rows(content: bytes, where: str) -> _Rows:
     suspect = _SURROGATE.search(content)
     for index, row in enumerate(rows := _json(content, where)):
         if not isinstance(row, dict):
-            raise ConfigError(f"{place(index)}: {type(row).__name__} where an object was expected; {_ROW_HELP}")
+            raise ConfigError(f"{place(index)}: {type(row).__name__} where an object was expected; {ROW_HELP}")
         if suspect:
-            _unicode(json.dumps(row, ensure_ascii=False), place(index), "the row")
+            unicode(json.dumps(row, ensure_ascii=False), place(index), "the row")
     return _Rows.of_dicts(rows, place)
 
 
 def _parquet_rows(path: Path, where: str) -> _Rows:
-    import pyarrow
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        with parquet.ParquetFile(path) as file:
+            table = file.read()
+        names = table.column_names
+    except Exception as error:  # of a damaged file pyarrow raises errors of many types
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(f"{where}: not a readable parquet file ({reason}); write it again") from None
-    names = table.column_names
-    require("prompt" in names, f"{where}: no column 'prompt' among {', '.join(names) or 'none'}; {_ROW_HELP}")
+    require("prompt" in names, f"{where}: no column 'prompt' among {', '.join(names) or 'none'}; {ROW_HELP}")
+    twice = [name for name in names if names.count(name) > 1]
+    require(not twice, f"{where}: several columns are called '{''.join(twice[:1])}'; rename all but one of them")
+    for name in names:
+        _check_values(table.column(name), name, where)
     return _Rows(table, tuple(name for name in names if name != "prompt"), lambda i: f"{where}, row {i + 1}")
 
 
-def _tokenised(rows: _Rows, tokenizer: Any) -> Iterator[tuple[int, list[int]]]:
-    """Yield (row number, ids) of every prompt, tokenised in batches."""
-    after = _tokens_added_after(tokenizer)
-    for start in range(0, len(rows), _BATCH):
-        prompts = rows.prompts(start, start + _BATCH)
-        texts: dict[bool, dict[int, str]] = {False: {}, True: {}}  # by whether they are chats
-        for row, prompt in enumerate(prompts, start=start):
-            texts[isinstance(prompt, list)][row] = _rendered(prompt, tokenizer, rows.place(row))
-        ids = {row: batch[: len(batch) - after] for row, batch in _encoded(texts[False], tokenizer, special=True)}
-        ids |= dict(_encoded(texts[True], tokenizer, special=False))  # the template has written its own
-        for row in sorted(ids):
-            require(bool(ids[row]), f"{rows.place(row)}: the prompt has no tokens; {_ROW_HELP}")
-            yield row, one_bos(ids[row], tokenizer.bos_token_id)
+def _check_values(column: Any, name: str, where: str) -> None:
+    """Refuse a column of an Arrow table with a value that Python cannot hold, which would show when it is used."""
+    if _is_safe(column.type):
+        return
+    for start in range(0, len(column), _BATCH):
+        piece = column.slice(start, _BATCH)
+        try:
+            piece.to_pylist()
+        except Exception:
+            for row in range(len(piece)):
+                _check_value(piece.slice(row, 1), f"{where}, row {start + row + 1}, column '{name}'")
 
 
-def _rendered(prompt: Any, tokenizer: Any, place: str) -> str:
-    """Return the text to tokenise: the prompt itself, or its messages put through the chat template once."""
-    require(prompt is not None, f"{place}: no prompt; {_ROW_HELP}")
-    require(not isinstance(prompt, str | list) or bool(prompt), f"{place}: the prompt is empty; {_ROW_HELP}")
-    if isinstance(prompt, str):
-        return _unicode(prompt, place)
-    good = isinstance(prompt, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-    )
-    require(good, f"{place}: the prompt is neither text nor chat messages; {_ROW_HELP}")
-    require(
-        bool(tokenizer.chat_template),
-        f"{place}: chat messages, but the model's tokenizer has no chat template; use text prompts or a chat model",
-    )
+def _check_value(cell: Any, place: str) -> None:
     try:
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates raise whatever they like, on roles they do not know for one
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{place}: the chat template refuses these messages ({reason}); change them") from error
-    return _unicode(text, place)
+        cell.to_pylist()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
+        ) from None
+    except Exception:  # a nanosecond, a date after the year 9999, an unknown time zone, two fields of one name, ...
+        raise ConfigError(
+            f"{place}: a value of type {cell.type} that Python cannot hold; write it as text, or a time in whole "
+            "microseconds between the years 1 and 9999, without a zone or in UTC"
+        ) from None
 
 
-def _unicode(text: str, place: str, what: str = "the prompt") -> str:
-    """Refuse half a surrogate pair, which JSON can spell and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: {what} is not valid Unicode ({error.reason}); remove that character") from None
-    return text
+def _is_safe(kind: Any) -> bool:
+    """Whether Python can hold every value of an Arrow type, as of numbers: those need not be looked at."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_safe(kind.value_type)
+    numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    return numeric or types.is_boolean(kind) or types.is_null(kind) or types.is_binary(kind)
 
 
-def _encoded(texts: dict[int, str], tokenizer: Any, *, special: bool) -> Iterator[tuple[int, list[int]]]:
-    if texts:
-        # A saved tokenizer may have truncation switched on: say no (E10).
-        batch = tokenizer(
-            list(texts.values()),
-            add_special_tokens=special,
-            truncation=False,
-            padding=False,
-            return_attention_mask=False,
-            verbose=False,
+def _require_round_trips(rows: _Rows, kept: Sequence[int], tokenizer: Any) -> None:
+    """Refuse a tokenizer that loses something of these rows' prompts."""
+    control = ControlTokens(tokenizer)
+    prompts = [(row, rows.row(row)["prompt"]) for row in kept]
+    texts = [
+        (row, text)
+        for row, prompt in prompts
+        for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
+        if not control.spells_added(text)  # these may take white space with them
+    ]
+    if lost := loss([text for _, text in texts], tokenizer):
+        number, difference = lost
+        raise ConfigError(
+            f"{rows.place(texts[number][0])}: the tokenizer loses a part of the prompt: {difference}; save the "
+            f"tokenizer again with the class that made it (it loads as {type(tokenizer).__name__}), change the prompt, "
+            "or accept the loss with data.lossy_tokenizer=allow"
         )
-        yield from zip(texts, batch["input_ids"], strict=True)
 
 
-def _tokens_added_after(tokenizer: Any) -> int:
-    """Count the tokens that the tokenizer puts behind a text: a prompt that ends in an end token is already over."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a", add_special_tokens=True)["input_ids"]
-    before = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)
-    return 0 if before is None else len(full) - before - len(plain)
+def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -> list[str]:
+    """What the user should know about prompts that were left out, or not taken as they are."""
+    notes = []
+    if prompts.filtered:
+        notes.append(
+            f"{where}: prompts left out as longer than rollout.max_prompt_length={limit}: {prompts.filtered:,}"
+        )
+    if encoder.spelling:
+        place, name = encoder.first_spelling
+        notes.append(
+            f"{where}: prompts that spell control tokens, which are encoded as text: {encoder.spelling:,}, the first "
+            f"with {name} in {place}; data.special_tokens=allow makes tokens of them"
+        )
+    return notes
 
 
-def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Leave one of several begin tokens: text that starts with one, and a tokenizer that adds it (E9)."""
-    while bos is not None and ids[:2] == [bos, bos]:
-        ids = ids[1:]
-    return ids
-
-
-def _overlong_error(rows: _Rows, too_long: list[tuple[int, int]], limit: int) -> ConfigError:
-    row, length = too_long[0]
-    others = f" ({len(too_long)} prompts are, up to {max(n for _, n in too_long)} tokens)" if len(too_long) > 1 else ""
+def _overlong_error(rows: _Rows, too_long: dict[int, Overlong], limit: int) -> ConfigError:
+    row, first = next(iter(too_long.items()))
+    most = max(found.tokens for found in too_long.values())
+    others = f" ({len(too_long)} prompts are, up to {most} tokens)" if len(too_long) > 1 else ""
     return ConfigError(
-        f"{rows.place(row)}: the prompt has {length} tokens, longer than rollout.max_prompt_length={limit}{others}; "
-        "raise rollout.max_prompt_length, or leave such prompts out with data.overlong_prompts=filter"
+        f"{rows.place(row)}: the prompt has {'' if first.exact else 'at least '}{first.tokens} tokens, longer than "
+        f"rollout.max_prompt_length={limit}{others}; raise rollout.max_prompt_length, or leave such prompts out with "
+        "data.overlong_prompts=filter"
     )
 
 
-def _nothing_left(where: str, too_long: list[tuple[int, int]], limit: int) -> str:
-    shortest = min((length for _, length in too_long), default=0)
+def _nothing_left(where: str, too_long: dict[int, Overlong], limit: int) -> str:
+    shortest = min((found.tokens for found in too_long.values()), default=0)
     return (
         f"{where}: no prompt is left, all {len(too_long)} are longer than rollout.max_prompt_length={limit}; raise it "
         f"to at least {shortest}"

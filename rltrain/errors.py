@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from rltrain.secret_values import redacted
+
+_READ = 100_000  # characters of an exception's text that are looked at
+
 
 class RLTrainError(Exception):
     """Base of every error that rltrain raises on purpose."""
@@ -16,7 +20,23 @@ class WorkerError(RLTrainError, RuntimeError):
 
 
 class WorkerLost(WorkerError):
-    """A worker's process died or hung: another can take its place, unlike one that answered with an error."""
+    """A worker's process died or hung: another can take its place, unlike one that answered with an error.
+
+    Attributes:
+        process: the worker itself (`workers.progress.Process`), where it is the one that says so.
+    """
+
+    process: Any = None
+
+
+class ClusterLost(RLTrainError, RuntimeError):
+    """A daemon of Ray died, which no run survives.
+
+    Attributes:
+        can_save: whether the run was between two steps and its training ranks still answer: a checkpoint can be saved.
+    """
+
+    can_save = False
 
 
 class SyncError(RLTrainError, RuntimeError):
@@ -48,17 +68,42 @@ class NumericsError(RLTrainError, ArithmeticError):
 
 
 class RewardError(RLTrainError, RuntimeError):
-    """Too many reward calls failed for the run to go on.
+    """Scores cannot be had: too many reward calls failed, or what combines them did.
 
     Attributes:
         batch: the samples, where they are all there.
+        repairable: the source, as `source_name` calls it, that has to change before the run can go on; "" for none.
     """
 
     batch: Any = None
+    repairable: str = ""
+
+
+class EstimatorError(RLTrainError, RuntimeError):
+    """An advantage estimator raised an exception."""
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """The text as a terminal may get it: on one line, its middle left out if it is long."""
+    """Return the text as a terminal may get it: on one line, without secrets, its middle left out if it is long."""
     # A control character could move the cursor or recolour the terminal: shown as \n, \x1b, ...
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redacted(text))
     return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
+
+
+def described(error: BaseException, limit: int = 300) -> str:
+    """Return type and text of an exception on one line, without secrets and cut after `limit` characters of text.
+
+    Whatever the exception is, the result can be encoded, stored and shown: its `__str__` may raise, and its text may
+    hold half a surrogate pair.
+    """
+    try:
+        text = str(error)[:_READ]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as second:
+        text = f"its text cannot be had: __str__ raised {type(second).__name__}"
+    return f"{_clean(type(error).__name__)}: {_clean(text)[:limit]}".rstrip(": ")
+
+
+def _clean(text: str) -> str:
+    return " ".join(redacted(text).encode("utf-8", "backslashreplace").decode().split())

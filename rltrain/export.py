@@ -1,9 +1,10 @@
 """`python -m rltrain.export CHECKPOINT OUT_DIR`: the policy of a checkpoint in Hugging Face form."""
 
+import json
 import sys
 from collections.abc import Sequence
 
-from rltrain.errors import CheckpointError, ConfigError, RLTrainError, one_line
+from rltrain.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
 from rltrain.typed import require
 
 LONGEST = 1000  # characters of an error that are shown
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{error.strerror or error}; choose another OUT_DIR", 1)
     except Exception as error:  # whatever a file system's driver raises
-        return _fail(f"unexpected {type(error).__name__}: {error}", 1)
+        return _fail(f"unexpected {described(error, LONGEST)}", 1)
     except KeyboardInterrupt:
         return 130
     print(f"{count} files in {words[1]}")  # noqa: T201
@@ -43,13 +44,13 @@ def export(checkpoint: str, out: str) -> int:
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: there is none, or the output folder is not empty.
+        ConfigError: there is none, the output folder is not empty, or the weights below its adapters are not whole.
     """
     from rltrain.checkpoint import read
     from rltrain.checks import checked_folder
+    from rltrain.model_weights import check_weights, skeleton
     from workers.checkpoint import MODEL, STATE, reason
-    from workers.lora import skeleton
-    from workers.model_export import export_model
+    from workers.model_export import ADAPTER_CONFIG, export_model
     from workers.state_files import StateFiles
 
     source, target = (checked_folder(name, name) for name in (checkpoint, out))
@@ -59,6 +60,9 @@ def export(checkpoint: str, out: str) -> int:
     small = {name: model.read(name) for name in model.files() if not _is_weights(name)}
     if not small:
         raise CheckpointError(f"{source}: holds no {MODEL} folder; give another checkpoint")
+    if ADAPTER_CONFIG in small:
+        base = json.loads(small[ADAPTER_CONFIG])["base_model_name_or_path"]
+        check_weights(base, f"the model below the adapters of {source}, {base}")
     state = StateFiles(source.at(f"{STATE}/actor"))
     try:
         whole = skeleton(model.root)

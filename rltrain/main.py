@@ -4,6 +4,9 @@ Only functions are defined here: a class would pickle as `__main__.X`.
 """
 
 import contextlib
+import errno
+import io
+import os
 import sys
 import time
 import traceback
@@ -14,37 +17,46 @@ from typing import Any
 from rich.console import Console
 
 from rltrain.algorithm_checks import check_algorithm, needs_critic
-from rltrain.checks import builtin_task, check, check_cluster, output_folder, sandbox_warning
+from rltrain.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
 from rltrain.compose import compose, parse_args, to_yaml, usage
-from rltrain.cores import cpu_cores
-from rltrain.errors import ConfigError, RLTrainError, Stopped, one_line
+from rltrain.cores import cpu_cores, openmp_settings
+from rltrain.errors import ClusterLost, ConfigError, RLTrainError, Stopped, described, one_line
+from rltrain.home_folder import ensure_home
 from rltrain.run_lock import RunLock
 from rltrain.schema import Config
-from rltrain.secret_values import redacted
+from rltrain.secret_values import hide_in_logs, redacted
 from rltrain.storage import Folder, absolute
+from rltrain.streams import open_closed_streams, outlive_readers
 from workers.host import quiet
 
 LONGEST = 4000  # characters of an error that are shown: it may repeat what was typed, or a row of the data
-FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143, SIGHUP 129
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Expected errors are one line on stderr."""
+    open_closed_streams()
+    hide_in_logs()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what the locale's encoding lacks
     console, verbose = Console(), False
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         if args.action == "help":
-            console.print(usage(), markup=False, highlight=False, soft_wrap=True)
-            return 0
+            return show(f"{usage()}\n")
+        _require_working_directory()
         config, _ = compose(args.overrides)
+        set_threads(config)
         if args.action == "config":
             check_algorithm(config)
-            console.print(resolved_yaml(config), markup=False, highlight=False, soft_wrap=True, end="")
-            return 0
+            return show(resolved_yaml(config))
+        outlive_readers()
         verbose = config.verbose
         if not verbose:
             quiet()
         check(config)
+        ensure_home()  # after the check: '~' in a path is the user's own home, or refused
+        check_cache(config)
         with RunLock(config.trainer) as lock:
             return run(config, args.overrides, console, lock)
     except Stopped as error:
@@ -52,25 +64,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RLTrainError as error:
         return fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED, verbose=verbose)
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        return fail(
-            f"{error.strerror or error}{where}: free space, or choose another trainer.output_dir",
-            FAILED,
-            verbose=verbose,
-        )
+        return fail(_system_error(error), FAILED, verbose=verbose)
     except Exception as error:
         hint = "" if verbose else " (verbose=true shows the traceback)"
-        return fail(f"unexpected {type(error).__name__}: {error}{hint}", FAILED, verbose=verbose)
+        return fail(f"unexpected {described(error, LONGEST)}{hint}", FAILED, verbose=verbose)
     except KeyboardInterrupt:
         return STOPPED
 
 
+def _require_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory does not exist any more; change to one that does") from None
+
+
+def set_threads(config: Config) -> None:
+    """Set this process's OpenMP threads, before anything imports torch.
+
+    Only under `placement=inprocess` does this process train. Under Ray each worker gets settings of its own.
+    """
+    settings = openmp_settings(config.placement.threads_per_worker)
+    if config.placement.launcher == "ray":
+        del settings["OMP_NUM_THREADS"]
+    os.environ.update(settings)
+
+
+def show(text: str) -> int:
+    """Print what the user asked for; returns the exit status. A reader that has seen enough, as `head`, is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        outlive_readers()  # the interpreter writes the rest of its buffer when it exits
+    return 0
+
+
+def _system_error(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
+    remedy = "free space, or choose another trainer.output_dir" if full else "change that, or name another path"
+    return f"{error.strerror or error}{where}: {remedy}"
+
+
 def fail(message: str, status: int, *, verbose: bool) -> int:
     """Say what went wrong on one line of stderr, after its traceback if that is wanted; returns the status."""
+    outlive_readers()
     if verbose:
-        print(redacted(traceback.format_exc()), file=sys.stderr)  # noqa: T201 (asked for)
-    print(f"error: {one_line(redacted(' '.join(message.split())), LONGEST)}", file=sys.stderr)  # noqa: T201 (one line)
+        print(redacted(_traceback()), file=sys.stderr)  # noqa: T201 (asked for)
+    print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
     return status
+
+
+def _traceback() -> str:
+    try:
+        return traceback.format_exc()
+    except Exception as error:  # it looks for the source, and a function's file may have a name that no file can have
+        return f"Traceback that cannot be shown ({described(error)})"
 
 
 def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLock) -> int:
@@ -82,9 +132,9 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, val_prompts = load_data(config, tokenizer)
     start = beginning(with_all_knobs(config))
-    if start.checkpoint is not None:
-        require_usable(config, start.checkpoint, prompts)
-    for line in start.said:
+    repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
+    notes = (*prompts.notes, *(val_prompts.notes if val_prompts else ()))
+    for line in (*notes, *start.said, *repaired):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if start.over:
         return 0
@@ -97,7 +147,7 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (one line; what a reward process says is dropped)
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
     lock.take()
-    (output_dir / "config.yaml.partial").write_text(text)  # whole at any time: a run that is killed now can go on
+    (output_dir / "config.yaml.partial").write_text(text, "utf-8")  # whole at any time: a killed run can go on
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
     try:
         if local:
@@ -126,7 +176,7 @@ def train(
     val_prompts: Any,
     checkpoint: Any,
 ) -> tuple[Any, Path | None, int]:
-    """Start the workers and train; Ctrl-C and SIGTERM save a checkpoint and end.
+    """Start the workers and train; Ctrl-C, SIGTERM and SIGHUP save a checkpoint and end the run.
 
     Returns (tracker, learning curve, exit status).
     """
@@ -151,6 +201,11 @@ def train(
         path = model_directory(config, display)
         with display.waiting("starting the workers"):
             workers = start(config, path, stop_ids, needs_critic=needs_critic(config.algorithm))
+
+        def interrupted() -> None:
+            signals.check()
+            workers.daemons.check(at_rest=True)
+
         trainer = Trainer(
             config,
             collector=Collector(
@@ -158,11 +213,11 @@ def train(
                 models=reward_models(config, workers.reward_models),
             ),
             actor=workers.actor, reference=workers.reference, critic=workers.critic,
-            tracker=tracker, checkpoints=checkpoints, val_prompts=val_prompts, interrupted=signals.check,
+            tracker=tracker, checkpoints=checkpoints, val_prompts=val_prompts, interrupted=interrupted,
             restart=workers.restart_training,
         )  # fmt: skip
         try:
-            status = fit(trainer, checkpoint, signals, console)
+            status = fit(trainer, checkpoint, signals, workers.daemons, console)
             checkpoints.publish(output_dir / "model")
         finally:
             workers.close()
@@ -170,13 +225,16 @@ def train(
     return tracker, curve, status
 
 
-def fit(trainer: Any, checkpoint: Any, signals: Any, console: Console) -> int:
-    """Train from a checkpoint or the start; a signal makes another checkpoint and ends it. Returns the exit status."""
+def fit(trainer: Any, checkpoint: Any, signals: Any, daemons: Any, console: Console) -> int:
+    """Train from a checkpoint or the start; a signal makes another checkpoint and ends it. Returns the exit status.
+
+    Raises ClusterLost when a daemon of Ray dies, after saving a checkpoint where the training ranks still answer.
+    """
     if checkpoint is not None:
         trainer.restore(checkpoint)
     else:
         trainer.tracker.restore(0, {})  # of a run that ended before its first checkpoint
-    signals.patient = True
+    signals.patient = daemons.patient = True
     try:
         trainer.fit()
         return 0
@@ -185,10 +243,22 @@ def fit(trainer: Any, checkpoint: Any, signals: Any, console: Console) -> int:
         trainer.save()
         trainer.checkpoints.finish()
         return stopped.status
+    except ClusterLost as lost:
+        raise ClusterLost(f"{lost}; {saved_at_least(trainer, lost)}") from lost
     except (RLTrainError, OSError):  # also a full disk
         with contextlib.suppress(RLTrainError):
             trainer.checkpoints.finish()  # what can be saved is
         raise
+
+
+def saved_at_least(trainer: Any, lost: ClusterLost) -> str:
+    """Save what can be saved without the daemon that died; returns from where a new start goes on."""
+    with contextlib.suppress(RLTrainError, OSError):
+        if lost.can_save:
+            trainer.save()
+        trainer.checkpoints.finish()
+    checkpoint = trainer.last_good()
+    return "it has no checkpoint" if checkpoint is None else f"its last checkpoint is of step {checkpoint.step}"
 
 
 def resolved_yaml(config: Config) -> str:
@@ -200,7 +270,8 @@ def resolved_yaml(config: Config) -> str:
 
 def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     """The tokenizer, and the ids that end an answer; the built-in model's are known before it is made."""
-    from rltrain.model_files import BUILTIN_MODEL, end_token_ids, load_tokenizer
+    from rltrain.model_files import check_vocabulary, end_token_ids, load_tokenizer
+    from rltrain.model_weights import BUILTIN_MODEL
 
     if config.model.path == BUILTIN_MODEL:
         from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
@@ -208,12 +279,13 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
         return char_tokenizer(), [EOS_ID]
     path = model_directory(config, None)
     tokenizer = load_tokenizer(path)
+    check_vocabulary(path, tokenizer, f"model.path={config.model.path}")
     return tokenizer, end_token_ids(path, tokenizer)
 
 
 def model_directory(config: Config, display: Any) -> str:
     """The model to start from; the built-in one is made on the spot the first time."""
-    from rltrain.model_files import BUILTIN_MODEL
+    from rltrain.model_weights import BUILTIN_MODEL
 
     if config.model.path != BUILTIN_MODEL:
         return str(Path(config.model.path).expanduser().absolute())
@@ -226,15 +298,25 @@ def model_directory(config: Config, display: Any) -> str:
 def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     """Training and validation prompts, with the reward functions' columns checked against them."""
     from rltrain.data import load_prompts
+    from rltrain.model_files import check_prompt_ids
+    from rltrain.model_weights import BUILTIN_MODEL
     from rltrain.rewards.loading import check_columns, load_function
 
-    data, limits = config.data, {"max_prompt_length": config.rollout.max_prompt_length, "seed": config.trainer.seed}
-    prompts = load_prompts(data.train, tokenizer, split="train", overlong=data.overlong_prompts, **limits)
+    data = config.data
+    options: dict[str, Any] = {
+        "max_prompt_length": config.rollout.max_prompt_length,
+        "seed": config.trainer.seed,
+        "overlong": data.overlong_prompts,
+        "special_tokens": data.special_tokens,
+        "lossy_tokenizer": data.lossy_tokenizer,
+    }
+    prompts = load_prompts(data.train, tokenizer, split="train", **options)
     val: Any = []
     if data.val is not None:
-        val = load_prompts(
-            data.val, tokenizer, split="val", overlong=data.overlong_prompts, limit=data.val_size, **limits
-        )
+        val = load_prompts(data.val, tokenizer, split="val", limit=data.val_size, **options)
+    if config.model.path != BUILTIN_MODEL:
+        for key, source in (("train", prompts), ("val", val)) if val else (("train", prompts),):
+            check_prompt_ids(model_directory(config, None), source.largest_id(), f"data.{key}={source.source}")
     for function in config.reward.functions:
         for source in (prompts, val) if val else (prompts,):
             try:
@@ -249,17 +331,13 @@ def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
 def plan(config: Config, console: Console, train_prompts: int, val_prompts: int) -> None:
     """Show what is going to happen."""
     import torch
+    from transformers import AutoModelForSequenceClassification
 
-    from rltrain.model_files import BUILTIN_MODEL, parameter_count
+    from rltrain.algorithms import POLICY_LOSSES
+    from rltrain.model_weights import parameter_count
     from rltrain.plan import Facts, show_plan
-    from rltrain.tasks.tiny_model import tiny_model
 
-    builtin = config.model.path == BUILTIN_MODEL
-    if builtin:
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in tiny_model().parameters())
-    else:
-        parameters = parameter_count(Path(config.model.path).expanduser())
+    loss = POLICY_LOSSES.metadata(config.algorithm.loss_mode)
     adapters = None
     if config.model.lora is not None:
         from workers.lora import adapter_parameters
@@ -267,11 +345,15 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
         adapters = adapter_parameters(config.model.path, config.model.lora)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts = Facts(
-        path=config.model.path, parameters=parameters, adapters=adapters, train_prompts=train_prompts,
-        val_prompts=val_prompts,
+        path=config.model.path, parameters=parameter_count(config.model.path), adapters=adapters,
+        train_prompts=train_prompts, val_prompts=val_prompts,
         needs_critic=needs_critic(config.algorithm), devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",
         on_gpu=gpus > 0,
-        reward_models={model.name: parameter_count(Path(model.path).expanduser()) for model in config.reward.models},
+        reward_models={
+            model.name: parameter_count(model.path, AutoModelForSequenceClassification)
+            for model in config.reward.models
+        },
+        uses_ratio=loss.get("uses_ratio", True), aggregations=loss.get("aggregations", ()),
     )  # fmt: skip
     show_plan(console, config, facts)
 

@@ -36,16 +36,18 @@ class Timer:
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Rewards, lengths and endings of a batch; means over valid rows, fractions of all rows.
 
-    `reward/accuracy` is the share of valid rows with a positive score.
+    `reward/accuracy` is the share of valid rows whose outcome is above 0: the score without the functions that score
+    the form alone. Rows without an outcome are left out.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = batch.lengths("responses").float()
     reasons = list(batch.non_tensor_batch["finish_reason"])
-    kept = scores[valid]
+    kept, outcomes = scores[valid], batch.batch["outcomes"][valid]
+    outcomes = outcomes[~outcomes.isnan()]
     metrics = {
         "reward/mean": float(kept.mean()) if len(kept) else 0.0,
         "reward/std": float(kept.std(unbiased=False)) if len(kept) else 0.0,
-        "reward/accuracy": float((kept > 0).float().mean()) if len(kept) else 0.0,
+        "reward/accuracy": float((outcomes > 0).float().mean()) if len(outcomes) else 0.0,
         "reward/failed_fraction": float(batch.batch["failed"].float().mean()),
         "reward/unscored_fraction": 1 - float(valid.float().mean()),
         "rollout/length_mean": float(lengths.mean()),

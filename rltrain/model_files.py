@@ -1,25 +1,24 @@
-"""What a model directory holds, looked at without loading the model: its limits, its end tokens, its size."""
+"""What a model directory holds, looked at without loading the model: its config, its limits, its end tokens."""
 
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rltrain.errors import ConfigError
+from rltrain.model_weights import check_weights, read_json, weight_files
 from rltrain.schema import Config
 from rltrain.typed import require
 
-BUILTIN_MODEL = "builtin"
 _POSITIONS = ("max_position_embeddings", "n_positions")  # what architectures call it
 _LAYERS = ("layer_types", "layers_block_type")  # what configs call the kinds of their layers, and the kinds that attend
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def check_directory(path: str, key: str = "model.path") -> None:
-    """Refuse a path, the value of `key`, that is no directory of a language model in Hugging Face form.
+    """Refuse a path, the value of `key`, that is no directory of a model in Hugging Face form.
+
+    What is in the weights is for `check_weights`.
 
     Raises:
         ConfigError: naming what is missing from it.
@@ -29,18 +28,20 @@ def check_directory(path: str, key: str = "model.path") -> None:
     require(folder.exists(), f"{where}: no such directory; give the folder of a model{other}")
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
     require((folder / "config.json").is_file(), f"{where}: holds no config.json; give a model's own folder")
-    _read(folder / "config.json")
-    for kind, patterns in (("weights", _WEIGHTS), ("tokenizer", _TOKENIZER)):
-        found = any(any(folder.glob(pattern)) for pattern in patterns)
-        require(found, f"{where}: holds no {kind} (looked for {', '.join(patterns)}); save the model's there")
+    read_json(folder / "config.json")
+    weight_files(folder, where)
+    found = any((folder / name).is_file() for name in _TOKENIZER)
+    require(found, f"{where}: holds no tokenizer (looked for {', '.join(_TOKENIZER)}); save the model's there")
 
 
 def check_reward_model(path: str, key: str) -> None:
     """Refuse a directory that holds no sequence classifier with one output, which is what a reward model is.
 
     Raises:
-        ConfigError: naming what it is instead.
+        ConfigError: naming what it is instead, or the tensors that its weights lack.
     """
+    from transformers import AutoModelForSequenceClassification
+
     check_directory(path, key)
     config = text_config(Path(path).expanduser())
     kind = str((config.get("architectures") or ["unknown"])[0])
@@ -51,22 +52,25 @@ def check_reward_model(path: str, key: str) -> None:
     )
     require(labels == 1, f"{key}={path}: has {labels} outputs; a reward model has one (num_labels=1)")
     _check_layers(f"{key}={path}", model_config(path, key))
+    check_weights(path, f"{key}={path}", AutoModelForSequenceClassification)
 
 
 def check_critic(path: str) -> None:
     """Refuse a model that no critic can be made of: transformers has no form of it with one output a token.
 
     Raises:
-        ConfigError: naming the type, and the algorithms that need no critic.
+        ConfigError: naming the type, and the algorithms that need no critic; or tensors that its body lacks.
     """
+    from transformers import AutoModelForTokenClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
 
-    kind = _read(Path(path).expanduser() / "config.json").get("model_type")
+    kind = read_json(Path(path).expanduser() / "config.json").get("model_type")
     require(
         kind in known,
         f"model.path={path}: models of the type {kind} have no critic (transformers has no token classifier of them); "
         "use an algorithm without one (algorithm=grpo, rloo or reinforce_plus_plus), or another model",
     )
+    check_weights(path, f"model.path={path}", AutoModelForTokenClassification, new_head=True)
 
 
 def longest_row(path: str | Path) -> int | None:
@@ -181,6 +185,47 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
         ) from error
 
 
+def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
+    """Refuse a tokenizer with ids that the model has no embeddings for.
+
+    Added tokens do not count: some models have one more of them than embeddings, for inputs that are no text.
+
+    Args:
+        path: the model's directory.
+        tokenizer: its tokenizer.
+        where: the key and the path, which the error begins with.
+
+    Raises:
+        ConfigError: naming the sizes of both vocabularies.
+    """
+    size, words = text_config(path).get("vocab_size"), tokenizer.get_vocab()
+    largest = max((words[word] for word in words.keys() - tokenizer.get_added_vocab().keys()), default=0)
+    require(
+        not isinstance(size, int) or largest < size,
+        f"{where}: its tokenizer has ids up to {largest}, and the model embeddings for {size} (vocab_size); use the "
+        "tokenizer that belongs to the model",
+    )
+
+
+def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
+    """Refuse prompts with a token that the model has no embedding for: one that was added to the tokenizer alone.
+
+    Args:
+        path: the model's directory.
+        largest: the largest id of all prompts.
+        where: the key and the prompts' source, which the error begins with.
+
+    Raises:
+        ConfigError: naming the id and the size of the vocabulary.
+    """
+    size = text_config(path).get("vocab_size")
+    require(
+        not isinstance(size, int) or largest < size,
+        f"{where}: has token id {largest}, and the model embeddings for {size} (vocab_size): the token was added to "
+        "the tokenizer alone; use the tokenizer that belongs to the model, or resize_token_embeddings and train them",
+    )
+
+
 def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
     """Return the ids that end an answer: those of the generation defaults, the model's config and the tokenizer.
 
@@ -188,7 +233,7 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
         ConfigError: there is none, so that no answer could ever stop, or the model has no such token.
     """
     folder, model = Path(path), text_config(path)
-    sources = [_read(folder / "generation_config.json"), model]
+    sources = [read_json(folder / "generation_config.json"), model]
     found = {tokenizer.eos_token_id, *(id for source in sources for id in _as_list(source.get("eos_token_id")))}
     ids = sorted(id for id in found if isinstance(id, int) and id >= 0)
     require(
@@ -203,18 +248,6 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
         "generation_config.json and config.json, or use the tokenizer that belongs to the model",
     )
     return ids
-
-
-def parameter_count(path: str | Path) -> int | None:
-    """Count the parameters from the headers of the safetensors files; None where the weights are in another form."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    return sum(_elements(file) for file in files) if files else None
-
-
-def _elements(file: Path) -> int:
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
@@ -239,19 +272,8 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
 def text_config(path: str | Path) -> dict[str, Any]:
     """Return a model's own config; where it has several parts, the values of the language model's come first."""
-    whole = _read(Path(path) / "config.json")
+    whole = read_json(Path(path) / "config.json")
     return whole | (whole.get("text_config") or {})
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: not readable JSON ({error}); save the model again") from None
-    require(isinstance(content, dict), f"{file}: not a JSON object; save the model again")
-    return content
 
 
 def _as_list(value: Any) -> list[Any]:

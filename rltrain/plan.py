@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rltrain.algorithm_config import AlgorithmConfig, NormalizationConfig
+from rltrain.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
 from rltrain.schema import ALL_LINEAR, REWARD_MODEL, Config
 
 _WIDEST, _FRAME = 100, 15  # columns of the panel, at most, and of its borders and labels
@@ -32,6 +32,8 @@ class Facts:
         devices: what a rank or an engine runs on, in words: "2 CPU cores".
         on_gpu: whether these are GPUs.
         reward_models: number of parameters of each by its name; None where the files do not tell.
+        uses_ratio: whether the gradient of the loss depends on the old log-probs.
+        aggregations: those that the loss is defined for; none: all.
     """
 
     path: str
@@ -43,6 +45,8 @@ class Facts:
     devices: str = ""
     on_gpu: bool = False
     reward_models: Mapping[str, int | None] = field(default_factory=dict)
+    uses_ratio: bool = True
+    aggregations: tuple[str, ...] = ()
 
 
 def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
@@ -51,6 +55,8 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         ("step", batch_line(config)),
         ("run", _run(config, facts)),
         ("algorithm", _algorithm(config)),
+        *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
+        *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
         ("model", _model(config, facts)),
         ("answers", _answers(config)),
         ("processes", _processes(config, facts)),
@@ -125,6 +131,34 @@ def _algorithm(config: Config) -> str:
     return "; ".join([*parts, f"AdamW, lr {actor.lr:g} {actor.lr_schedule}"])
 
 
+def _off_policy(config: Config, facts: Facts) -> str:
+    """What relates stale answers to the policy that sampled them."""
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
+    if correction.level is not None:
+        return f"{stale} have {_weights(correction)}"
+    if algorithm.old_log_probs == "rollout" and facts.uses_ratio:
+        return (
+            f"{stale} are corrected by the ratio of the {algorithm.loss_mode} loss, which is to the engine's log-probs"
+        )
+    if algorithm.rejection.kl_estimator is not None:
+        return f"{stale} are dropped where algorithm.rejection finds them too far from the engine, and else uncorrected"
+    back = " with old_log_probs=actor" if algorithm.old_log_probs == "rollout" else ""
+    return f"{stale} train uncorrected; algorithm.correction.level=auto{back} corrects them"
+
+
+def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
+    return bool(facts.aggregations) and algorithm.loss_agg_mode not in facts.aggregations
+
+
+def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
+    """What it means that a loss of whole answers is aggregated in another way than the one it is defined for."""
+    return (
+        f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
+        f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
+    )
+
+
 def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
     """What is off by default and on here."""
     shaping, target = algorithm.reward_shaping, algorithm.entropy_target
@@ -140,18 +174,25 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         "cut answers earn nothing": algorithm.suppress_truncated,
         "cut answers in no statistic": algorithm.exclude_truncated,
         "cut answers not trained on": algorithm.mask_truncated,
-        "groups without spread left out": algorithm.dynamic_sampling == 1,
-        f"groups without spread replaced, <= {algorithm.dynamic_sampling} batches a step":
+        "cut answers end with the critic's value": algorithm.bootstrap_truncated,
+        "groups of one outcome left out": algorithm.dynamic_sampling == 1,
+        f"groups of one outcome replaced, <= {algorithm.dynamic_sampling} batches a step":
             algorithm.dynamic_sampling > 1,
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
-        f"entropy bonus from {algorithm.entropy_coef:g} to a target of {target or 0:g} nats": target is not None,
+        f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, to a target of "
+        f"{target or 0:g} nats": target is not None,
         "old log-probs of the engine": algorithm.old_log_probs == "rollout",
-        f"{correction.level} importance weights, {correction.mode}{_bounds(correction.lower, correction.upper)}":
-            correction.level is not None,
+        _weights(correction): correction.level is not None,
         f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"
         f"{_bounds(rejection.lower, rejection.upper)}": rejection.kl_estimator is not None,
     }  # fmt: skip
     return [text for text, on in said.items() if on]
+
+
+def _weights(correction: CorrectionConfig) -> str:
+    outside = {"truncate": "truncated", "mask": "tokens dropped", "reject": "answers dropped"}[correction.mode]
+    bounds = _bounds(correction.lower, correction.upper)
+    return f"{correction.level} importance weights, actor over engine{f', {outside}{bounds}' if bounds else ''}"
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:

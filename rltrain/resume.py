@@ -14,7 +14,7 @@ from rltrain.checks import RUN_FILES
 from rltrain.collector import Collector
 from rltrain.credit import entropy_controller, kl_controller
 from rltrain.data import PromptSet
-from rltrain.errors import CheckpointError, ConfigError, RLTrainError
+from rltrain.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
 from rltrain.schema import Config, TrainerConfig
 from rltrain.sources import sources
 from rltrain.storage import Folder, absolute
@@ -116,7 +116,10 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
     output = Path(absolute(config.trainer.output_dir))
     files, config_file = [name for name in RUN_FILES if (output / name).exists()], output / "config.yaml"
     if config_file.is_file():
-        text = config_file.read_text()
+        try:
+            text = config_file.read_text("utf-8")
+        except ValueError:
+            raise ConfigError(f"{config_file}: is not UTF-8, so no run wrote it; name a new folder") from None
         _require_same(config, text, str(config_file))
         _require_same_place(_flat(_values(text, str(config_file))), config.trainer, own)
     elif own_only := [name for name in files if str(own) != str(output / name)]:
@@ -215,9 +218,12 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 
 
 def _require_same(config: Config, saved: str, where: str) -> None:
-    """Refuse a config that would make another future of a checkpoint."""
+    """Refuse a config that would make another future of a checkpoint.
+
+    The trainer's keys come first: some of the others follow from them.
+    """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
-    for key in sorted(old.keys() | new.keys()):
+    for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # a NaN is not itself
         if not same and not _is_free(key):
             raise ConfigError(
@@ -243,7 +249,8 @@ def _values(text: str, where: str) -> Mapping[str, Any]:
     try:
         found = _NoAliases(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: its config.yaml cannot be read ({' '.join(str(error).split())[:120]})") from None
+        reason = one_line(" ".join(str(error).split()), 120)
+        raise ConfigError(f"{where}: its config.yaml cannot be read ({reason})") from None
     require(isinstance(found, Mapping), f"{where}: its config.yaml holds no config; give another checkpoint")
     return found  # type: ignore[no-any-return]
 
@@ -260,32 +267,42 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
+def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> list[str]:
     """Refuse what has changed under its name, and a state that no run could go on from, before any worker starts.
+
+    Where a function of the user's ended the run, its file alone may have changed.
 
     Args:
         config: the whole config.
         checkpoint: to go on from.
         prompts: to train on, as they were loaded.
 
+    Returns:
+        What to tell the user, lines.
+
     Raises:
         ConfigError: naming what is wrong with them.
     """
-    state = checkpoint.state
-    kept = state.get("sources") if isinstance(state, dict) else None
+    state, said = checkpoint.state, []
+    kept, repairable = (state.get("sources"), state.get("repairable")) if isinstance(state, dict) else (None, None)
     for name, fingerprint in sources(config, prompts).items():
+        same = not isinstance(kept, dict) or kept.get(name) == fingerprint
+        if not same and name == repairable:
+            said.append(f"{name}: repaired since step {checkpoint.step}, where it ended the run")
+            continue
         require(
-            not isinstance(kept, dict) or kept.get(name) == fingerprint,
+            same,
             f"{name}: holds something else than when {checkpoint.folder} was written, and going on with it would be "
             "another run; put it back, or start a new run with the checkpoint's model as model.path",
         )
     try:
         _try(config, checkpoint, prompts)
     except Exception as error:  # it may say anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
-            f"{checkpoint.folder}: its state is none that a run could go on from ({reason}); give another checkpoint"
+            f"{checkpoint.folder}: its state is none that a run could go on from ({described(error, 200)}); give "
+            "another checkpoint"
         ) from None
+    return said
 
 
 def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:

@@ -18,6 +18,7 @@ class RewardFunctionConfig:
     path: str
     weight: float
     gate: bool  # where its score is <= 0, every other function counts 0
+    outcome: bool  # it says whether the task was solved; false: it scores the form, such as length
     kwargs: dict[str, Any]  # options of the function, by name
 
     def __post_init__(self) -> None:
@@ -37,6 +38,7 @@ class RewardModelConfig:
     path: str
     weight: float
     gate: bool  # as of a function
+    outcome: bool  # as of a function
     prompt_template: str | None  # with {prompt} and {response}; null: its chat template, else one after the other
 
     def __post_init__(self) -> None:
@@ -78,12 +80,22 @@ class RewardConfig:
             any(c.weight for c in self.components),
             "functions, models: all weights are 0, so nothing is learnt; set one",
         )
+        require(
+            any(c.weight and c.outcome for c in self.components),
+            "functions, models: none with a weight has outcome=true, so nothing says whether the task was solved; set "
+            "it for one",
+        )
         for component in self.components:
             name, weight = component.name, component.weight
             require(names.count(name) == 1, f"functions, models: two are named '{name}'; give each its own name")
             require(
                 bool(re.fullmatch(r"[^\s/]+", name)),
                 f"functions, models: name {name!r}: metrics are called by it, so no spaces and no /; give another",
+            )
+            require(
+                component.outcome or not component.gate,
+                f"functions, models: '{name}' has gate=true and outcome=false: a gate decides what the others count, "
+                "and with them the outcome; use outcome=true",
             )
             require(
                 abs(weight) <= _LARGEST_WEIGHT,

@@ -6,15 +6,18 @@ all functions are done with.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rltrain.data import Prompt, one_bos
+from rltrain.chat_templates import ChatTemplates, TemplateError
+from rltrain.control_tokens import ControlTokenError, ControlTokens
+from rltrain.data import Prompt
 from rltrain.model_files import load_tokenizer, longest_row, text_config
+from rltrain.prompt_encoding import one_bos
 from rltrain.prompt_groups import Group
 from rltrain.protocol import DataProto, jagged
 from rltrain.reward_config import RewardModelConfig
@@ -41,6 +44,7 @@ class RewardModel:
     ) -> None:  # fmt: skip
         self.config, self.group, self.number, self.tokenizer = config, group, number, tokenizer
         self.longest, self.pad, self.max_tokens = longest, pad, max_tokens
+        self._control, self._templates = ControlTokens(tokenizer), ChatTemplates()
 
     def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """Score (prompt, response text) each; a text in a score's place says why there is none.
@@ -63,14 +67,20 @@ class RewardModel:
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
-        """The row of this sample, never cut: one that the model cannot read as a whole is refused."""
+        """Return the row of this sample, never cut, or why there is none.
+
+        What the prompt and the response spell is text: an answer cannot end its turn by writing the name of a token.
+        """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
-        chat = own and prompt.messages is not None
         try:
-            text = self._chat(prompt, response) if chat else self._plain(prompt.text, response)
-        except Exception as error:  # templates raise whatever they like
-            return f"its chat template refuses the messages ({' '.join(str(error).split())})"
-        ids = self.tokenizer(text, add_special_tokens=not chat, truncation=False, verbose=False)["input_ids"]
+            if own and prompt.messages is not None:
+                ids = self._ids([*prompt.messages, {"role": "assistant", "content": response}], self._chat, chat=True)
+            else:
+                ids = self._ids([prompt.text, response], self._plain, chat=False)
+        except TemplateError as error:
+            return f"its chat template {error}"
+        except ControlTokenError as error:
+            return f"cannot read control tokens that are spelled in the text as text ({error})"
         row = tuple(one_bos(ids, self.tokenizer.bos_token_id))
         while len(row) > 1 and row[-1] == self.pad:
             row = row[:-1]
@@ -78,13 +88,18 @@ class RewardModel:
             return f"cannot read {len(row)} tokens, its limit is {self.longest}; shorten rollout.max_response_length"
         return row or "has no token for this text"
 
-    def _chat(self, prompt: Prompt, response: str) -> str:
-        assert prompt.messages is not None, "only chats have a chat template"
-        messages = [*prompt.messages, {"role": "assistant", "content": response}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+    def _ids(self, sample: list[Any], write: Callable[[list[Any]], str], *, chat: bool) -> list[int]:
+        """The ids of a sample, which `write` makes the text of; a chat template has written its own special tokens."""
+        text = write(sample)
+        if self._control.first_in(sample) is not None:
+            return self._control.encode(sample, write, written=text, add_special_tokens=not chat)
+        return self.tokenizer(text, add_special_tokens=not chat, truncation=False, verbose=False)["input_ids"]
 
-    def _plain(self, prompt: str, response: str) -> str:
-        values = {"{prompt}": prompt, "{response}": response}
+    def _chat(self, messages: list[Any]) -> str:
+        return next(self._templates.render(self.tokenizer, [messages], add_generation_prompt=False))
+
+    def _plain(self, sample: list[Any]) -> str:
+        values = dict(zip(("{prompt}", "{response}"), sample, strict=True))
         return re.sub(r"\{(?:prompt|response)\}", lambda field: values[field[0]], self.config.prompt_template or _PLAIN)
 
 

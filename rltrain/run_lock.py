@@ -9,7 +9,7 @@ from typing import IO, Self
 
 from rltrain.errors import ConfigError
 from rltrain.schema import TrainerConfig
-from rltrain.storage import Folder, absolute
+from rltrain.storage import Folder, absolute, local_path
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 
@@ -34,7 +34,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         for where, file in self.files.items():
-            if file.is_file():
+            if local_path(str(file), where).is_file():
                 self._hold(where, file)
         return self
 
@@ -60,7 +60,7 @@ class RunLock:
 
     def _hold(self, where: str, file: Path) -> None:
         try:
-            stream = file.open("a")
+            stream = file.open("a", encoding="utf-8")
         except OSError:  # not ours to write in: whoever has to finds out
             return
         try:
@@ -69,7 +69,7 @@ class RunLock:
             stream.close()
             if error.errno not in _HELD:
                 return  # a file system without locks
-            holder = " ".join(file.read_text(errors="replace").split())[:80]
+            holder = " ".join(file.read_text("utf-8", "replace").split())[:80]
             raise ConfigError(
                 f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
                 "folder"

@@ -148,6 +148,8 @@ class DataConfig:
     val_size: int  # prompts used in an evaluation, at most
     shuffle: bool
     overlong_prompts: Literal["refuse", "filter"]
+    special_tokens: Literal["text", "refuse", "allow"]  # what text in the data that spells a control token becomes
+    lossy_tokenizer: Literal["refuse", "allow"]  # one that loses something of the first prompts
 
     def __post_init__(self) -> None:
         at_least(self, 1, "val_size")
@@ -209,12 +211,14 @@ class PlacementConfig:
     sequence_ranks: int  # ranks that share out the tokens of one pack
     rollout_replicas: int
     reward_workers: int
+    reward_spares: int  # further processes of a reward worker, started while a call takes long
     share_ranks: bool  # actor, reference and critic of a rank live in one process
-    threads_per_worker: int | None  # CPU threads of one training rank or engine; null: the cores shared out evenly
+    threads_per_worker: int | None  # CPU threads of a rank, an engine, or the one process; null: cores / workers
     start_timeout_s: float
 
     def __post_init__(self) -> None:
         at_least(self, 1, "actor_ranks", "rollout_replicas", "reward_workers")
+        at_least(self, 0, "reward_spares")
         require(
             self.shard_ranks is None or (self.shard_ranks >= 1 and self.actor_ranks % self.shard_ranks == 0),
             f"shard_ranks={self.shard_ranks} does not divide actor_ranks={self.actor_ranks}: every copy of a model is "

@@ -1,54 +1,111 @@
 """Keys and tokens are kept out of what a run writes: configs, messages, logs.
 
-A program gets its secrets from its environment; so a value is one if a variable with a telling name holds it, or if it
-looks like a key of the kinds that services give out.
+A program gets its secrets from its environment. A value counts as a secret if the variable that holds it has a telling
+name, or if the value looks like a key of the kinds that services give out.
 """
 
+import functools
+import json
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
-
-from rltrain.errors import ConfigError
+from urllib.parse import quote
 
 _TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|MODE|ENV)$|^TOKENIZERS_", re.IGNORECASE)
 _SHORTEST = 8  # characters: TOKENS=all is a setting
-# OpenAI and its like, GitHub, Hugging Face, GitLab, Slack, AWS, Google, JSON web tokens.
-_LOOKS_LIKE_ONE = re.compile(
+_SHORTEST_LINE = 16  # characters of a line of a longer secret that is hidden by itself
+_PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
+# OpenAI and its like, GitHub, Hugging Face, GitLab, Slack, AWS, Google, JSON web tokens; private keys in PEM form, with
+# all that follows where their end is missing.
+_LOOKS_LIKE_ONE = (
     r"\b(?:sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
+    rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
+# As repr() and JSON spell it, however often one was put into the other: so each backslash may be many. Possessive, and
+# never begun amid others: a text of nothing but backslashes takes linear time.
+_BACKSLASHES = r"(?<!\\)\\++"
+_LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
+_GAP = rf"(?:\s|{_LINE_BREAK}|{_BACKSLASHES}[tvf]|%20|%0[9adAD])*"
+_LINES = re.compile(rf"[\n\r]|{_LINE_BREAK}")
 HIDDEN = "[hidden]"
 
 
-def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text with [hidden] in the place of every secret."""
-    for value in sorted(_values(environment), key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    return _LOOKS_LIKE_ONE.sub(HIDDEN, text)
+def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Collection[str] = ()) -> str:
+    """Return the text with [hidden] in the place of every secret.
+
+    A secret is found with its whitespace as it is, changed, escaped or left out, and with its other characters as they
+    are or as repr(), JSON or a URL spells them. Of a secret with several lines each long one is hidden by itself too.
+
+    Args:
+        text: what is to be shown. Cut it afterwards: the part of a secret that a cut leaves is not recognised.
+        environment: its variables with telling names hold secrets.
+        keys: further secrets, of any length.
+    """
+    return _pattern(frozenset({*_values(environment), *keys})).sub(HIDDEN, text)
 
 
-def refuse_secrets(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError where a resolved config holds a secret: it is written to config.yaml, and shown."""
-    known = _values(environment)
+def secret_in(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the dotted key of the first secret among nested values, as it can be shown; None if there is none."""
     for key, value in _leaves(values, ""):
         name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
-        if _LOOKS_LIKE_ONE.search(value) or (_OPTION.search(name) and value) or any(one in value for one in known):
-            raise ConfigError(
-                f"{redacted(key, environment)}: holds a key, token or password, which config.yaml and logs would show "
-                "to others; put it into an environment variable, and give the variable's name instead, as in "
-                "api_key_env=NAME"
-            )
+        if (_OPTION.search(name) and value) or redacted(value, environment) != value:
+            return redacted(key, environment)
+    return None
+
+
+class RedactingFormatter(logging.Formatter):
+    """Formats log records as `logging.Formatter` does, with their secrets hidden, those of a traceback included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's text."""
+        return redacted(super().format(record))
+
+
+def hide_in_logs() -> None:
+    """Hide secrets in the warnings and errors of all loggers that have no handler of their own."""
+    if logging.lastResort:
+        logging.lastResort.setFormatter(RedactingFormatter())
 
 
 def _values(environment: Mapping[str, str]) -> set[str]:
     return {
         value
         for name, value in environment.items()
-        if len(value) >= _SHORTEST and _TELLING.search(name) and not _NO_SECRET.search(name)
+        if len(value.strip()) >= _SHORTEST and _TELLING.search(name) and not _NO_SECRET.search(name)
     }
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
+    """Match each of the secrets, the long lines of each, and what looks like a key."""
+    lines = {line.strip() for secret in secrets for line in _LINES.split(secret)}
+    wanted = {*secrets, *(line for line in lines if len(line) >= _SHORTEST_LINE)}
+    spelled = map(_any_spelling, sorted(wanted, key=len, reverse=True))
+    return re.compile("|".join([*filter(None, spelled), _LOOKS_LIKE_ONE]))
+
+
+def _any_spelling(secret: str) -> str:
+    """Return a regular expression of a text however its whitespace and its special characters are written."""
+    words = re.split(rf"(?:\s|{_LINE_BREAK})+", secret)
+    return _GAP.join("".join(map(_spellings, re.sub(r"\\+", r"\\", word))) for word in words if word)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spellings(character: str) -> str:
+    if character.isascii() and character.isalnum():
+        return character
+    quoted = quote(character, safe="", errors="surrogatepass")
+    if character == "\\":
+        return rf"(?:{_BACKSLASHES}|(?i:{quoted}))"
+    spelled = {character.encode("unicode_escape").decode(), json.dumps(character)[1:-1]}
+    escapes = "|".join(re.escape(one[1:]) for one in sorted(spelled) if one[0] == "\\")
+    plain = rf"{re.escape(character)}{f'|(?i:{escapes})' if escapes else ''}"
+    return rf"(?:(?:{_BACKSLASHES})?(?:{plain})|(?i:{quoted}))"
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -1,17 +1,23 @@
-"""SIGTERM and Ctrl-C: the first one asks the run to stop where nothing is lost, the second ends it at once."""
+"""SIGTERM, Ctrl-C and a lost terminal: the first signal stops the run where nothing is lost, a second one at once."""
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
 from rltrain.errors import Stopped
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
     """Catches them while it is entered; other threads than the main one cannot, and then it catches none.
+
+    A signal that the parent process had ignored stays ignored: `nohup` does that with SIGHUP, and a shell without job
+    control with the SIGINT of what it starts in the background. A SIGHUP after another signal changes nothing: when a
+    connection drops, the shell sends the same news that the terminal has sent already.
 
     What one of them ends at once is raised as Stopped, with the status of the signal.
 
@@ -26,7 +32,8 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._catch) for number in _SIGNALS}
+            caught = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._catch) for number in caught}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -46,6 +53,24 @@ class Signals:
         return 128 + (self.received or signal.SIGINT)
 
     def _catch(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGHUP:
+            return
         first, self.received = self.received is None, number
         if not (first and self.patient):
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def hangups_ignored() -> Iterator[None]:
+    """Have processes that are started meanwhile ignore SIGHUP, which a lost terminal sends to all of a program.
+
+    The driver alone decides what comes of it, and needs its workers to save a checkpoint.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -4,8 +4,8 @@ import zlib
 from pathlib import Path
 
 from rltrain.data import PromptSet
-from rltrain.model_files import BUILTIN_MODEL
-from rltrain.rewards.loading import absolute
+from rltrain.model_weights import BUILTIN_MODEL, weight_files
+from rltrain.rewards.loading import absolute, source_name
 from rltrain.schema import Config
 
 ENDS_BYTES = 1 << 20  # of each file of weights, at both ends: reading large ones whole would take minutes
@@ -27,18 +27,19 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
     for key, path in [*functions, ("reward.aggregation", config.reward.aggregation)]:
         file = Path(absolute(path).rpartition(":")[0])
         if file.is_file():
-            found[f"{key}: {path}"] = zlib.crc32(file.read_bytes())
+            found[source_name(key, path)] = zlib.crc32(file.read_bytes())
     for model in config.reward.models:
-        found[f"reward.models: {model.path}"] = _weights(model.path)
+        found[f"reward.models: {model.path}"] = _weights(model.path, f"{model.key}={model.path}")
     stays = config.model.lora is not None or config.algorithm.needs_reference
     if stays and config.model.path != BUILTIN_MODEL:
-        found[f"model.path={config.model.path}"] = _weights(config.model.path)
+        key = f"model.path={config.model.path}"
+        found[key] = _weights(config.model.path, key)
     return found
 
 
-def _weights(folder: str) -> int:
+def _weights(folder: str, where: str) -> int:
     crc = 0
-    for file in sorted(Path(folder).expanduser().glob("*.safetensors")):
+    for file in weight_files(Path(folder).expanduser(), where):
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             crc = zlib.crc32(f"{file.name} {size}".encode(), crc)

@@ -1,12 +1,25 @@
 """Folders on any file system that fsspec knows: local paths, `file://`, `s3://` and so on."""
 
 import os
+import sys
 import zlib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
 
-_CHUNK = 8 << 20
+from rltrain.errors import ConfigError
+
+_CHUNK = 1 << 20  # bytes read at once; larger buffers leave holes in the memory of a process that lives for days
+
+
+@dataclass(frozen=True)
+class FileStart:
+    """The first `size` bytes of a local file. They stay as they are while more is appended to the file."""
+
+    path: Path
+    size: int
 
 
 class Folder:
@@ -55,6 +68,24 @@ class Folder:
         if self.local:
             os.replace(self.path(temporary), self.path(name))
 
+    def copy(self, start: FileStart, name: str) -> tuple[int, int]:
+        """Copy the start of a local file to `name`, in pieces; returns its size and CRC-32.
+
+        Raises:
+            OSError: the file has become shorter, or cannot be read or written.
+        """
+        left, crc = start.size, 0
+        with start.path.open("rb") as source, self.open(name, "wb") as target:
+            while left:
+                chunk = source.read(min(left, _CHUNK))
+                if not chunk:
+                    raise OSError(f"{start.path} has lost its last {left:,} bytes")
+                target.write(chunk)
+                left, crc = left - len(chunk), zlib.crc32(chunk, crc)
+            if self.local:
+                flush(target)
+        return start.size, crc
+
     def exists(self, name: str) -> bool:
         """Whether there is such a file or folder."""
         return bool(self.fs.exists(self.path(name)))
@@ -94,6 +125,50 @@ def flush(stream: Any) -> None:
     """Let a local file's bytes reach the disk."""
     stream.flush()
     os.fsync(stream.fileno())
+
+
+def local_path(path: str, where: str) -> Path:
+    """Return a path that the user named, with `~` replaced; nothing need be there.
+
+    Args:
+        path: as the user wrote it.
+        where: what the error begins with.
+
+    Raises:
+        ConfigError: the system takes it for no path (a name is too long, links go round in a loop, it holds a NUL), the
+            user may not look there, a name is not UTF-8, or there is no home folder that `~` could stand for.
+    """
+    try:
+        found = Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{where}: '~' stands for no folder here, as HOME is not set or the user is unknown; write the whole path"
+        ) from None
+    _require_utf8(found, where)
+    try:
+        os.stat(found)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where}: is no path that can be looked at ({reason}); give another path") from None
+    return found
+
+
+def _require_utf8(path: Path, where: str) -> None:
+    """Refuse a path that libraries in other languages, which write names in UTF-8, would look for elsewhere."""
+    whole, encoding = os.path.abspath(path), sys.getfilesystemencoding()
+    try:
+        if os.fsencode(whole) == whole.encode("utf-8"):
+            return
+    except UnicodeEncodeError:  # bytes that the encoding does not know are halves of surrogate pairs
+        pass
+    if encoding == "utf-8":
+        raise ConfigError(f"{where}: a name in {whole!a} is not UTF-8; rename it")
+    raise ConfigError(
+        f"{where}: {whole!a} is not plain ASCII, and other names cannot be used while the locale's encoding is "
+        f"{encoding}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+    )
 
 
 def absolute(url: str) -> str:

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.protocol import DataProto
+from rltrain.secret_values import redacted
+from rltrain.storage import FileStart
 
 METRICS, EVALUATIONS, LEDGER, ALARMS = "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl"
 CURVES = ("step", "reward/mean", "rollout/length_mean")  # kept in memory of steps long past
@@ -54,11 +56,16 @@ class Tracker:
     def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.files = {name: (self.output_dir / name).open("a") for name in (METRICS, EVALUATIONS, LEDGER, ALARMS)}
+        self.files = {
+            name: (self.output_dir / name).open("a", encoding="utf-8")
+            for name in (METRICS, EVALUATIONS, LEDGER, ALARMS)
+        }
         self.tensorboard = SummaryWriter(str(self.output_dir / "tensorboard"), purge_step=purge_step)
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
-        """Put all files back to what they were after `step`: `kept` is what `state` returned then, {} at the start.
+        """Put all files back to what they were after `step`.
+
+        `kept` has the contents of the files that `state` named at that time; at the start of a run it is {}.
 
         Returns the metrics of all steps until then.
         """
@@ -79,9 +86,10 @@ class Tracker:
         self.history = [*steps[:1], *map(_curves, steps[1:-1]), *steps[1:][-1:]]
         return steps
 
-    def state(self) -> dict[str, bytes]:
-        """What a checkpoint keeps: the lines so far, by the names of their files."""
-        return {name: (self.output_dir / name).read_bytes() for name in self.files}
+    def state(self) -> dict[str, FileStart]:
+        """The files that a checkpoint copies, as far as they are written now, by name."""
+        paths = {name: self.output_dir / name for name in self.files}
+        return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Everything that is known of the weights after `step`."""
@@ -124,7 +132,7 @@ class Tracker:
     def log_alarm(self, step: int, text: str) -> None:
         """Tell the user, and record it; the text names the step itself."""
         self.warn(text)
-        self._write_line(ALARMS, {"step": step, "alarm": text})
+        self._write_line(ALARMS, {"step": step, "alarm": redacted(text)})
 
     def _write_samples(self, name: str, batch: DataProto) -> Path:
         path = self.output_dir / "rollouts" / f"{name}.parquet"

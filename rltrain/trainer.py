@@ -23,10 +23,12 @@ from rltrain.credit import (
     estimate_advantages,
     kl_controller,
     needs_actor_pass,
+    states_to_value,
+    with_critic_values,
     with_random_draws,
 )
 from rltrain.data import Prompt
-from rltrain.errors import LogProbError, NumericsError, RewardError, WorkerLost
+from rltrain.errors import EstimatorError, LogProbError, NumericsError, RewardError, WorkerLost
 from rltrain.metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.protocol import DataProto
 from rltrain.recovery import Restarts
@@ -121,7 +123,7 @@ class Trainer:
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
         if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
-            with self.rewards_awaited():
+            with self.saved_on_error():
                 self.evaluate()
         if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
             self.save()
@@ -131,11 +133,17 @@ class Trainer:
         self.checkpoints.advance()
         self.interrupted()
 
-    def save(self) -> None:
-        """Begin to write a checkpoint of this moment between two steps, unless there is one."""
-        if self.checkpoints.last != self.step:
+    def save(self, *, repairable: str = "") -> None:
+        """Begin to write a checkpoint of this moment between two steps, unless there is one.
+
+        Args:
+            repairable: a source that may have another content when the run goes on; where one is named, a checkpoint
+                of this step is replaced.
+        """
+        if repairable or self.checkpoints.last != self.step:
+            state = self.state_dict() | ({"repairable": repairable} if repairable else {})
             self.checkpoints.start(
-                self.step, self.incarnation, self.trained(), self.state_dict(), history=self.tracker.state(),
+                self.step, self.incarnation, self.trained(), state, history=self.tracker.state(),
                 metrics=self.tracker.metrics_of(self.step),
             )  # fmt: skip
 
@@ -192,7 +200,7 @@ class Trainer:
     def train_step(self) -> tuple[dict[str, float], DataProto]:
         """One step: metrics, and the batch that was trained on."""
         config, timer = self.config, Timer()
-        with timer("generate"), self.rewards_awaited():
+        with timer("generate"), self.saved_on_error():
             batch = self.collector.answers(version=self.step)
             self.collector.rollout.sleep()
         if self.reference is not None:
@@ -202,20 +210,22 @@ class Trainer:
             batch, gap_metrics = self.with_old_log_probs(batch)
         if self.critic is not None:
             with timer("values"):
-                batch = batch.union(self.rows(self.critic, "compute_values", batch))
-        with timer("rewards"), self.rewards_awaited():
+                found = self.rows(self.critic, "compute_values", states_to_value(batch, config.algorithm))
+                batch = with_critic_values(batch, found, config.algorithm)
+        with timer("rewards"), self.saved_on_error():
             batch = self.collector.scored(batch)
         metrics = sample_metrics(batch, [component.name for component in config.reward.components])
         metrics |= staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
-        with timer("advantages"):
+        with timer("advantages"), self.saved_on_error():
             batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
             batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
-            batch, mask_metrics = choose_trained(batch, config.algorithm)
+            batch = choose_trained(batch, config.algorithm)
             batch = with_random_draws(batch, config, self.step)
             plan = minibatches(
                 batch.batch["uid"].tolist(), config.minibatches_per_epoch, config.trainer.epochs_per_step,
                 seed=config.trainer.seed, step=self.step,
             )  # fmt: skip
+            self.collector.take()
         if self.critic is not None:
             with timer("update_critic"):
                 metrics |= self.updated(self.critic, batch, plan)
@@ -229,24 +239,32 @@ class Trainer:
         self.step += 1
         with timer("sync_weights"):
             self.sync_weights()
-        return metrics | gap_metrics | reward_metrics | advantage_metrics | mask_metrics | timer.metrics(batch), batch
+        return metrics | gap_metrics | reward_metrics | advantage_metrics | timer.metrics(batch), batch
 
     @contextlib.contextmanager
-    def rewards_awaited(self) -> Iterator[None]:
-        """Where too many rewards fail, keeps the samples for a look at them, and what was trained for a resumed run."""
+    def saved_on_error(self) -> Iterator[None]:
+        """Where rewards, or what is computed of them before the update, end the run, saves what was learnt until then.
+
+        The checkpoint has the step still ahead, so that a resumed run takes it again. The samples of rewards that
+        failed are kept for a look at them.
+        """
+        kl_controller = self.kl_controller.state_dict()
         try:
             yield
-        except RewardError as error:
+        except (RewardError, EstimatorError, NumericsError) as error:
+            self.kl_controller.load_state_dict(kl_controller)
+            batch, repairable = getattr(error, "batch", None), getattr(error, "repairable", "")
             text = str(error)
-            if error.batch is not None:
-                text += f"; all samples: {self.tracker.log_failed(self.step + 1, error.batch)}"
-            if self.step > (self.origin.step if self.origin else 0):
-                self.save()
-                text += (
-                    f"; step {self.step} is saved, and trainer.resume=auto goes on from it, asking for failed rewards "
-                    "again, if what has to change is not in a reward file"
-                )
-            raise RewardError(text) from None
+            if batch is not None:
+                text += f"; all samples: {self.tracker.log_failed(self.step + 1, batch)}"
+            if self.step > (self.origin.step if self.origin and not repairable else 0):
+                self.save(repairable=repairable)
+                text += f"; step {self.step} is saved, and trainer.resume=auto goes on from it"
+                if repairable:
+                    text += ", also with that function repaired"
+                elif isinstance(error, RewardError):
+                    text += ", asking for failed rewards again, if what has to change is not in a reward file"
+            raise type(error)(text) from None
 
     def budget(self, group: WorkerGroup) -> int:
         """Tokens of a role's micro-batch."""

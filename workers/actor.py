@@ -1,5 +1,6 @@
 """The actor: a sharded causal language model, its log-probs and its policy update."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from rltrain.algorithms import (
     loss_functions,
     own_knobs,
     required_columns,
+    rollout_correction,
     rollout_diagnostics,
+    rollout_rejection,
 )
 from rltrain.errors import ConfigError, LogProbError
 from rltrain.protocol import DataProto
@@ -213,10 +216,7 @@ def actor_loss(
     def aggregate(token_losses: Tensor) -> Tensor:
         return aggregate_loss(token_losses, mask, algorithm.loss_agg_mode, **counts)
 
-    policy = POLICY_LOSSES.get(algorithm.loss_mode)
-    token_losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
-    if algorithm.correction.level is not None:
-        token_losses = token_losses * columns["correction_weights"]
+    token_losses, sums = policy_term(columns, algorithm)
     loss = aggregate(token_losses)
     parts = {"policy_loss": loss.detach()}
     if algorithm.kl_loss.kl_loss_coef > 0:
@@ -229,6 +229,29 @@ def actor_loss(
         sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
         loss = loss - entropy_coef * aggregate(columns["entropy"])
     return loss, parts, sums
+
+
+def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss of each token (B, T), weighted and dropped as `correction` and `rejection` say; metric sums.
+
+    Tokens that are dropped have a policy term of 0 and stay in `response_mask`: so they stay in every count, and keep
+    their KL and entropy terms. Metrics of the loss are over all of them too.
+    """
+    policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
+    losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
+    correction, rejection = algorithm.correction, algorithm.rejection
+    if correction.level is not None:
+        policies = columns["old_log_probs"], columns["rollout_log_probs"]
+        weights, kept, found = rollout_correction(*policies, mask, **dataclasses.asdict(correction))
+        losses = torch.where(kept, weights * losses, 0)
+        sums |= {f"correction_{name}": value for name, value in found.items()}
+    if rejection.kl_estimator is not None:
+        settings = dataclasses.asdict(rejection)
+        only = columns["advantages"] if settings.pop("only_negative") else None
+        kept, found = rollout_rejection(columns["log_probs"], columns["rollout_log_probs"], mask, only, **settings)
+        losses = torch.where(kept, losses, 0)
+        sums |= {f"rejection_{name}": value for name, value in found.items()}
+    return losses, sums
 
 
 def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:

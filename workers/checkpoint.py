@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, described
 from rltrain.storage import Folder
 from workers.fsdp import Optimizer
 from workers.model_export import export_model, small_files
@@ -162,5 +162,5 @@ def reason(error: BaseException) -> str:
     error = below or error  # torch.save says of a full disk only that its own position is wrong
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    text = described(error)
     return f"the disk is full, it seems ({text})" if "unexpected pos" in text else text

@@ -26,7 +26,7 @@ class CriticWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config, self.path = config, path
-        model = load_model(AutoModelForTokenClassification, path, num_labels=1)
+        model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
         check_rows_apart(model, head, functools.partial(response_values, model), f"model.path={path}")
         setattr(model, name, nn.Linear(head.in_features, 1, bias=False))

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from rltrain.algorithms import full_kl
 from rltrain.errors import ConfigError
+from rltrain.model_weights import load_whole
 from rltrain.protocol import COLUMNS, DataProto, offsets_of, positions
 from workers.fsdp import device, forward_only
 from workers.head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
@@ -199,21 +200,24 @@ AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
-def load_model(kind: type, path: str, *, where: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """A model directory in Hugging Face form with packed attention, float32 master weights, safetensors only.
+def load_model(
+    kind: Any, path: str, *, where: str | None = None, new_head: bool = False, **kwargs: Any
+) -> PreTrainedModel:
+    """A model directory in Hugging Face form with packed attention and float32 master weights; more as `load_whole`.
 
-    Raises ConfigError, which begins with `where`, for an architecture whose attention cannot be exchanged.
+    Raises:
+        ConfigError: beginning with `where`: the weights are not the whole model, or its attention cannot be exchanged.
     """
+    where = where or f"model.path={path}"
     try:
-        return kind.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=PACKED, trust_remote_code=False,
-            local_files_only=True, **kwargs,
-        )  # fmt: skip
+        return load_whole(
+            kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
+        )
     except KeyError as error:  # it looks its attention up in a list of its own
         if PACKED not in error.args:
             raise
         raise ConfigError(
-            f"{where or f'model.path={path}'}: this model has attention of its own, which is not that of packed rows; "
+            f"{where}: this model has attention of its own, which is not that of packed rows; "
             "use a model of another architecture"
         ) from error
 

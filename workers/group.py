@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rltrain.errors import RLTrainError, WorkerError, WorkerLost
 from rltrain.protocol import DataProto
+from rltrain.secret_values import redacted
 from rltrain.work import RowWork
 from workers.dispatch import collect_rows, plan_metrics, split_minibatches, split_rows, sum_updates
 from workers.host import Host
@@ -122,6 +123,8 @@ class RayHosts(Hosts):
         """Put the value into the object store once; ranks read it from there."""
         import ray
 
+        if self.vigil:
+            self.vigil.watch.daemons.check()
         return ray.put(value)
 
     def start(
@@ -147,13 +150,17 @@ class RayHosts(Hosts):
             one.vigil.touch(one.ranks)
         patience = LOOK_S if self.meanwhile else LOOK_EVERY_S if watched else None
         while True:
+            _check_daemons(watched)
             try:
-                return ray.get(pending, timeout=patience)
+                results = ray.get(pending, timeout=patience)
+                _greet(watched)
+                return results
             except ray.exceptions.GetTimeoutError:
                 pass
             except ray.exceptions.RayTaskError as error:
+                _give_up(watched, error.cause)
                 if isinstance(error.cause, RLTrainError):
-                    raise error.cause from None
+                    raise _lost(watched) or error.cause from None
                 raise _lost(watched, proof_s=_PROOF_S) or WorkerError(_last_line(error.cause)) from error
             except ray.exceptions.RayActorError as error:
                 _blame(watched, error.actor_id)
@@ -162,7 +169,7 @@ class RayHosts(Hosts):
                     "(verbose=true shows Ray's report)"
                 ) from error
             except ray.exceptions.RayError as error:  # an object was lost, a node went away, memory ran out
-                first = (str(error).strip().splitlines() or [""])[0]
+                first = (redacted(str(error)).strip().splitlines() or [""])[0]
                 raise _lost(watched, proof_s=_PROOF_S) or WorkerError(
                     f"{type(error).__name__}: {first} (verbose=true shows Ray's report)"
                 ) from error
@@ -228,6 +235,27 @@ class _Watched:
         return f"{self.group.name} {rank} ({self.vigil.place(rank)})"
 
 
+def _check_daemons(watched: Sequence[_Watched]) -> None:
+    """Raise ClusterLost where a daemon of Ray has died: a call of Ray's could end this process without a word."""
+    for watch in {one.vigil.watch for one in watched}:
+        watch.daemons.check()
+
+
+def _greet(watched: Sequence[_Watched]) -> None:
+    """Learn which processes have answered here: each was asked to introduce itself before anything else."""
+    for one in watched[:1]:
+        one.vigil.greet(patience_s=_PROOF_S)
+
+
+def _give_up(watched: Sequence[_Watched], cause: BaseException) -> None:
+    """Where a process says of itself that it is of no more use, it counts as dead, and is named with its reason."""
+    if isinstance(cause, WorkerLost) and cause.process is not None:
+        for one in watched:
+            for rank in one.ranks:
+                if one.vigil.processes[rank] == cause.process:
+                    one.vigil.give_up(rank, str(cause))
+
+
 def _blame(watched: Sequence[_Watched], actor_id: str | None) -> None:
     """Ray says that this actor is dead; where its machine is gone, nothing else may be seen of that yet."""
     for one in watched:
@@ -273,7 +301,7 @@ def _hung(watched: Sequence[_Watched], limit_s: float | None) -> WorkerLost | No
 
 
 def _last_line(error: BaseException) -> str:
-    said = str(error).strip().splitlines()
+    said = redacted(str(error)).strip().splitlines()
     return f"a worker failed: {type(error).__name__}: {said[-1] if said else ''} (verbose=true shows its traceback)"
 
 

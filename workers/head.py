@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rltrain.algorithms.chunks import GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
+from rltrain.algorithms.chunks import LEAST_LOG, GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
 from rltrain.algorithms.ratio import as_float
 
 PROBE = 64.0  # a logit; what a model makes of it shows what it would do to all of them
@@ -37,6 +37,8 @@ def token_log_probs(
         entropy = -sum_v pi_v log pi_v
         d log pi_y / dz_v = [v = y] - pi_v,   d entropy / dz_v = -pi_v (log pi_v + entropy)
 
+    A word of probability 0, such as one whose logit is -inf, adds exactly 0 to the entropy and has no gradient.
+
     hidden (R, H), head (V, H), bias (V,), targets (R,) int64; returns (R,) each, at least float32, with gradients to
     hidden, head and bias. The logits have the type of their factors, bfloat16 say, and all that follows float32.
 
@@ -51,7 +53,12 @@ def token_log_probs(
         return found
     log_softmax = F.log_softmax(as_float(F.linear(hidden, head, bias)) / temperature, dim=-1)
     chosen = log_softmax.gather(1, targets[:, None])[:, 0]
-    return chosen, -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None
+    return chosen, _entropy(log_softmax) if entropies else None
+
+
+def _entropy(log_pi: Tensor) -> Tensor:
+    """-sum pi log pi (R, V) -> (R,), in which 0 log 0 is 0."""
+    return -(log_pi.exp() * log_pi.clamp(min=LEAST_LOG)).sum(-1)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -100,7 +107,7 @@ def _minus_softmax(
     if of_entropies is None:
         assert of_log_probs is not None, "one of two outputs has a gradient"
         return log_pi.exp_().mul_(-of_log_probs[:, None])
-    factor = (log_pi + entropy[:, None]).mul_(-of_entropies[:, None])
+    factor = log_pi.clamp(min=LEAST_LOG).add_(entropy[:, None]).mul_(-of_entropies[:, None])
     if of_log_probs is not None:
         factor.sub_(of_log_probs[:, None])
     return factor.mul_(log_pi.exp_())

@@ -12,6 +12,8 @@ import os
 import socket
 from typing import Any
 
+from rltrain.home_folder import ensure_home
+from rltrain.secret_values import hide_in_logs
 from workers import progress
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
@@ -27,7 +29,9 @@ class Host:
 
     def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:
         os.environ.update(environment)
+        ensure_home()
         keep_freed_memory()
+        hide_in_logs()
         self.roles: dict[str, Any] = {}
         self.listener: socket.socket | None = None
         if not verbose:

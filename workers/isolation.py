@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rltrain.errors import ConfigError, one_line
+from rltrain.errors import ConfigError, described
 from rltrain.protocol import DataProto, jagged
 from workers.forward import Pack, load_model, pack, policy_output
 
@@ -65,10 +65,9 @@ def _apart(model: nn.Module, head: nn.Module, run: Callable[[Pack], Any], seed: 
             run(pack(rows[[0, 1, 2]]))
             run(pack(rows[[3, 0, 2]]))
     except Exception as error:  # models raise whatever they like
-        reason = one_line(f"{type(error).__name__}: {error}", 240)
         raise ConfigError(
-            f"{where}: {type(model).__name__} fails in a packed forward pass ({reason}); use a model of another "
-            "architecture"
+            f"{where}: {type(model).__name__} fails in a packed forward pass ({described(error, 240)}); use a "
+            "model of another architecture"
         ) from error
     first, _, last = states[0].split(LENGTHS[:3])
     before, after = torch.cat([first, last]), states[1][LENGTHS[3] :]

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rltrain.errors import ConfigError
-from rltrain.model_files import BUILTIN_MODEL
+from rltrain.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.schema import ALL_LINEAR, LoRAConfig
-from rltrain.tasks.tiny_model import tiny_model
 from workers.fsdp import full, named_tensors
 from workers.sync.adapters import A, B, BaseWeights, merge
 
@@ -111,15 +110,6 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
         BaseWeights(Path(path).expanduser()).require([f"{name}.weight" for name in names])
     layers = [model.get_submodule(name) for name in names]
     return sum(config.rank * (layer.in_features + layer.out_features) for layer in layers)
-
-
-def skeleton(path: str) -> PreTrainedModel:
-    """The model of a directory, or the built-in one, without weights: on the meta device."""
-    with torch.device("meta"):
-        if path == BUILTIN_MODEL:
-            return tiny_model()
-        config = AutoConfig.from_pretrained(Path(path).expanduser(), local_files_only=True, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:

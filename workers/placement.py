@@ -2,21 +2,27 @@
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rltrain.cores import cpu_cores
+from rltrain.cores import cpu_cores, openmp_settings
 from rltrain.errors import ConfigError, WorkerError, one_line
 from rltrain.model_files import text_config
 from rltrain.schema import REWARD_MODEL, Config
+from rltrain.signals import hangups_ignored
 from rltrain.work import RowWork, row_work
+from workers import daemons
+from workers.daemons import Daemons
 from workers.devices import SharedDevices
 from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
 from workers.host import Host
+from workers.ray_guard import Guard
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 from workers.watch import Watch
@@ -27,11 +33,29 @@ ROLES = {
     "critic": "workers.critic:CriticWorker",
     REWARD_MODEL: "workers.reward_model:RewardModelWorker",
 }
+_TOKEN = "RAY_AUTH_TOKEN"
+_TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # for a cluster's port to be open
 _LAST_PORT = 65_535
 COLLECTIVE_TIMEOUT_S = 600.0  # at least; a hang is to be found before
 # For processes that all are on this machine: nobody else can connect to them.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
+
+@dataclass
+class _Connection:
+    """This process's connection to Ray, of which there is one at most.
+
+    Attributes:
+        guard: outlives this process, and ends what it leaves.
+        daemons: that the connection depends on.
+    """
+
+    guard: Guard | None = None
+    daemons: Daemons = field(default_factory=Daemons)
+
+
+_connection = _Connection()
 
 
 @dataclass(frozen=True)
@@ -80,6 +104,7 @@ class Workers:
     reward_models: list[WorkerGroup]
     training: Training
     devices: SharedDevices | None
+    daemons: Daemons = field(default_factory=Daemons)
 
     @property
     def restart_training(self) -> Callable[[], None] | None:
@@ -88,6 +113,8 @@ class Workers:
 
     def close(self) -> None:
         """End what this run started."""
+        if self.daemons.lost():
+            return  # nobody would answer; leaving Ray ends the processes
         with contextlib.suppress(WorkerError):
             self.rewards.close()
         with contextlib.suppress(WorkerError):
@@ -118,24 +145,51 @@ def connect(config: Config) -> dict[str, float]:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but said aloud it needs no warning
             os.environ.setdefault("RAY_worker_niceness", "0")  # workers are all there is to run
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # for a dashboard alone
+            # Each of glibc's arenas keeps its largest use for ever, and Ray's many threads would have one each.
+            os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
 
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
-        options |= {"include_dashboard": False, "num_cpus": cpu_cores()}
+        options |= {"include_dashboard": False, "num_cpus": cpu_cores()} | _short_temporary_folder()
     if not config.verbose:
         _no_reports()
+    _connection.guard = Guard(secrets.token_hex(8) if local else "")
     try:
-        ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
-    except ConnectionError as error:
-        raise _no_cluster(address, error) from error
-    except Exception as error:  # Ray has no type of its own for a daemon that is not there in time
-        raise WorkerError(
-            f"Ray did not start ({type(error).__name__}: {one_line(str(error), 200)}): this machine may be overloaded; "
-            "try again, or use placement=inprocess"
-        ) from error
+        token = _own_token() if local else contextlib.nullcontext()
+        with hangups_ignored(), token, _connection.guard.marking():
+            ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
+        session, found = daemons.find()
+    except BaseException as error:
+        disconnect()
+        if isinstance(error, Exception):
+            raise _no_ray(address, error) from error
+        raise
+    _connection.daemons = Daemons(found)
+    _connection.guard.tell(session, found)
     return dict(ray.cluster_resources())
+
+
+def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
+    """What to raise when Ray could not be started or joined."""
+    if isinstance(error, ConnectionError):
+        return _no_cluster(address, error)
+    # Ray has no type of its own for a daemon that is not there in time.
+    return WorkerError(
+        f"Ray did not start ({type(error).__name__}: {one_line(str(error), 200)}): this machine may be overloaded; "
+        "try again, or use placement=inprocess"
+    )
+
+
+def _short_temporary_folder() -> dict[str, str]:
+    """The option of `ray.init` for a place where its sockets have short names; none where its own choice will do.
+
+    A socket's path has at most 107 characters, of which Ray's names for session and socket take some 70.
+    """
+    if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir()) <= _LONGEST_TMPDIR or not os.access(_TMP, os.W_OK):
+        return {}
+    return {"_temp_dir": f"{_TMP}/ray"}
 
 
 def _require_answer(address: str) -> None:
@@ -185,11 +239,33 @@ def _on_loopback() -> Iterator[None]:
             os.environ[name] = before
 
 
+@contextlib.contextmanager
+def _own_token() -> Iterator[None]:
+    """Started in here, Ray's daemons know a token of their own, unless the user has set one.
+
+    Ray's own default is one token for all clusters of a user, which it writes into the home folder and leaves there.
+    """
+    from ray._raylet import AuthenticationTokenLoader
+
+    AuthenticationTokenLoader.instance().reset_cache()  # it keeps that of the cluster before
+    if own := not {_TOKEN, f"{_TOKEN}_PATH"} & os.environ.keys():
+        os.environ[_TOKEN] = secrets.token_hex(32)
+    try:
+        yield
+    finally:
+        if own:  # for a cluster that this process joins later it would be the wrong one
+            del os.environ[_TOKEN]
+
+
 def disconnect() -> None:
-    """Leave Ray; ends the processes of a local one."""
+    """Leave Ray; ends all processes of a local one."""
     import ray
 
     ray.shutdown()
+    _connection.daemons = Daemons()
+    guard, _connection.guard = _connection.guard, None
+    if guard is not None:
+        guard.close()
 
 
 def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: bool) -> Workers:
@@ -221,7 +297,8 @@ def _start(
     paths = {role: str(Path(models[role]).expanduser().absolute()) if role in models else path for role in roles}
     engine = ("workers.rollout.worker:RolloutWorker", config, path, list(stop_ids))
     if placement.launcher == "inprocess":
-        hosts = LocalHosts(Host({}, verbose=True))
+        threads = placement.threads_per_worker
+        hosts = LocalHosts(Host(openmp_settings(threads) if threads else {}, verbose=True))
         hosts.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
         training = Training(config, paths, dict.fromkeys(roles, hosts))
         rewards = RewardPool.in_process(config.reward)
@@ -230,8 +307,9 @@ def _start(
     else:
         watch = watch_of(config)
         rewards = RewardPool.on_ray(
-            config.reward, workers=placement.reward_workers, start_timeout_s=placement.start_timeout_s, watch=watch
-        )
+            config.reward, workers=placement.reward_workers, spares=placement.reward_spares,
+            start_timeout_s=placement.start_timeout_s, watch=watch,
+        )  # fmt: skip
         replicas = ray_hosts(config, "rollout replica", placement.rollout_replicas, watch=watch, devices=devices)
 
         def replace(replica: int) -> Any:
@@ -255,7 +333,7 @@ def _start(
     groups = {role: group_of(hosts, role, paths[role], config) for role, hosts in training.hosts.items()}
     return Workers(
         pool, rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
-        [groups[role] for role in models], training, devices,
+        [groups[role] for role in models], training, devices, _connection.daemons,
     )  # fmt: skip
 
 
@@ -286,8 +364,9 @@ def watch_of(config: Config) -> Watch:
     """What watches the processes of this run."""
     folder = Path(config.trainer.output_dir).expanduser().absolute()
     return Watch(
-        hang_timeout_s=config.trainer.hang_timeout_s, start_timeout_s=config.placement.start_timeout_s, folder=folder
-    )
+        hang_timeout_s=config.trainer.hang_timeout_s, start_timeout_s=config.placement.start_timeout_s, folder=folder,
+        daemons=_connection.daemons,
+    )  # fmt: skip
 
 
 def shared_devices(config: Config) -> SharedDevices | None:
@@ -324,7 +403,7 @@ def ray_hosts(
     if has_gpus:
         resources["num_gpus"] = share * (config.rollout.shards if engines else 1)
     environment = {
-        "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+        **openmp_settings(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
     if config.placement.address == "local":

@@ -72,6 +72,11 @@ def announce(node: str) -> Process | None:
     return _announced
 
 
+def announced() -> Process | None:
+    """This process as it announced itself; None where it did not."""
+    return _announced
+
+
 def tick() -> None:
     """This process has got on with its work."""
     if _counter is not None:
@@ -112,12 +117,12 @@ def counts_of(process: Process) -> tuple[int, int]:
 
 def stacks_of(process: Process) -> str:
     """What it has written down of its stacks. Raises OSError when it is gone."""
-    return Path(f"/proc/{process.pid}/fd/{process.stacks}").read_text(errors="replace")
+    return Path(f"/proc/{process.pid}/fd/{process.stacks}").read_text("utf-8", "replace")
 
 
 def _stat(pid: int) -> list[str]:
     """The fields of `/proc/PID/stat` after the name, which may hold anything."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return []

@@ -23,15 +23,14 @@ class RewardModelWorker:
         path: the reward model's directory in Hugging Face form.
 
     Raises:
-        ConfigError: its score is not a linear function of a causal model's last state, or packed rows see each other.
+        ConfigError: its weights are not the whole model, its score is not a linear function of a causal model's last
+            state, or packed rows see each other.
     """
 
     def __init__(self, config: Config, path: str) -> None:
         where = f"reward model {path}"
-        model, loaded = load_model(
-            AutoModelForSequenceClassification, path, where=where, num_labels=1, output_loading_info=True
-        )
-        _check(model, set(loaded["missing_keys"]), where)
+        model = load_model(AutoModelForSequenceClassification, path, where=where, num_labels=1)
+        _check(model, where)
         check_rows_apart(model, model.score, functools.partial(row_scores, model), where)
         self.model = frozen(model, config)
 
@@ -60,7 +59,7 @@ def row_scores(model: nn.Module, packed: Pack) -> Tensor:
     return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next begins, the last before the first
 
 
-def _check(model: nn.Module, missing: set[str], where: str) -> None:
+def _check(model: nn.Module, where: str) -> None:
     head = getattr(model, "score", None)
     good = isinstance(head, nn.Linear) and head.out_features == 1
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
@@ -68,5 +67,3 @@ def _check(model: nn.Module, missing: set[str], where: str) -> None:
         raise ConfigError(
             f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose one that is"
         )
-    if missing:
-        raise ConfigError(f"{where}: its weights lack {', '.join(sorted(missing))}; save the whole model")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workers import leftovers
+from workers.daemons import Daemons
 from workers.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
 from workers.reward.processes import descendants
 
@@ -58,14 +60,17 @@ class Observer:
         """End them at once, stopped ones too, and what they have started, also where they are gone already."""
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
+            # The system gives nobody the number of a group that has members left.
+            leads = began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp()
+            files = leftovers.shared_files({process.pid, *below, *(leftovers.group_of(process.pid) if leads else ())})
             _signal(process, signal.SIGKILL)
             for pid in below:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            # The system gives nobody the number of a group that has members left.
-            if began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp():
+            if leads:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
+            leftovers.remove(files)  # an engine that is killed does not do so itself
 
 
 def _sight(process: Process) -> Sight:
@@ -88,17 +93,23 @@ class Watch:
         hang_timeout_s: without any progress, after which a busy process counts as dead.
         start_timeout_s: in which a process must have started.
         folder: of the run's output, where it says which processes there are, and writes the stacks of those that hang.
+        daemons: Ray's own processes, on which all others depend.
     """
 
-    def __init__(self, *, hang_timeout_s: float, start_timeout_s: float, folder: Path | None = None) -> None:
+    def __init__(
+        self, *, hang_timeout_s: float, start_timeout_s: float, folder: Path | None = None,
+        daemons: Daemons | None = None,
+    ) -> None:  # fmt: skip
         import ray
 
         self.hang_timeout_s, self.start_timeout_s, self.folder = hang_timeout_s, start_timeout_s, folder
+        self.daemons = daemons or Daemons()
         self.here, self.own = ray.get_runtime_context().get_node_id(), Observer()
         self.others: dict[str, Any] = {}  # by machine
         self.asked: dict[str, tuple[Any, list[Process]]] = {}  # what an observer elsewhere has not answered yet
         self.seen: dict[Process, Sight] = {}  # what they said last
         self.named: dict[str, Process] = {}
+        self.vigils: list[Vigil] = []  # of all groups of the run
 
     def name(self, name: str, process: Process) -> None:
         """Write down what a process is called, for people who look at a run, in place of what was called so before."""
@@ -107,11 +118,15 @@ class Watch:
         if self.folder is not None and self.folder.is_dir():
             partial = self.folder / f"{PROCESSES}.partial"
             with contextlib.suppress(OSError):
-                partial.write_text(json.dumps(table, indent=1) + "\n")
+                partial.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
                 partial.replace(self.folder / PROCESSES)
 
     def look(self, processes: Sequence[Process]) -> list[Sight | None]:
-        """What each is doing, without waiting: of another machine, what was last heard from there, or None."""
+        """What each is doing, without waiting: of another machine, what was last heard from there, or None.
+
+        Raises ClusterLost when a daemon of Ray has died: then its workers die too, and are not to blame.
+        """
+        self.daemons.check()
         local = [process for process in processes if process.node == self.here]
         found: dict[Process, Sight | None] = dict(zip(local, self.own.look(local), strict=True))
         for node in {process.node for process in processes} - {self.here}:
@@ -174,7 +189,7 @@ class Watch:
             if self.folder is not None and self.folder.is_dir() and texts[process]:
                 with contextlib.suppress(OSError):
                     (self.folder / STACKS).mkdir(exist_ok=True)
-                    (self.folder / STACKS / f"{name}.txt").write_text(texts[process])
+                    (self.folder / STACKS / f"{name}.txt").write_text(texts[process], "utf-8")
         return [innermost(texts[process]) for process in processes]
 
 
@@ -195,6 +210,7 @@ class Vigil:
         self.sights: list[Sight | None] = [None] * size
         self.stopped: list[float | None] = [None] * size
         self.gone: dict[int, str] = {}  # and how
+        watch.vigils.append(self)
 
     def expect(self, rank: int, introduction: Any) -> None:
         """A new process takes this rank's place; this call of it will say which it is."""
@@ -209,7 +225,8 @@ class Vigil:
         if not at_once and now < self.looked + LOOK_EVERY_S:
             return
         self.looked = now
-        self._greet(now)
+        for vigil in self.watch.vigils:  # a process has its name before anybody waits for its group
+            vigil.greet()
         known = [(rank, process) for rank, process in enumerate(self.processes) if process and rank not in self.gone]
         sights = self.watch.look([process for _, process in known])
         for (rank, _), sight in zip(known, sights, strict=True):
@@ -229,14 +246,18 @@ class Vigil:
         elif now >= (self.stopped[rank] or now) + STOPPED_S:
             self.give_up(rank, f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
-    def _greet(self, now: float) -> None:
-        """Learn which processes have started since, and which have not in time."""
+    def greet(self, *, patience_s: float = 0.0) -> None:
+        """Learn which processes have started since, and which have not in time.
+
+        Args:
+            patience_s: how long to wait for the introduction of each.
+        """
         import ray
 
         for rank, call in enumerate(self.awaited):
             if call is None:
                 continue
-            if ray.wait([call], timeout=0)[0]:
+            if ray.wait([call], timeout=patience_s)[0]:
                 self.awaited[rank] = None
                 try:
                     self.processes[rank] = process = ray.get(call)
@@ -244,7 +265,7 @@ class Vigil:
                         self.watch.name(f"{self.name} {rank}", process)
                 except ray.exceptions.RayError:
                     self.gone[rank] = "died while it started"
-            elif now >= self.born[rank] + self.watch.start_timeout_s:
+            elif time.monotonic() >= self.born[rank] + self.watch.start_timeout_s:
                 self.awaited[rank] = None
                 limit = self.watch.start_timeout_s
                 self.gone[rank] = f"did not start within placement.start_timeout_s={limit:g} s; is there room for it?"

@@ -34,7 +34,7 @@ from rltrain.algorithms.registry import (
     own_knobs,
     required_columns,
 )
-from rltrain.algorithms.shaping import overlong_penalty, shape_scores, treat_truncated
+from rltrain.algorithms.shaping import overlong_penalty, shape_scores, suppress_truncated
 from rltrain.algorithms.value_loss import value_loss
 
 __all__ = [
@@ -65,7 +65,7 @@ __all__ = [
     "rollout_diagnostics",
     "rollout_rejection",
     "shape_scores",
-    "treat_truncated",
+    "suppress_truncated",
     "uniform_draws",
     "value_loss",
 ]

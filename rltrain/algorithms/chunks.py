@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rltrain.algorithms.ratio import as_float
 
+LEAST_LOG = -1e4  # its exp is 0 in every type; what is clamped to it can be multiplied by 0, which -inf cannot
 MAX_ROWS = 2048  # more rows make the matrix products no faster, and a chunk narrower
 # Numbers in one chunk, by kind of device. On a CPU a chunk stays in the cache between the few passes over it; elsewhere
 # products must be large enough to hide the launches of kernels.
@@ -45,7 +46,8 @@ class RunningSoftmax:
     """Of each position, the sum of exp(logit) and a mean under the softmax, while columns arrive chunk by chunk.
 
     Sums are kept relative to the largest logit so far and rescaled when a larger one arrives. The mean is that of
-    `values`, and where there are none, of the distance to the largest logit.
+    `values`, and where there are none, of the distance to the largest logit. A word of probability 0, such as one whose
+    logit is -inf, adds exactly 0 to it, whatever its value.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -60,13 +62,15 @@ class RunningSoftmax:
         top = torch.maximum(before, chunk.amax(-1))
         fade = (before - top).exp_()
         distance = chunk.sub_(top[:, None])
-        if self.with_mean:
-            moved = 0 if values is not None else self.total[rows] * (before - top)
-            values, distance = distance if values is None else values, distance.exp()
-            self.weighted[rows] = fade * (self.weighted[rows] + moved) + values.mul_(distance).sum(-1)
-        else:
-            distance.exp_()
-        self.total[rows] = fade * self.total[rows] + distance.sum(-1)
+        share = distance.exp() if self.with_mean else distance.exp_()
+        if self.with_mean and values is None:
+            moved = self.total[rows] * (before - top)
+            products = distance.clamp_(min=LEAST_LOG).mul_(share)
+            self.weighted[rows] = fade * (self.weighted[rows] + moved) + products.sum(-1)
+        elif values is not None:
+            products = values.mul_(share).masked_fill_(share == 0, 0)
+            self.weighted[rows] = fade * self.weighted[rows] + products.sum(-1)
+        self.total[rows] = fade * self.total[rows] + share.sum(-1)
         self.top[rows] = top
 
     @property

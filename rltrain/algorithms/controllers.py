@@ -82,16 +82,18 @@ class FixedEntropyController:
 class AdaptiveEntropyController(FixedEntropyController):
     """A coefficient that keeps the entropy from falling below `target`; Skywork-OR1, arXiv 2505.22312, section 3.2.5.
 
-        c <- c + step where e < target,  max(c - step, 0) where e > target
-        value = c where e <= target,     0 where e > target
+        c <- min(c + step, maximum) where e < target,  max(c - step, 0) where e > target
+        value = c where e <= target,                   0 where e > target
 
     e: the policy's mean entropy over trained tokens, in nats. c, here `entropy_coef`, starts at the value given (the
-    paper's at 0), which is also the `value` until something is measured. Two differences from the paper: c has a floor
-    of 0, below which the bonus would be a penalty once the entropy falls under the target again; and with an update
-    after each step, what switches the bonus on or off is the entropy of the step before, not of the step itself.
+    paper's at 0), which is also the `value` until something is measured. Two bounds are not in the paper's formula: a
+    floor of 0, below which the bonus would be a penalty once the entropy falls under the target again, and `maximum`,
+    0.005 in the authors' training script, without which a target that cannot be reached makes the bonus outweigh the
+    reward. A state with a larger coefficient is loaded as `maximum`. One more difference: with an update after each
+    step, what switches the bonus on or off is the entropy of the step before, not of the step itself.
     """
 
-    def __init__(self, entropy_coef: float, target: float, step: float) -> None:
+    def __init__(self, entropy_coef: float, target: float, step: float, maximum: float) -> None:
         super().__init__(entropy_coef)
         for name, number in (("target", target), ("step", step)):
             if not 0 < number < math.inf:
@@ -99,7 +101,13 @@ class AdaptiveEntropyController(FixedEntropyController):
                     f"{name}={number} must be finite and > 0, or the coefficient could not move; "
                     "use target=0.2 and step=0.0001, say, or a fixed coefficient"
                 )
+        if not entropy_coef <= maximum < math.inf:
+            raise ValueError(
+                f"maximum={maximum} must be finite and at least entropy_coef={entropy_coef}, where the coefficient "
+                "starts; use maximum=0.005, say"
+            )
         self.entropy_coef, self.target, self.step = self.value, float(target), float(step)
+        self.maximum = float(maximum)
 
     def update(self, entropy: float | Tensor) -> None:
         """Move the coefficient by one step towards where the entropy is `target`, and switch the bonus on or off."""
@@ -109,7 +117,7 @@ class AdaptiveEntropyController(FixedEntropyController):
                 f"entropy={entropy}: the controller needs a finite entropy; look for broken logits before this step"
             )
         if entropy < self.target:
-            self.entropy_coef += self.step
+            self.entropy_coef = min(self.entropy_coef + self.step, self.maximum)
         elif entropy > self.target:
             self.entropy_coef = max(self.entropy_coef - self.step, 0.0)
         self.value = self.entropy_coef if entropy <= self.target else 0.0
@@ -120,5 +128,5 @@ class AdaptiveEntropyController(FixedEntropyController):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        super().load_state_dict(state)
-        self.entropy_coef = float(state["entropy_coef"])
+        self.value = min(float(state["value"]), self.maximum)
+        self.entropy_coef = min(float(state["entropy_coef"]), self.maximum)

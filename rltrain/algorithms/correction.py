@@ -1,11 +1,19 @@
-"""Off-policy correction: the engine that sampled is not quite the model that is trained."""
+"""Off-policy correction: the policy that sampled is not quite the one that is trained."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_mask, masked, masked_row_mean, metric_sum, safe_log_ratio
+from rltrain.algorithms.ratio import (
+    MAX_LOG_RATIO,
+    as_mask,
+    k3_unbounded,
+    masked,
+    masked_row_mean,
+    metric_sum,
+    safe_log_ratio,
+)
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
 _LEVELS = ("token", "sequence", "geometric")
@@ -25,22 +33,25 @@ def rollout_correction(
     lower: float | None,
     upper: float | None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Importance weights w = pi_old / pi_rollout and the tokens that may train: (weights, mask, metrics).
+    """Importance weights w = pi_old / pi_rollout and the tokens that keep their policy term: (weights, mask, metrics).
 
     `level` says what w is: "token" pi_old(y_t) / pi_rollout(y_t); "sequence" the product over the row's trained tokens;
     "geometric" the |y|-th root of that product. `mode` says what happens outside [lower, upper]:
 
-        truncate  w is clamped to the bounds and everything trains; lower=0 for TIS (truncated importance sampling)
-        mask      what lies outside does not train; what lies inside trains with weight w (IcePop)
-        reject    the row does not train if its w, or at level "token" any of its tokens' w, lies outside; weights are 1
+        truncate  w is clamped to the bounds and nothing is dropped; lower=0 for TIS (truncated importance sampling)
+        mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855)
+        reject    the row is dropped if its w, or at level "token" any of its tokens' w, is outside; weights are 1
 
     None as a bound means none. With `advantages`, mask and reject drop only where A < 0 (bad samples that the trainer
     finds unlikely are what destabilises); what is kept then still has w clamped to the bounds.
 
-    weights (B, T), detached: multiply `token_losses`. mask (B, T) bool: replaces `response_mask` before anything is
-    counted. Outside of the mask weights are 0. Log-ratios are clamped to [-20, 20]. Masked slots are ignored.
-    Metrics, as sums over `response_mask`: `weight_mean`, `outside_fraction`, `dropped_fraction` and `rollout_kl`, which
-    estimates KL(pi_rollout || pi_old).
+    The policy term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate it over the whole
+    `response_mask`: a dropped token stays in every count and keeps its KL and entropy terms, so dropping half of a row
+    halves the row's policy gradient (IcePop keeps 1/|y| over all sampled tokens).
+
+    weights (B, T), detached. mask (B, T) bool, within `response_mask`; outside of it weights are 0. Log-ratios are
+    clamped to [-20, 20]. Masked slots are ignored. Metrics, as sums over `response_mask`: `weight_mean`,
+    `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout || pi_old).
     """
     low, high = _check(level, mode, lower, upper)
     trained = as_mask(response_mask)
@@ -51,7 +62,7 @@ def rollout_correction(
     if mode == "truncate":
         drop = torch.zeros_like(outside)
     elif mode == "reject":
-        drop = drop.any(-1, keepdim=True).expand_as(drop)
+        drop = drop.any(-1, keepdim=True) & trained
     mask = trained & ~drop
     weights = masked(torch.ones_like(ratio) if mode == "reject" else ratio.clamp(low, high), mask)
     metrics = {
@@ -64,7 +75,7 @@ def rollout_correction(
 
 
 def rollout_rejection(
-    old_log_probs: Tensor,
+    log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     advantages: Tensor | None = None,
@@ -74,33 +85,37 @@ def rollout_rejection(
     lower: float | None = None,
     upper: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens that may train because engine and actor are near enough: (mask, metrics).
+    """The tokens on which the policy is still near the one that sampled them: (mask, metrics).
 
-    With d = log pi_rollout(y_t) - log pi_old(y_t), a token's value is that of an estimator of KL(pi_rollout || pi_old):
+    With d = log pi_rollout(y_t) - log pi(y_t), a token's value is that of an estimator of KL(pi_rollout || pi):
 
         k1 d        k2 d^2 / 2        k3 e^-d - 1 + d        abs |d|
 
-    What lies outside [lower, upper] does not train; None as a bound means none. `level` says what is compared:
+    What is outside [lower, upper] is dropped; None as a bound means none. `level` says what is compared:
 
-        token     each token's value; what is dropped is the token
-        sequence  the mean over the row's trained tokens (k1: log of the geometric mean of pi_rollout / pi_old); the row
+        token     each token's value; the token is dropped
+        sequence  the mean over the row's trained tokens (k1: log of the geometric mean of pi_rollout / pi); the row is
         max       each token's value; the row is dropped for any one token
 
-    With `advantages` only what has A < 0 is dropped: the token's, or for a row the mean over its trained tokens. So k1
-    at level sequence with `upper` is DeepSeek-V3.2's off-policy sequence masking (arXiv 2512.02556 eq. 9), except that
-    the paper compares the policy that sampled with that of the gradient step, this with the actor before the first one.
+    With `advantages` only what has A < 0 is dropped: the token's, or for a row the mean over its trained tokens.
 
-    mask (B, T) bool: replaces `response_mask` before anything is counted. d is clamped to [-20, 20]. Masked slots are
-    ignored; a NaN in a trained slot rejects nothing, so that it stays visible. Metrics, as sums over `response_mask`:
-    `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
+    pi is the policy of the gradient step, so call this anew in each update: k1 at level sequence with `upper` and
+    `advantages` is then DeepSeek-V3.2's off-policy sequence masking (arXiv 2512.02556 eq. 9). A row is judged by its
+    own tokens alone, so rows may be split over micro-batches and ranks, but each must be whole.
+
+    Only the policy term is dropped, `torch.where(mask, token_losses, 0)`: aggregate it over the whole `response_mask`.
+
+    mask (B, T) bool, within `response_mask`; no gradient goes to `log_probs`. d is clamped to [-20, 20]. Masked slots
+    are ignored; a NaN in a trained slot rejects nothing, so that it stays visible. Metrics, as sums over
+    `response_mask`: `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
     """
     low, high = _check_rejection(kl_estimator, level, lower, upper)
     trained = as_mask(response_mask)
-    per_token = _divergence(safe_log_ratio(old_log_probs.detach(), rollout_log_probs, trained), kl_estimator)
+    per_token = _divergence(safe_log_ratio(log_probs.detach(), rollout_log_probs, trained), kl_estimator)
     value = masked_row_mean(per_token, trained) if level == "sequence" else per_token
     outside = trained & ((value < low) | (value > high))
     if level == "max":
-        outside = outside.any(-1, keepdim=True).expand_as(outside)
+        outside = outside.any(-1, keepdim=True) & trained
     drop = outside
     if advantages is not None:
         advantage = masked(advantages, trained)
@@ -143,7 +158,13 @@ def effective_sample_size(
 
 
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Token values of an estimator of KL(pi_rollout || pi_old), from log(pi_old / pi_rollout)."""
+    """Token values of an estimator of KL(pi_rollout || pi), from log(pi / pi_rollout).
+
+    k3 is without the bound that it has as a penalty: a measurement shows how far apart the policies are, and a
+    threshold above 10 nats can act.
+    """
+    if kl_estimator == "k3":
+        return k3_unbounded(log_ratio)
     values: Tensor = KL_ESTIMATORS.get(kl_estimator)(-log_ratio, torch.zeros_like(log_ratio))
     return values
 

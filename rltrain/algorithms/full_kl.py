@@ -25,10 +25,12 @@ def full_kl(
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
     hidden (N, H) and head (V, H) of the policy; ref_hidden (N, H') and ref_head (V, H') of the reference, which gets no
-    gradient. Returns (N,), never negative. At most `chunk_size` logits (positions times words; None: what suits the
-    device) are alive of each model at a time, in the backward pass too, which computes them again; how many does not
-    change the result. Each product is in the type of its factors, as the models have it; from there on float64 stays
-    float64, and anything else is float32.
+    gradient. Returns (N,), never negative. A word of probability 0 under the policy adds exactly 0 and has no gradient,
+    so both models may put -inf on the logits of the same words; where the reference alone does, the KL is inf.
+
+    At most `chunk_size` logits (positions times words; None: what suits the device) are alive of each model at a time,
+    in the backward pass too, which computes them again; how many does not change the result. Each product is in the
+    type of its factors, as the models have it; from there on float64 stays float64, and anything else is float32.
 
     There is no mask: select the trained positions before. It takes whole distributions, so their mean over sampled
     contexts needs no ratio for the token itself.
@@ -80,5 +82,7 @@ class _FullKL(torch.autograd.Function):
                 log_pi = logits(hidden[rows], head[columns], None, ctx.temperature).sub_(log_sum[rows, None])
                 difference = logits(ref_hidden[rows], ref_head[columns], None, ctx.temperature)
                 difference.sub_(ref_log_sum[rows, None]).neg_().add_(log_pi).sub_(kl[rows, None])
-                sums.add(rows, columns, difference.mul_(log_pi.exp_()).mul_(weights[rows, None]))
+                pi = log_pi.exp_()
+                to_logits = difference.mul_(pi).mul_(weights[rows, None])
+                sums.add(rows, columns, to_logits.masked_fill_(pi == 0, 0))
         return *sums.gradients[:2], None, None, None, None

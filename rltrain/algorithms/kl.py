@@ -11,8 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, masked, safe_log_ratio
+from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, k3_unbounded, masked, safe_log_ratio
 from rltrain.algorithms.registry import KL_ESTIMATORS
+
+MAX_K3 = 10.0  # nats; k3 passes it where pi is 14 times below the reference, or 60,000 times above it
 
 
 @KL_ESTIMATORS.register("k1")
@@ -29,12 +31,14 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """e^-d - 1 + d, never negative (GRPO, arXiv 2402.03300 eq. 4). Mean: reverse KL. Expected gradient: forward KL's.
+    """min(e^-d - 1 + d, 10), never negative (GRPO, arXiv 2402.03300 eq. 4, without the bound).
 
-    d is clamped to [-20, 20], and beyond has no gradient.
+    Mean: reverse KL. Expected gradient: forward KL's. Both hold while every token is below the bound of 10 nats, which
+    is reached at d = -2.6 and at d = 11. A token at the bound has no gradient: without it a token at d = -12 would have
+    one of 1.6e5, and decide the whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return negative.expm1() - negative
+    return k3_unbounded(negative).clamp(max=MAX_K3)
 
 
 @KL_ESTIMATORS.register("abs")
@@ -44,7 +48,10 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def _straight_through(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Value of `estimator`, gradient of k2: whatever is reported, what is minimised is the reverse KL."""
+    """Value of `estimator`, gradient of k2: whatever is reported, what is minimised is the reverse KL.
+
+    k3+ has the bound of k3 on its value alone: the gradient of k2 is d, which needs no bound.
+    """
 
     @functools.wraps(estimator)
     def with_gradient_of_k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -69,6 +76,9 @@ def kl_estimate(
     r abs that of the mean of k2 and abs under pi. A "+" form already has the whole gradient, so there r only reweights
     and is detached: through both it would count twice.
 
+    A token at the bound of k3 has no gradient through r either: r times a constant would drive log pi further away
+    from the reference. The bound is on k3; r, with its log in [-20, 20], multiplies what comes out of it.
+
     There is no mask here: where an input is NaN or inf the result is NaN and no gradient goes back, so that
     `aggregate_loss` drops it in masked slots and it stays visible in trained ones.
     """
@@ -82,7 +92,8 @@ def kl_estimate(
     estimate = estimator(masked(new, finite), masked(ref, finite))
     if old_log_probs is not None:
         ratio = safe_log_ratio(new, old, finite).exp()
-        estimate = estimate * (ratio.detach() if kl_estimator.endswith("+") else ratio)
+        fixed = (estimate >= MAX_K3) if kl_estimator == "k3" else torch.full_like(finite, kl_estimator.endswith("+"))
+        estimate = estimate * torch.where(fixed, ratio.detach(), ratio)
     return torch.where(finite, estimate, torch.full_like(estimate, math.nan))
 
 

@@ -72,7 +72,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """(raw - mean) / (std + eps); who is not counted is moved and scaled by the others' statistics. `group` (B,)."""
+    """(raw - mean) / (std + eps); values that are not counted are moved and scaled too. All (B,)."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -97,21 +97,29 @@ def normalize_rewards(
     leave_one_out: bool = False,
     unbiased: bool = True,
     eps: float = 1e-6,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """(r - mean) / (std + eps) for each row: (B,) -> (B,), no gradient.
 
-    `mean_level`, `std_level`: over the rows with the same `uid` ("group"), all rows ("batch"), or none (None). Only
-    rows with `valid` enter a statistic; the others get 0. The std is of the raw scores about their own mean;
-    `unbiased` divides by n - 1. `leave_one_out` takes the mean of the *other* rows: k/(k-1) (r - mean).
+    `mean_level`, `std_level`: over the rows with the same `uid` ("group"), all rows ("batch"), or none (None). The std
+    is of the raw scores about their own mean; `unbiased` divides by n - 1. `leave_one_out` takes the mean of the
+    *other* rows: k/(k-1) (r - mean).
 
-    A population with fewer than two valid rows, or with max == min, says nothing: deviations from its mean are exactly
-    0, and nothing is divided by its std. Sums run in float64, so that the order of rows does not show.
+    A row that is not `valid` has no score: it is in no statistic and gets 0. A valid row that is not `counted` (B,) is
+    in no statistic either, but it is moved and scaled by the statistics of the counted ones, as in
+    `normalize_advantages`: so a cut answer that is excluded keeps its own score on the common scale, and a wrong one
+    scores no better for being cut. None counts all valid rows.
+
+    A population with fewer than two counted rows, or with max == min, says nothing: the deviations of its counted rows
+    are exactly 0, and nothing is divided by its std; a row that is not counted gets its deviation from the mean,
+    undivided, and the mean of nothing is 0. Sums run in float64, so that the order of rows does not show.
     """
     levels = _Levels(mean_level, std_level, leave_one_out, unbiased, eps)
     levels.check()
     valid = as_mask(valid)
+    members = valid if counted is None else valid & as_mask(counted)
     raw = masked(scores.detach(), valid).double()
-    return masked(_normalized(raw, group_index(uid), valid, levels), valid).to(as_float(scores).dtype)
+    return masked(_normalized(raw, group_index(uid), members, levels), valid).to(as_float(scores).dtype)
 
 
 def combine_rewards(
@@ -128,7 +136,8 @@ def combine_rewards(
     NaN means that a component is not applicable to a row: it is left out and the other weights stay as they are; a row
     of nothing but NaN gives NaN, for the caller to mark invalid. `gates` (K,): where a gate's score is <= 0, every
     other component counts 0. `aggregation`: "sum", or "normalize_then_sum", where each component is first normalised
-    by mean and std over the valid rows of its group that it applies to (GDPO, arXiv 2601.05242), which needs `uid`.
+    by mean and std over the valid rows of its group that it applies to (GDPO, arXiv 2601.05242), which needs `uid`. A
+    row that is not `valid` (B,) is in no statistic, and its components are moved and scaled by those of the others.
     """
     components = as_float(components)
     if aggregation not in _AGGREGATIONS:
@@ -161,9 +170,14 @@ def _normalized_columns(scores: Tensor, applies: Tensor, uid: Tensor | None, val
         raise ValueError("uid=None: 'normalize_then_sum' normalises in groups; pass uid, or use aggregation='sum'")
     rows, columns = scores.shape
     index = torch.unique(uid, return_inverse=True)[1][:, None] * columns + torch.arange(columns, device=uid.device)
-    member = applies if valid is None else applies & as_mask(valid)[:, None]
+    counted = applies if valid is None else applies & as_mask(valid)[:, None]
     flat = normalize_rewards(
-        scores.reshape(-1), index.reshape(-1), member.reshape(-1), mean_level="group", std_level="group"
+        scores.reshape(-1),
+        index.reshape(-1),
+        applies.reshape(-1),
+        mean_level="group",
+        std_level="group",
+        counted=counted.reshape(-1),
     )
     return flat.view(rows, columns)
 

@@ -41,6 +41,14 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
     return masked(old_log_probs.detach(), mask) + log_ratio
 
 
+def k3_unbounded(log_ratio: Tensor) -> Tensor:
+    """e^x - 1 - x, never negative: for tokens sampled from q and x = log(p / q), the k3 estimate of KL(q || p).
+
+    It grows as e^x. A measurement wants that; a penalty that is trained on has a bound (`rltrain.algorithms.kl.k3`).
+    """
+    return log_ratio.expm1() - log_ratio
+
+
 def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
     """Raise ValueError for a range of ratios [1 - low, 1 + high] that leaves out 1."""
     for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
@@ -82,9 +90,8 @@ def metric_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sums that every ratio loss reports; `ppo_kl` estimates KL(pi_old || pi) by r - 1 - log r, never negative."""
-    log_ratio = log_ratio.detach()
     return {
         "clip_fraction": metric_sum(clipped, mask),
         "ratio_mean": metric_sum(ratio, mask),
-        "ppo_kl": metric_sum(log_ratio.expm1() - log_ratio, mask),
+        "ppo_kl": metric_sum(k3_unbounded(log_ratio.detach()), mask),
     }

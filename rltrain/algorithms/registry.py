@@ -7,7 +7,9 @@ What a registered function promises:
 * float64 stays float64, every narrower type is computed in float32;
 * a policy loss returns `(token_losses, metrics)` without aggregating: `aggregate_loss` is the only place that divides;
 * a policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS, which returns that
-  column, (B, T) bool, from the columns of a whole mini-batch. Loss and selector have no knob name in common.
+  column, (B, T) bool, from the columns of a whole mini-batch. Loss and selector have no knob name in common;
+* a policy loss says when it is registered what is special about it: `uses_ratio=False` where its gradient does not
+  depend on `old_log_probs`; `aggregations`, the modes of `aggregate_loss` that it is defined for, where not all are.
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor: a sum over the trained tokens of this call. Sums add up
 exactly over micro-batches and ranks; whoever reports them divides once by the trained tokens of the whole mini-batch,

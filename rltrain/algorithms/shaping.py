@@ -40,16 +40,13 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
     return factor * left.clamp(-1, 0)
 
 
-def treat_truncated(
-    scores: Tensor, valid: Tensor, truncated: Tensor, *, suppress: bool, exclude: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (scores, valid) as truncated rows are to be seen by every statistic: (B,) each.
+def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:
+    """min(r, nothing) where `truncated`, else r: (B,) -> (B,).
 
-    `exclude`: a truncated row is not valid. `suppress`: neither, and its score is 0, whatever it was (NaN too). So
-    this comes before anything is normalised. `truncated`: by the engine's finish reason, never by length. Taking the
-    row's tokens out of the loss is a matter of the mask and not done here.
+    nothing (B,): what the row would score if every reward function gave it 0. So a truncated row earns nothing, and no
+    more than its own score, where that is lower: being cut pays neither for a right answer nor for a wrong one.
+    `truncated` (B,): by the engine's finish reason, never by length. NaN, no score, stays NaN. Which rows are in a
+    statistic, and which tokens are in the loss, is decided elsewhere.
     """
-    scores, cut, kept = as_float(scores), as_mask(truncated), as_mask(valid)
-    if suppress:
-        scores = torch.where(cut, torch.zeros_like(scores), scores)
-    return scores, kept & ~cut if suppress or exclude else kept
+    scores = as_float(scores)
+    return torch.where(as_mask(truncated), torch.minimum(scores, as_float(nothing)), scores)

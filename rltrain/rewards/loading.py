@@ -19,13 +19,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from rltrain.errors import ConfigError, RLTrainError
+from rltrain.errors import ConfigError, RLTrainError, described, one_line
 from rltrain.rewards.result import RewardResult
-from rltrain.secret_values import redacted
+from rltrain.storage import local_path
 
 BUILTIN = {  # short names
     "final_answer": "final_answer", "exact_answer": "final_answer", "exact_match": "exact_match",
@@ -33,11 +34,13 @@ BUILTIN = {  # short names
     "regex_format": "regex_format", "json_schema": "json_schema", "code_tests": "code_tests",
     "length_penalty": "length", "overlong_penalty": "length", "repetition_penalty": "repetition", "judge": "judge",
 }  # fmt: skip
+PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # they score the form and not the outcome
 STANDARD_COLUMNS = ("finish_reason",)  # every sample has them, whatever the data
 AGGREGATIONS = ("sum", "normalize_then_sum")
 AGGREGATED = ("components", "uid", "valid", "weights")  # what a function over the component matrix gets
+_TOO_LARGE = ": a score outside float32's range (3.4e38); scale it down"
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores travel
-_LONGEST_TEXT = 300  # characters of an exception's text that an error keeps
+_SHOWN = 80  # characters of a value that an error shows
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # the parameters that tell the two forms apart
@@ -45,6 +48,16 @@ SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # the parame
 
 class ScoreError(RLTrainError, ValueError):
     """A reward function returned what is no score, or asked for a column that the sample does not have."""
+
+
+def builtin_path(path: str) -> str:
+    """The whole path of a function that comes with rltrain, from its short name; any other path as it is."""
+    return f"rltrain.rewards.{BUILTIN[path]}:{path}" if path in BUILTIN else path
+
+
+def is_penalty(path: str) -> bool:
+    """Whether this is one of the penalties that come with rltrain."""
+    return builtin_path(path).replace(":", ".") in [builtin_path(name).replace(":", ".") for name in PENALTIES]
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -60,20 +73,19 @@ def load_function(path: str) -> Callable[..., Any]:
             or the name is no function.
     """
     where = f"reward function '{path}'"
-    if path in BUILTIN:
-        path = f"rltrain.rewards.{BUILTIN[path]}:{path}"
+    path = builtin_path(path)
     target, _, name = path.rpartition(":")
     if not target:
         target, _, name = path.rpartition(".")
     if not target or not name or path.endswith(".py"):
-        if path and Path(path).expanduser().is_dir():
+        if path and local_path(path, where).is_dir():
             raise ConfigError(f"{where} is a directory; a reward model's place is reward.models=[{path}]")
         near = difflib.get_close_matches(name or path, BUILTIN, n=1)
         raise ConfigError(
             f"{where}: no function is named{f'; did you mean {near[0]}?' if near else ''}; use package.module:function"
             f", file.py:function, or one of {', '.join(BUILTIN)}"
         )
-    module = _file_module(Path(target).expanduser(), where) if _is_file(target) else _module(target, where)
+    module = _file_module(local_path(target, where), where) if _is_file(target) else _module(target, where)
     function = getattr(module, name, None)
     if function is None and not hasattr(module, name):
         raise ConfigError(f"{where}: {target} has no function '{name}'{_nearest_function(name, module)}")
@@ -221,14 +233,21 @@ def as_score(result: Any) -> float | None:
         return as_score(result.score)
     if result is None:
         return None
-    if isinstance(result, numbers.Real) or _is_scalar_array(result):
-        score = float(result)
+    if isinstance(result, numbers.Real | Decimal):
+        try:
+            score = float(result)
+        except OverflowError:
+            raise ScoreError(f"returned a number of type {type(result).__name__}{_TOO_LARGE}") from None
         if not math.isfinite(score):
             raise ScoreError(f"returned {score}: a score must be finite; return None where the function does not apply")
         if abs(score) > _LARGEST:
-            raise ScoreError(f"returned {score}: a score outside float32's range (3.4e38); scale it down")
+            raise ScoreError(f"returned {score}{_TOO_LARGE}")
         return score
-    shown = repr(result)[:80]
+    if _is_scalar_array(result):
+        return as_score(result.item())
+    if inspect.iscoroutine(result):
+        result.close()  # nobody awaits it
+    shown = one_line(repr(result), _SHOWN)
     raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score is a number, a bool or None")
 
 
@@ -254,7 +273,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _is_scalar_array(result: Any) -> bool:
     """Whether this is a number in numpy's or torch's clothes, neither of which is imported here."""
-    return getattr(result, "shape", None) == () and hasattr(result, "item") and hasattr(result, "__float__")
+    return isinstance(getattr(result, "shape", None), tuple) and not result.shape and hasattr(result, "item")
 
 
 def _is_file(target: str) -> bool:
@@ -311,14 +330,9 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     return module
 
 
-def described(error: BaseException) -> str:
-    """The type and text of an exception in one line, also where its `__str__` raises or the text cannot be encoded."""
-    try:
-        text = str(error)
-    except Exception as second:
-        text = f"its text cannot be had: __str__ raised {type(second).__name__}"
-    encodable = text.encode("utf-8", "backslashreplace").decode()  # the text may hold half a surrogate pair
-    return f"{type(error).__name__}: {redacted(' '.join(encodable.split()))[:_LONGEST_TEXT]}".rstrip(": ")
+def source_name(key: str, path: str) -> str:
+    """What a checkpoint calls the file of a function: a run goes on only while its content stays the same."""
+    return f"{key}: {path}"
 
 
 def _nearest_function(name: str, module: ModuleType) -> str:

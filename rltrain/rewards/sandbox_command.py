@@ -41,7 +41,9 @@ def command(*, strong: bool) -> list[str]:
 def _walls(bwrap: str) -> list[str]:
     """What separates the program from this machine: namespaces, another user's number, no capabilities."""
     spaces = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts")]
-    known = subprocess.run([bwrap, "--help"], capture_output=True, text=True, check=False).stdout
+    known = subprocess.run(
+        [bwrap, "--help"], capture_output=True, encoding="utf-8", errors="replace", check=False
+    ).stdout
     newer = [option for option in ("--disable-userns",) if option in known]  # since 0.8
     own = ["--uid", str(_OWN_USER), "--gid", str(_OWN_USER), "--cap-drop", "ALL", "--chdir", "/tmp"]
     return [*spaces, *newer, *own, "--die-with-parent", "--as-pid-1"]

@@ -86,11 +86,16 @@ def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnSt
     The cache is `$RLTRAIN_CACHE`, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's name holds
     a hash of all that decides the weights, so a changed recipe makes a new start. Arguments as of `make_start`.
     """
-    path = cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
+    path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
         with contextlib.suppress(FileExistsError):  # another process was quicker
             make_start(task, path, seed=seed, steps=steps, on_step=on_step)
     return path
+
+
+def start_path(task: Task, *, seed: int = 0, steps: int = STEPS) -> Path:
+    """Return the directory of `cached_start`, which need not exist."""
+    return cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
 
 
 def cache_root() -> Path:

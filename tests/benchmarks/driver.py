@@ -146,7 +146,7 @@ def step(batch: DataProto, hosts: Hosts, config: Config, clock: Clock) -> None:
     with clock("credit"):
         batch, _ = assign_rewards(batch, config, kl_controller(config.algorithm.kl_in_reward))
         batch, _ = estimate_advantages(batch, config.algorithm)
-        batch, _ = choose_trained(batch, config.algorithm)
+        batch = choose_trained(batch, config.algorithm)
     with clock("mini-batches"):
         uids = batch.batch["uid"].tolist()
         plan = minibatches(uids, config.minibatches_per_epoch, config.trainer.epochs_per_step, seed=0, step=0)

@@ -1,6 +1,6 @@
 """`python -m tests.chaos`: runs that are struck, and a table of what came of each; status 1 if any went wrong.
 
-python -m tests.chaos --runs 66 --seed 0
+python -m tests.chaos --runs 120 --seed 0
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
 python -m tests.chaos --asynchronous --runs 11
 """
@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.runs import ASYNCHRONOUS, Outcome, run, start, usual
-from tests.chaos.strikes import PHASES, ROLES, draw, is_strike, named
+from tests.chaos.strikes import PHASES, ROLES, START, draw, is_strike, kinds, named
 
 HEAD = ("role", "phase", "signal", "step", "detected after", "serving again after", "steps repeated", "run", "wrong")
+SUMMARY = (
+    "role", "runs", "detected after: median, longest", "serving again after: median, longest", "most steps repeated",
+)  # fmt: skip
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
@@ -30,37 +33,42 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
 
 
 def summary(outcomes: list[Outcome]) -> Iterator[str]:
-    """Recovery times by role."""
-    for role in dict.fromkeys(outcome.strike.role for outcome in outcomes):
-        own = [
-            outcome.serving_s for outcome in outcomes if outcome.strike.role == role and outcome.serving_s is not None
-        ]
-        if own:
-            yield (
-                f"{role}: serving again after {statistics.median(own):.1f} s (median), {max(own):.1f} s (longest of "
-                f"{len(own)}); most steps repeated {max(o.repeated for o in outcomes if o.strike.role == role)}"
-            )
+    """A table of recovery times by role."""
+    yield " | ".join(SUMMARY)
+    for kind in sorted({outcome.strike.kind for outcome in outcomes}):
+        own = [outcome for outcome in outcomes if outcome.strike.kind == kind]
+        times = (_typical([outcome.detected_s for outcome in own]), _typical([outcome.serving_s for outcome in own]))
+        yield " | ".join([kind, str(len(own)), *times, str(max(outcome.repeated for outcome in own))])
+
+
+def _typical(seconds: list[float | None]) -> str:
+    """The median and the longest of those that are known."""
+    known = [one for one in seconds if one is not None]
+    return f"{statistics.median(known):.1f} s, {max(known):.1f} s" if known else "-"
 
 
 def main() -> int:
     """Run them."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--runs", type=int, default=66)
+    parser.add_argument("--runs", type=int, default=len(kinds()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROLE:PHASE:SIGNAL")
     parser.add_argument("--asynchronous", action="store_true", help="with answers under way while the actor trains")
     parser.add_argument("--out", type=Path, help="folder for the runs; kept where it is given")
     arguments = parser.parse_args()
     if wrong := [text for text in arguments.only if not is_strike(text)]:
-        parser.error(f"{wrong[0]}: not ROLE:PHASE:SIGNAL with {', '.join(ROLES)}; {', '.join(PHASES)}; KILL or STOP")
+        parser.error(
+            f"{wrong[0]}: not ROLE:PHASE:SIGNAL with {', '.join(ROLES)}; {', '.join(PHASES)}; KILL or STOP, for the "
+            f"driver KILL or HUP, for Ray's daemons KILL; or driver:{START}:KILL"
+        )
     strikes = named(arguments.only) if arguments.only else draw(arguments.runs, seed=arguments.seed)
     outcomes, overrides = [], ASYNCHRONOUS if arguments.asynchronous else []
     with tempfile.TemporaryDirectory(prefix="rltrain-chaos-") as temporary:
         folder = arguments.out or Path(temporary)
         undisturbed = folder / "undisturbed"
-        status, said = start(undisturbed, None, {}, *overrides)
-        if status:
-            sys.stdout.write(f"the undisturbed run failed: {said}\n")
+        life = start(undisturbed, None, {}, *overrides)
+        if life.status != 0 or life.left:
+            sys.stdout.write(f"the undisturbed run failed: {'; '.join([life.said, *life.left])}\n")
             return 1
         usual_s = usual(undisturbed)
         sys.stdout.write(" | ".join(HEAD) + "\n")

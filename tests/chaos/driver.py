@@ -21,9 +21,10 @@ from rltrain.checkpoint import Checkpoints
 from rltrain.main import main
 from rltrain.metrics import Timer
 from rltrain.trainer import Trainer
-from tests.chaos.processes import victim
-from tests.chaos.strikes import Strike
+from tests.chaos.processes import named_processes, victim
+from tests.chaos.strikes import START, Strike
 from workers import placement
+from workers.watch import PROCESSES
 
 SHORT_S = 0.02  # phases shorter than this are struck at their beginning
 
@@ -35,7 +36,7 @@ class Watcher:
         self.strike = Strike(**job["strike"]) if job["strike"] else None
         self.usual_s: dict[str, float] = job["usual_s"]
         self.file = Path(job["events"])
-        self.output_dir, self.step, self.phase = output_dir, 0, ""
+        self.output_dir, self.step, self.phase = output_dir, 0, START
 
     def note(self, what: str, **more: Any) -> None:
         """Write a line."""
@@ -54,8 +55,12 @@ class Watcher:
                 threading.Timer(delay_s, self.hit, [strike]).start()
 
     def hit(self, strike: Strike) -> None:
-        """Kill or stop the victim."""
+        """Send the victim its signal."""
         pid = victim(strike.role, self.output_dir)
+        if not pid:  # 0 would be this process and all that it started
+            named = ", ".join(named_processes(self.output_dir)) or "nothing"
+            self.note("missed", phase=self.phase, reason=f"no process of the {strike.role}; {PROCESSES} has {named}")
+            return
         self.note("strike", phase=self.phase, pid=pid)
         os.kill(pid, getattr(signal, f"SIG{strike.signal}"))
 
@@ -124,4 +129,5 @@ if __name__ == "__main__":
     watcher = Watcher(job, Path(job["output_dir"]))
     install(watcher)
     watcher.note("starts")
+    watcher.enter(START)
     sys.exit(main(sys.argv[2:]))

@@ -1,27 +1,74 @@
-"""The processes of a run, found from outside."""
+"""The processes of a run, found from outside, and what is left of a run when it has ended."""
 
 import json
 import os
+import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-GUARD = "ray::GuardedWorker"
+from tests.chaos.strikes import DAEMONS
+
+GUARD = "ray::Guard"
+SHARED, SESSIONS = Path("/dev/shm"), Path("/tmp/ray")
 
 
 def victim(role: str, output_dir: Path) -> int:
-    """The pid of a role's process (of its first, where there are several); 0 where there is none."""
+    """The pid of a role's process (of its first, where there are several); 0 where there is none.
+
+    Called in the driver's process.
+    """
     if role == "driver":
         return os.getpid()
+    if role in DAEMONS:
+        return next((pid for pid in below(os.getpid()) if Path(command(pid).split(" ")[0]).name == role), 0)
+    table = named_processes(output_dir)
     if role == "reward":
-        return next((pid for pid in below(ray_session_of(output_dir)) if command(pid).startswith(GUARD)), 0)
-    table = json.loads((output_dir / "processes.json").read_text())
+        raylets = {parent(process["pid"]) for process in table.values()}
+        guards = [pid for raylet in raylets for pid in below(raylet) if command(pid).startswith(GUARD)]
+        return min(guards, default=0)
     names = [f"{role} replica 0", f"{role} rank 0", "training rank 0"]
-    return next(table[name]["pid"] for name in names if name in table)
+    return next((table[name]["pid"] for name in names if name in table), 0)
 
 
-def ray_session_of(output_dir: Path) -> int:
-    """The raylet above a run's processes: the parent of any of them."""
-    table = json.loads((output_dir / "processes.json").read_text())
-    return parent(next(iter(table.values()))["pid"])
+def named_processes(output_dir: Path) -> dict[str, dict[str, Any]]:
+    """What a run calls its processes; nothing where it has not called any yet."""
+    path = output_dir / "processes.json"
+    table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return table
+
+
+def left_behind(driver: int, before: Collection[int], files: Collection[Path], *, within_s: float) -> list[str]:
+    """What a run whose driver has ended has left after a while: processes, files in shared memory, and Ray's sockets.
+
+    Args:
+        driver: its pid.
+        before: processes below this one that there were before. Orphans become children of this one.
+        files: in shared memory before.
+        within_s: for them to go.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        processes = [pid for pid in below(os.getpid()) if pid not in before and state(pid)]
+        shared = set(SHARED.iterdir()) - set(files)
+        found = [f"process {pid} ({command(pid)[:60]})" for pid in processes]
+        found += [str(path) for path in sorted(shared) if path not in mapped()]
+        found += [str(path) for path in SESSIONS.glob(f"session_*_{driver}/sockets/*")]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def mapped() -> set[Path]:
+    """The files in shared memory that any process uses, such as those of other runs on this machine."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        found |= {SHARED / line.partition(f"{SHARED}/")[2] for line in lines if f"{SHARED}/" in line}
+    return found
 
 
 def below(root: int) -> list[int]:

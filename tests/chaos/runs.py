@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,11 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.processes import state
-from tests.chaos.strikes import STEPS, Strike
+from tests.chaos.processes import SHARED, below, left_behind, named_processes, state
+from tests.chaos.strikes import DAEMONS, START, STEPS, Strike
+from workers.reward.processes import adopt_orphans
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300.0  # no run may take longer, with the driver's second life
+LIMIT_S = 300.0  # no run may take longer
+LEFT_S = 10.0  # after its end, within which nothing of a run is left
+ENDS_S = 60.0  # within which a run ends that has lost a daemon of Ray; alone on a machine it takes a tenth of that
 PROMPTS = 8  # of a step
 JOB = [
     "algorithm=ppo", "algorithm.kl_loss.kl_loss_coef=0.01", "rollout=hf", "trainer.deterministic=true",
@@ -29,13 +34,28 @@ OWN_PROCESSES = ("critic", "reference")  # roles that share the actor's process 
 
 
 @dataclass
+class Life:
+    """A run from its start to its end.
+
+    Attributes:
+        status: of its exit; None where it did not end within `LIMIT_S`.
+        said: the last that it wrote.
+        left: what was left of it.
+    """
+
+    status: int | None
+    said: str
+    left: list[str]
+
+
+@dataclass
 class Outcome:
     """What came of a run.
 
     Attributes:
         strike: that was in it.
         wrong: what is not as it must be.
-        detected_s: from the strike until the run said so; of the driver, until it was started again.
+        detected_s: from the strike until the run said so; where the run ends of it, until it had ended.
         serving_s: from the strike until what was struck works again: a replica has its weights, other roles' next phase
             begins.
         repeated: training steps begun more than once.
@@ -55,16 +75,19 @@ class Outcome:
 def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, float], *overrides: str) -> Outcome:
     """Run the job with a strike and compare it with the undisturbed one; weights only where nothing is overridden."""
     outcome, began = Outcome(strike), time.monotonic()
-    try:
-        status, said = start(folder, strike, usual_s, *overrides)
-        if strike.role == "driver":
-            if status != -9:
-                outcome.wrong.append(f"the driver ended with status {status} before it was killed: {said}")
-            status, said = start(folder, None, usual_s, "trainer.resume=auto", *overrides)
-        if status:
-            outcome.wrong.append(f"status {status}: {said}")
-    except subprocess.TimeoutExpired:
+    life = start(folder, strike, usual_s, *overrides)
+    if life.status is None:
         outcome.wrong.append(f"hung: no end after {LIMIT_S:.0f} s")
+    elif life.status != strike.status:
+        outcome.wrong.append(f"status {life.status} in the place of {strike.status}: {life.said}")
+    elif strike.role in DAEMONS:
+        outcome.wrong += unnamed(strike.role, folder)
+    outcome.wrong += life.left
+    if strike.status and life.status == strike.status:
+        again = start(folder, None, usual_s, "trainer.resume=auto", *overrides)
+        if again.status:
+            outcome.wrong.append(f"started again, status {again.status}: {again.said}")
+        outcome.wrong += again.left
     outcome.seconds = time.monotonic() - began
     if not outcome.wrong:
         outcome.wrong += compare(folder / "out", undisturbed / "out", exact=not overrides)
@@ -72,30 +95,60 @@ def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, floa
     return outcome
 
 
-def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overrides: str) -> tuple[int, str]:
-    """Run the trainer's program to its end: status, and the last it said on standard error."""
+def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overrides: str) -> Life:
+    """Run the trainer's program to its end, and look at what is left of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    output, job = folder / "out", folder / "job.json"
+    output, job, events = folder / "out", folder / "job.json", folder / "events.jsonl"
     job.write_text(json.dumps({
-        "strike": strike and dataclasses.asdict(strike), "usual_s": usual_s, "events": str(folder / "events.jsonl"),
+        "strike": strike and dataclasses.asdict(strike), "usual_s": usual_s, "events": str(events),
         "output_dir": str(output),
     }))  # fmt: skip
     apart = strike is not None and strike.role in OWN_PROCESSES
     words = [f"trainer.output_dir={output}", f"placement.share_ranks={'false' if apart else 'true'}"]
     words.append(f"placement.rollout_replicas={strike.replicas if strike else 1}")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    adopt_orphans()
+    before, files = below(os.getpid()), list(SHARED.iterdir())
     with (folder / "log.txt").open("a") as log:
         command = [sys.executable, "-m", "tests.chaos.driver", str(job), *JOB, *words, *overrides]
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_listen_to_hang_ups,
+        )  # fmt: skip
         try:
             status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = None
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    return status, " | ".join((folder / "log.txt").read_text().strip().splitlines()[-2:])[-300:]
+    with events.open("a") as file:
+        file.write(json.dumps({"time": time.time(), "what": "ends", "step": 0}) + "\n")
+    left = left_behind(process.pid, before, files, within_s=LEFT_S)
+    said = " | ".join((folder / "log.txt").read_text().strip().splitlines()[-2:])[-300:]
+    return Life(status, said, [f"left behind: {what}" for what in left])
+
+
+def _listen_to_hang_ups() -> None:
+    """What is started with nohup ignores SIGHUP, and so would all that it starts."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def unnamed(daemon: str, folder: Path) -> list[str]:
+    """What is wrong with how a run said that a daemon of Ray had died, and with when it ended of that."""
+    happened = lines(folder / "events.jsonl")
+    times = {event["what"]: event for event in happened if event["what"] in ("strike", "ends")}
+    if "strike" not in times:
+        return []  # which is told as such
+    wrong = []
+    said = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("error: ")]
+    expected = rf"error: Ray's {daemon} on node \S+ \(pid {times['strike']['pid']}\) is gone .*trainer.resume=auto"
+    if len(said) != 1 or not re.match(expected, said[0]):
+        wrong.append(f"it did not name the daemon in one line: {said}")
+    if (seconds := times["ends"]["time"] - times["strike"]["time"]) > ENDS_S:
+        wrong.append(f"it ended {seconds:.0f} s after the daemon's death")
+    return wrong
 
 
 def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
@@ -110,8 +163,7 @@ def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
         wrong.append(f"the ledger is not complete: {used}")
     if exact and weights(output / "model") != weights(undisturbed / "model"):
         wrong.append("the final weights are not those of the undisturbed run")
-    table = json.loads((output / "processes.json").read_text())
-    left = [name for name, process in table.items() if state(process["pid"])]
+    left = [name for name, process in named_processes(output).items() if state(process["pid"])]
     if left:
         wrong.append(f"left behind: {', '.join(left)}")
     return wrong
@@ -141,12 +193,13 @@ def measure(outcome: Outcome, events: Path) -> None:
     outcome.repeated = len(begun) - len({event["step"] for event in begun})
     strike = next((event for event in happened if event["what"] == "strike"), None)
     if strike is None:
-        outcome.wrong.append("nothing was struck: the phase did not come, or the run was over")
+        missed = next((event["reason"] for event in happened if event["what"] == "missed"), None)
+        outcome.wrong.append(f"nothing was struck: {missed or 'the phase did not come, or the run was over'}")
         return
     outcome.phase = strike["phase"]
     after = [event | {"after_s": event["time"] - strike["time"]} for event in happened]
     after = after[happened.index(strike) + 1 :]
-    news = "starts" if outcome.strike.role == "driver" else "said"
+    news = "ends" if outcome.strike.status else "said"
     detected = next((number for number, event in enumerate(after) if event["what"] == news), None)
     if detected is None:
         return
@@ -159,7 +212,12 @@ def measure(outcome: Outcome, events: Path) -> None:
 
 
 def usual(folder: Path) -> dict[str, float]:
-    """Median seconds of each phase of a run."""
+    """Median seconds of each phase of a run, and those of its start."""
+    happened = lines(folder / "events.jsonl")
+    first = {
+        what: next(event["time"] for event in happened if event["what"] == what) for what in ("starts", "step begins")
+    }
     steps = lines(folder / "out" / "metrics.jsonl")[1:]
     names = {name for step in steps for name in step if name.startswith("timing/")}
-    return {name.removeprefix("timing/"): sorted(step[name] for step in steps)[len(steps) // 2] for name in names}
+    medians = {name.removeprefix("timing/"): sorted(step[name] for step in steps)[len(steps) // 2] for name in names}
+    return medians | {START: first["step begins"] - first["starts"]}

@@ -2,7 +2,7 @@
 
 Every few seconds it looks at each process of the run: its memory (pages that it wrote and shares with nobody), open
 files and threads; at /dev/shm and at the run's own folder of Ray's logs. Then it prints the slope of each over the last
-two thirds. Status 1 where one rises by more than a small share of itself.
+two thirds. Status 1 where one rises by more than a small share of itself, or a process's memory by 5 MB an hour.
 """
 
 import argparse
@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 EVERY_S = 5.0
 WARM_UP = 1 / 3  # of the run
 SHARE, LEAST = 0.05, 8.0  # growth over the rest that is told: this share of the mean, and so many MB, files or threads
+MEMORY_MB_AN_HOUR = 5.0  # slope of a process's memory that is told, however small its share
 JOB = [
     "trainer.total_steps=1000000", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=100", "trainer.eval_every=100", "trainer.sample_every=0", "data.val_size=16",
@@ -95,7 +96,8 @@ def report(series: Series, seconds: float) -> int:
             continue
         rise = slope(late)
         grown, mean = rise * (late[-1][0] - late[0][0]), sum(value for _, value in late) / len(late)
-        rises = grown > max(SHARE * mean, LEAST)
+        leaks = name.endswith("memory, MB") and rise * 3600 > MEMORY_MB_AN_HOUR
+        rises = leaks or grown > max(SHARE * mean, LEAST)
         rising += rises
         sys.stdout.write(
             f"{name} | {late[0][1]:.1f} | {late[-1][1]:.1f} | {rise * 3600:+.1f} | {'rises' if rises else ''}\n"

@@ -6,21 +6,26 @@ from dataclasses import dataclass
 
 STEPS = 4
 # Roles that live in a process of their own with placement.share_ranks=false; a shared rank is struck as the actor.
-ROLES = ("rollout", "reward", "actor", "critic", "reference", "driver")
+WORKERS = ("rollout", "reward", "actor", "critic", "reference")
+DAEMONS = ("gcs_server", "raylet")  # of Ray
+ROLES = (*WORKERS, "driver", *DAEMONS)
+START = "start"  # of the program, until the first step begins
 PHASES = (
     "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
+SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # of workers: KILL and STOP
+STARTS = 10  # moments of the start that a driver is killed at before any other strike comes a second time
 
 
 @dataclass(frozen=True)
 class Strike:
-    """One process killed, or stopped as if it hung.
+    """One process killed, stopped as if it hung, or hung up on (SIGHUP).
 
     Attributes:
         role: whose process.
-        phase: of the step, in which it is struck.
-        signal: "KILL" or "STOP"; the driver is only killed, as nobody watches it.
+        phase: of the step, in which it is struck; `START`: before the first one.
+        signal: "KILL", "STOP" or "HUP".
         step: training steps done by then.
         share: of the phase's usual time that has passed by then.
         replicas: of the engine.
@@ -40,36 +45,64 @@ class Strike:
         """For tables and folders."""
         return f"{self.seed:03d}-{self.role}-{self.phase}-{self.signal}"
 
+    @property
+    def kind(self) -> str:
+        """The rows of the summary: roles, and what becomes of the driver."""
+        if self.role != "driver":
+            return self.role
+        return "driver in its start" if self.phase == START else f"driver ({self.signal})"
+
+    @property
+    def status(self) -> int:
+        """Exit status of the run; where it is not 0, the run is started again."""
+        if self.role == "driver":
+            return -9 if self.signal == "KILL" else 129
+        return 1 if self.role in DAEMONS else 0
+
+
+def kinds() -> list[tuple[str, str, str]]:
+    """(role, phase, signal) of all strikes; "" for a worker's signal, of which each third is a STOP."""
+    found = [(role, phase, "") for role in WORKERS for phase in PHASES]
+    found += [(role, phase, signal) for role in SIGNALS for signal in SIGNALS[role] for phase in PHASES]
+    return found + [("driver", START, "KILL")] * STARTS
+
 
 def draw(count: int, *, seed: int) -> list[Strike]:
-    """`count` strikes: each role in each phase before any comes a second time, every third a hang."""
-    pairs = [(role, phase) for role in ROLES for phase in PHASES]
+    """`count` strikes in a random order: each of `kinds` before any comes a second time."""
+    every = kinds()
+    random.Random(str(seed)).shuffle(every)
     strikes = []
     for number in range(count):
         random_of = random.Random(f"{seed}/{number}")
-        role, phase = pairs[number % len(pairs)]
-        stops = role != "driver" and (number + number // len(pairs)) % 3 == 2
-        # An evaluation comes before the first step and after each second one, a checkpoint after each.
-        step = 2 if phase == "evaluate" else random_of.randrange(1, STEPS)
+        role, phase, signal = every[number % len(every)]
+        signal = signal or ("STOP" if random_of.random() < 1 / 3 else "KILL")
         strikes.append(
             Strike(
-                role, phase, "STOP" if stops else "KILL", step, random_of.random(),
+                role, phase, signal, _step(phase, random_of.randrange(1, STEPS)), random_of.random(),
                 replicas=2 if random_of.random() < 0.25 else 1, seed=number,
             )
         )  # fmt: skip
     return strikes
 
 
+def _step(phase: str, otherwise: int) -> int:
+    """An evaluation comes before the first step and after each second one, a checkpoint after each."""
+    return {"evaluate": 2, START: 0}.get(phase, otherwise)
+
+
 def is_strike(text: str) -> bool:
-    """Whether this is "role:phase:signal"; the driver is not stopped, since nobody would see it."""
+    """Whether this is "role:phase:signal", of those that there are."""
     role, phase, signal = (*text.split(":"), "", "")[:3]
-    known = text.count(":") == 2 and role in ROLES and phase in PHASES and signal in ("KILL", "STOP")
-    return known and (role, signal) != ("driver", "STOP")
+    if text.count(":") != 2 or role not in ROLES:
+        return False
+    if phase == START:
+        return (role, signal) == ("driver", "KILL")
+    return phase in PHASES and signal in SIGNALS.get(role, ("KILL", "STOP"))
 
 
 def named(texts: Sequence[str]) -> list[Strike]:
     """Strikes as "role:phase:signal" says, in the middle of the run."""
     return [
-        Strike(role, phase, signal, 2, 0.5, replicas=1, seed=number)
+        Strike(role, phase, signal, _step(phase, 2), 0.5, replicas=1, seed=number)
         for number, (role, phase, signal) in enumerate(text.split(":") for text in texts)
     ]

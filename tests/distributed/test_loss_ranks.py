@@ -22,6 +22,8 @@ from rltrain.algorithms import (
     aggregate_loss,
     columns_of,
     kl_estimate,
+    rollout_correction,
+    rollout_rejection,
     value_loss,
 )
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
@@ -29,6 +31,7 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 ROOT = Path(__file__).parents[2]
 TERMS = (
     *(f"policy:{name}" for name in POLICY_LOSSES.names()),
+    *(f"dropped:{name}" for name in POLICY_LOSSES.names()),  # with correction and rejection
     *(f"kl:{name}" for name in KL_ESTIMATORS.names()),
     *(f"weighted_kl:{name}" for name in KL_ESTIMATORS.names()),
     "entropy",
@@ -67,6 +70,7 @@ def make_batch():
     logits = batch["features"] @ weight
     batch["old_log_probs"] = chosen(logits + 0.3 * torch.sin(7 * logits), batch["responses"])
     batch["ref_log_probs"] = chosen(logits + 0.5 * torch.cos(5 * logits), batch["responses"])
+    batch["rollout_log_probs"] = chosen(logits + 0.6 * torch.sin(3 * logits), batch["responses"])
     return batch, weight
 
 
@@ -75,9 +79,10 @@ def token_terms(term, batch, weight):
     kind, _, name = term.partition(":")
     logits = batch["features"] @ weight
     batch = {**batch, "log_probs": chosen(logits, batch["responses"])}
-    if kind == "policy":
+    if kind in ("policy", "dropped"):
         loss = POLICY_LOSSES.get(name)
-        return loss(*(batch[column] for column in columns_of(loss)))
+        losses, metrics = loss(*(batch[column] for column in columns_of(loss)))
+        return (losses, metrics) if kind == "policy" else without_dropped(losses, metrics, batch)
     if kind == "entropy":
         return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1), {}
     if kind == "value":
@@ -86,9 +91,22 @@ def token_terms(term, batch, weight):
     return kl_estimate(batch["log_probs"], batch["ref_log_probs"], name, old_log_probs=old), {}
 
 
+def without_dropped(losses, metrics, batch):
+    """Token losses without the policy terms that correction and rejection drop, and the metrics of all three."""
+    columns = batch["rollout_log_probs"], batch["response_mask"]
+    bounds = {"level": "token", "mode": "mask", "lower": 0.4, "upper": 2.5}
+    weights, inside, corrected = rollout_correction(batch["old_log_probs"], *columns, **bounds)
+    kept, rejected = rollout_rejection(
+        batch["log_probs"], *columns, batch["advantages"], kl_estimator="k1", level="sequence", upper=0.1
+    )
+    metrics = metrics | {f"correction {key}": value for key, value in corrected.items()}
+    metrics |= {f"rejection {key}": value for key, value in rejected.items()}
+    return torch.where(inside & kept, weights * losses, 0), metrics
+
+
 def with_selected(term, batch):
     """The whole mini-batch with the column of the loss's token selector, from one call."""
-    name = term.removeprefix("policy:")
+    name = term.partition(":")[2]
     if name not in TOKEN_SELECTORS.names():
         return batch
     selector = TOKEN_SELECTORS.get(name)

@@ -62,12 +62,14 @@ def functions(tmp_path, monkeypatch):
 
 
 def function(name: str, path: str, **changes) -> RewardFunctionConfig:
-    return RewardFunctionConfig(**{"name": name, "path": path, "weight": 1.0, "gate": False, "kwargs": {}} | changes)
+    return RewardFunctionConfig(
+        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "kwargs": {}} | changes
+    )
 
 
-def on_ray(functions, *, workers: int = 1, runtime_env=None, **changes) -> RewardPool:
+def on_ray(functions, *, workers: int = 1, spares: int = 0, runtime_env=None, **changes) -> RewardPool:
     config = replace(compose([])[0].reward, functions=functions, **{"timeout_s": 20.0} | changes)
-    return RewardPool.on_ray(config, workers=workers, start_timeout_s=60.0, runtime_env=runtime_env)
+    return RewardPool.on_ray(config, workers=workers, spares=spares, start_timeout_s=60.0, runtime_env=runtime_env)
 
 
 def request(number: int, response: str, **columns) -> RewardRequest:
@@ -231,3 +233,89 @@ def test_512_cheap_samples_cost_next_to_nothing(functions):
             seconds.append(time.monotonic() - start)
             assert [r.scores for r in results] == [(float(n),) for n in range(512)]
     assert min(seconds[1:]) < 0.06  # 8 ms on two idle cores; the first one waits for the process
+
+
+# Calls that take long
+
+SLOW = """
+import os, time
+
+def quick(response):
+    return 2.0
+
+def hangs(response, log):
+    with open(log, "a") as file:
+        file.write(f"{response} {os.getpid()}\\n")
+    if int(response) % 16 == 5:
+        time.sleep(1000)
+    return float(response)
+
+async def patient(response):
+    return 3.0
+"""
+
+
+@pytest.fixture
+def slow(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    return lambda *names: [function(name, f"{tmp_path}/slow.py:{name}") for name in names]
+
+
+@pytest.mark.parametrize("names", [["hangs"], ["quick", "hangs"]])
+def test_other_samples_go_on_while_calls_hang_which_are_made_once_and_named(slow, tmp_path, names):
+    log = tmp_path / "calls"
+    with on_ray(slow(*names), spares=3, timeout_s=8.0) as pool:
+        pool.submit([request(99, "0", log=str(log))])
+        finish(pool)
+        pool.submit(request(n, str(n), log=str(log)) for n in range(48))
+        results = []
+        while pool.pending:
+            results += pool.poll(60.0)
+    good, bad = results[:45], results[45:]
+    own = (2.0,) * (len(names) - 1)
+    assert sorted(r.scores for r in good) == [(*own, float(n)) for n in range(48) if n % 16 != 5], "a hang held them up"
+    assert {r.error for r in bad} == {"reward function 'hangs' did not return within 8 s"}
+    assert {r.key for r in bad} == {request(n, "").key for n in (5, 21, 37)}
+    assert {r.failed_function for r in bad} == {len(names) - 1}
+    calls = [line.split() for line in log.read_text().splitlines()]
+    assert sorted(int(n) for n, _ in calls) == [0, *range(48)]
+    assert 2 <= len({pid for _, pid in calls}) <= 4  # spare ones start only for hangs
+
+
+def test_without_spare_processes_a_hang_costs_its_own_sample_and_its_time_alone(slow, tmp_path):
+    with on_ray(slow("hangs"), timeout_s=2.0) as pool:
+        pool.submit(request(n, str(n), log=str(tmp_path / "calls")) for n in range(16))
+        results = finish(pool)
+    assert [r.key for r in results if r.failed] == [request(5, "").key]
+    assert sorted(int(line.split()[0]) for line in (tmp_path / "calls").read_text().splitlines()) == [*range(16)]
+
+
+def test_a_hang_beside_an_async_function_is_found_sample_by_sample(slow, tmp_path):
+    with on_ray(slow("hangs", "patient"), spares=1, timeout_s=2.0) as pool:
+        pool.submit(request(n, str(n), log=str(tmp_path / "calls")) for n in range(8))
+        results = finish(pool)
+    assert [r.key for r in results if r.failed] == [request(5, "").key]
+    assert [r.scores for r in results if not r.failed] == [(float(n), 3.0) for n in range(8) if n != 5]
+
+
+def test_a_spare_process_that_cannot_start_is_done_without(tmp_path):
+    (tmp_path / "once.py").write_text(
+        f"import os, sys, time\nif 'ray' not in sys.modules:\n    os.mkdir('{tmp_path}/taken')\n"
+        "def score(response):\n    if response == 'slow':\n        time.sleep(1.5)\n    return 1.0\n"
+    )
+    with on_ray([function("once", f"{tmp_path}/once.py:score")], spares=2, timeout_s=6.0) as pool:
+        pool.submit([request(0, "slow"), *(request(n, "") for n in range(1, 6))])
+        assert [r.scores for r in finish(pool)] == [(1.0,)] * 6
+
+
+def test_G3_a_worker_killed_with_calls_in_several_of_its_processes_costs_no_sample(slow, tmp_path):
+    with on_ray(slow("hangs"), spares=2, timeout_s=3.0) as pool:
+        pool.submit(request(n, str(n), log=str(tmp_path / "calls")) for n in range(40))
+        results = []
+        while len(results) < 15:
+            results += pool.poll(60.0)
+        ray.kill(pool._transport._slots[0].actor)
+        while pool.pending:
+            results += pool.poll(60.0)
+    assert sorted(r.key for r in results) == sorted(request(n, "").key for n in range(40))
+    assert {r.key for r in results if r.failed} == {request(n, "").key for n in (5, 21, 37)}

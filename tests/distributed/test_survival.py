@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import ray
 
@@ -85,6 +86,32 @@ def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):
         return "done"
 
     assert group.wait([actor.__ray_call__.remote(ticking) for actor in group.hosts.actors]) == ["done", "done"]
+
+
+def test_every_process_is_named_as_soon_as_any_group_of_the_run_is_waited_for(group, tmp_path):
+    """A group that nobody has waited for yet is a target for whoever looks at a run, too."""
+    assert list(json.loads((tmp_path / PROCESSES).read_text())) == ["rank 0", "rank 1"]
+    other = RayHosts([spawn(0)], name="reference rank", watch=group.hosts.vigil.watch)
+    ray.get(other.actors[0].introduce.remote())
+    group.hosts.vigil.look(at_once=True)
+    assert "reference rank 0" in json.loads((tmp_path / PROCESSES).read_text())
+    ray.kill(other.actors[0])
+
+
+def test_a_process_that_says_that_it_is_of_no_more_use_is_ended_and_named_with_its_reason(group):
+    def give_up(host):  # in here it crosses as it is
+        from rltrain.errors import WorkerLost
+        from workers.progress import announced
+
+        error = WorkerLost("lost its engine")
+        error.process = announced()
+        raise error
+
+    pid = pid_of(group, 1)
+    with pytest.raises(WorkerLost, match=rf"rank 1 \(pid {pid} on node .*\) lost its engine"):
+        group.hosts.wait([actor.__ray_call__.remote(give_up) for actor in group.hosts.actors[1:]])
+    assert group.hosts.dead() == {1: "lost its engine"}
+    assert psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)[1] == []
 
 
 def test_an_error_that_a_worker_raises_is_no_death(group):

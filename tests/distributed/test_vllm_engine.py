@@ -2,21 +2,25 @@
 
 import itertools
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rltrain.compose import compose
-from rltrain.errors import SyncError
+from rltrain.errors import ConfigError, SyncError, WorkerLost
 from rltrain.prompt_groups import stream_seed
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.group import RayHosts
+from workers.leftovers import shared_files
 from workers.placement import build, ray_hosts
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket, join
@@ -24,6 +28,7 @@ from workers.sync.sender import Sender
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group")]
 NUMBERS = itertools.count()
+WEIGHTS = "model.safetensors"
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
 
 
@@ -279,4 +284,33 @@ def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_on
     disguised(bad, "model.layers.1.self_attn.k_proj.weight", 1.0)
     with pytest.raises(SyncError, match=r"k_proj"):
         load(apart, bad)
-    apart.call("rollout", "close", [()])
+    family = psutil.Process(ray.get(apart.actors[0].__ray_call__.remote(lambda host: os.getpid()))).children(True)
+    # Whatever ends them, they leave nothing in shared memory: what they have mapped there has no name any more.
+    assert shared_by(family, "psm_", " (deleted)")
+    assert shared_by(family, "vllm_dist_", " (deleted)")
+    assert shared_files([process.pid for process in family]) == set()
+    next(process for process in family if process.cmdline()[0] == "VLLM::EngineCore").kill()
+    with pytest.raises(WorkerLost, match=r"lost its engine: VLLM::EngineCore \(pid \d+\) is gone"):
+        load(apart, buckets(new, version=10))
+    ray.kill(apart.actors[0])
+
+
+def shared_by(processes: list[psutil.Process], prefix: str, suffix: str) -> list[str]:
+    """What these processes have mapped in shared memory under such names."""
+    maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    return [line for line in maps if f"/dev/shm/{prefix}" in line and line.endswith(suffix)]
+
+
+# What it does not start on
+
+
+def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_are_refused_in_one_line(start, tmp_path):
+    tensors = load_file(f"{start}/model.safetensors")
+    lacking, bare = (shutil.copytree(start, tmp_path / name) for name in ("lacking", "bare"))
+    save_file({name: tensors[name] for name in tensors if "layers.1.mlp.down" not in name}, lacking / WEIGHTS)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, bare / WEIGHTS)
+    with pytest.raises(ConfigError, match=rf"^model.path={lacking}: its weights lack model.layers.1.mlp.down_proj.wei"):
+        engine(str(lacking))  # vLLM alone would say nothing
+    AutoModelForCausalLM.from_pretrained(bare)  # transformers knows them
+    with pytest.raises(ConfigError, match=rf"^model.path={bare}: vLLM does not start on it \(ValueError: .*hf$"):
+        engine(str(bare))

@@ -63,6 +63,41 @@ CASES = {
     "number that is not finite": (["actor.lr=inf"], ["actor.lr=inf", "must be a finite number"]),
     "missing model": (["model.path={files}/no"], ["model.path={files}/no", "no such directory", "give the folder"]),
     "model without weights": (["model.path={files}/empty"], ["{files}/empty", "holds no weights", "save the model's"]),
+    "model that lacks a tensor": (
+        ["model.path={files}/lacking", "data.train={files}/good.jsonl"],
+        [
+            "model.path={files}/lacking: its weights lack model.layers.1.mlp.down_proj.weight",
+            "the surplus mlp.down: they",
+            "copy or download",
+        ],
+    ),
+    "critic of a model that lacks a tensor": (
+        ["model.path={files}/lacking", "data.train={files}/good.jsonl", "algorithm=ppo", "rollout=hf"],
+        ["model.path={files}/lacking: its weights lack model.layers.1.mlp.down_proj.weight", "copy or download"],
+    ),
+    "weights that were cut short": (
+        ["model.path={files}/cut", "data.train={files}/good.jsonl"],
+        ["model.path={files}/cut: model.safetensors is no whole safetensors file (", "copy or download it again"],
+    ),
+    "weights whose header is garbage": (
+        ["model.path={files}/garbage", "data.train={files}/good.jsonl", "rollout=hf"],
+        ["model.path={files}/garbage: model.safetensors is no whole safetensors file (", "copy or download it again"],
+    ),
+    "weights that are garbage to torch": (
+        ["model.path={files}/pickle", "data.train={files}/good.jsonl"],
+        ["model.path={files}/pickle: pytorch_model.bin is no whole torch file of plain tensors", "writes safetensors"],
+    ),
+    "tokenizer of another model": (
+        ["model.path={files}/small", "data.train={files}/good.jsonl"],
+        ["model.path={files}/small: its tokenizer has ids up to 127, and the model embeddings for 100", "belongs to"],
+    ),
+    "token that the model has no embedding for": (
+        ["model.path={files}/added", "data.train={files}/added.jsonl"],
+        [
+            "data.train={files}/added.jsonl: has token id 128, and the model embeddings for 128",
+            "resize_token_embeddings",
+        ],
+    ),
     "missing data": (["data.train={files}/no.jsonl"], ["{files}/no.jsonl", "no such file", "check the path"]),
     "data without a model": (["data.train={files}/good.jsonl"], ["good.jsonl", "only the built-in", "model.path=DIR"]),
     "malformed JSONL": (
@@ -163,6 +198,7 @@ def _write_data(folder):
     (folder / "malformed.jsonl").write_text(good + '{"prompt": "12="\n')
     (folder / "promptless.jsonl").write_text(good + '{"question": "12="}\n')
     (folder / "surrogate.jsonl").write_text(good + '{"prompt": "12=", "answer": "\\ud800"}\n')
+    (folder / "added.jsonl").write_text(json.dumps({"prompt": "12<new>"}) + "\n")
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "1" * 17}) + "\n")
 
 
@@ -182,8 +218,29 @@ def _write_models(folder):
     tokenizer.eos_token = None
     model.save_pretrained(folder / "endless")
     tokenizer.save_pretrained(folder / "endless")
+    for name in ("lacking", "cut", "garbage", "pickle", "small", "added"):
+        shutil.copytree(folder / "model", folder / name)
+    _spoil_weights(folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder / "added")
     (folder / "empty").mkdir()
     (folder / "empty" / "config.json").write_text("{}")
+
+
+def _spoil_weights(folder):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = "model.safetensors"
+    content, tensors = (folder / "model" / name).read_bytes(), load_file(folder / "model" / name)
+    tensors["mlp.down"] = tensors.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(tensors, folder / "lacking" / name)
+    (folder / "cut" / name).write_bytes(content[:-1])
+    (folder / "garbage" / name).write_bytes(b"\xff" * 8 + content[8:])
+    (folder / "pickle" / name).unlink()
+    (folder / "pickle" / "pytorch_model.bin").write_bytes(b"garbage")
+    small = AutoConfig.from_pretrained(folder / "model", vocab_size=100)
+    AutoModelForCausalLM.from_config(small).save_pretrained(folder / "small")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Six of the runs of `make chaos`: one process struck in each, and nothing is lost."""
+"""Eight of the runs of `make chaos`: one process struck in each, and nothing is lost."""
 
 import pytest
 
@@ -7,15 +7,15 @@ from tests.chaos.strikes import named
 
 STRIKES = named([
     "rollout:generate:KILL", "reward:generate:KILL", "actor:update_actor:KILL", "actor:sync_weights:STOP",
-    "driver:checkpoint:KILL",
+    "driver:checkpoint:KILL", "gcs_server:update_actor:KILL", "driver:start:KILL",
 ])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chaos") / "undisturbed"
-    status, said = start(folder, None, {})
-    assert status == 0, said
+    life = start(folder, None, {})
+    assert (life.status, life.left) == (0, []), life.said
     return folder
 
 

@@ -4,10 +4,11 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from runs import SMALL, finish, start, train
+from runs import SMALL, finish, marked, start, train
 
 pytestmark = pytest.mark.slow
 STEPS = 5
@@ -64,6 +65,27 @@ def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_
     assert "Traceback" not in run.stderr
 
 
+def test_a_run_whose_connection_drops_saves_a_checkpoint_though_nobody_reads_its_output(tmp_path):
+    """The terminal sends SIGHUP to all processes of the run, and then the shell sends it again."""
+    output = tmp_path / "run"
+    process = start(output, *SMALL, "rollout=hf", "trainer.total_steps=1000", "data.val=null", "trainer.sample_every=1")
+    process.stdout.close()
+    process.stderr.close()
+    metrics, deadline = output / "metrics.jsonl", time.monotonic() + 200
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None, "it ended"
+        assert time.monotonic() < deadline, "it takes no steps"
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGHUP)
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(60) == 129
+    steps = metrics.read_text().count("\n")
+    assert (output / "checkpoints" / f"step_{steps}" / "manifest.json").exists()
+    assert (output / "model" / "model.safetensors").exists()
+    assert marked(output) == []
+
+
 def test_a_run_whose_training_ranks_may_not_restart_ends_with_one_line(tmp_path):
     output = tmp_path / "run"
     process = start(output, *RUN, "trainer.max_restarts=0", "trainer.total_steps=1000")
@@ -75,32 +97,45 @@ def test_a_run_whose_training_ranks_may_not_restart_ends_with_one_line(tmp_path)
     assert "trainer.max_restarts=0" in line
 
 
-def test_an_engine_whose_core_is_another_process_is_replaced_as_a_whole_whichever_of_them_dies(tmp_path):
+def mapped(processes: list[psutil.Process]) -> set[Path]:
+    """The files of vLLM in shared memory that these processes use, also those whose names are gone."""
+    maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    names = {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in maps if "/dev/shm/" in line}
+    return {Path("/dev/shm") / name for name in names if name.startswith(("psm_", "vllm_dist_"))}
+
+
+def test_an_engine_of_several_processes_is_replaced_as_a_whole_whichever_of_them_dies(tmp_path):
+    """With two tensor-parallel workers: the replica's own process is killed, and then one of the workers."""
     output, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    process = start(output, *SMALL, "rollout.vllm.process=async", "trainer.total_steps=400", "data.val=null")
+    short = ["rollout.vllm.tensor_parallel_size=2", "rollout.max_response_length=4", "data.val=null"]
+    process = start(output, *SMALL, *short, "trainer.total_steps=400")
 
     def steps() -> int:
         assert process.poll() is None, process.communicate()
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
     def wait_for(count: int) -> list[psutil.Process]:
-        """So many steps; returns the processes of the engine's core."""
+        """So many steps; returns the engine's processes below the replica's own."""
         deadline = time.monotonic() + 200
         while steps() < count and time.monotonic() < deadline:
             time.sleep(0.05)
         return psutil.Process(pid_of(output, "rollout replica 0")).children(recursive=True)
 
     cores = wait_for(1)
-    assert cores
+    files = mapped(cores)
+    assert files
     os.kill(pid_of(output, "rollout replica 0"), signal.SIGKILL)
-    others = wait_for(steps() + 3)
+    others = wait_for(steps() + 2)
     assert psutil.wait_procs(cores, timeout=10)[1] == [], "the core outlived its replica, and has its memory"
-    assert others
-    for core in others:
-        core.kill()
-    wait_for(steps() + 3)
+    files |= mapped(others)
+    worker = next(one for one in others if one.cmdline()[0] == "VLLM::Worker_TP1")
+    worker.kill()
+    wait_for(steps() + 2)
+    assert psutil.wait_procs(others, timeout=10)[1] == []
     process.send_signal(signal.SIGTERM)
     run = finish(process, output)
     assert run.status == 143, run.stderr
     assert run.survivors == []
-    assert run.stderr.count("rollout replica 0 is gone") == run.stderr.count("rollout replica 0 serves again") == 2
+    assert [file for file in files if file.exists()] == []
+    said = [f"rollout replica 0 {how}" for how in ("is gone", f"lost its engine: VLLM::Worker_TP1 (pid {worker.pid})")]
+    assert [run.stderr.count(text) for text in (*said, "rollout replica 0 serves again")] == [1, 1, 2]

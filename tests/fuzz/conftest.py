@@ -23,22 +23,11 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
-def furnished(folder: Path) -> Path:
-    """A run, a file of prompts and a reward in a folder."""
-    run = folder / "old_run"
-    (run / "rollouts").mkdir(parents=True)
-    (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    (run / "config.yaml").write_text("trainer: {}\n")
-    (run / "rollouts" / "step_000001.parquet").write_bytes(b"PAR1")
-    (folder / "afile").write_text("text\n")
-    (folder / "prompts.jsonl").write_text('{"prompt": "1 2 3", "answer": "2"}\n')
-    (folder / "my_reward.py").write_text("def score(prompt, response):\n    return 1.0\n")
-    return folder
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     """The working directory of one test."""
+    from harness import furnished
+
     monkeypatch.chdir(tmp_path)
     return furnished(tmp_path)
 
@@ -46,6 +35,8 @@ def here(tmp_path, monkeypatch) -> Path:
 @pytest.fixture(scope="module")
 def here_once(tmp_path_factory):
     """The working directory of all cases of a test."""
+    from harness import furnished
+
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("here")
         patch.chdir(folder)

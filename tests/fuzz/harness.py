@@ -71,24 +71,28 @@ class Outcome:
     err: str
 
 
-def command(overrides: Sequence[str]) -> Outcome:
-    """Run the program on these words. The workers' start is the end of it."""
+def status_of(overrides: Sequence[str]) -> int | None:
+    """Run the program on these words until the workers would start, which gives None; else its exit status."""
 
     def train(*_: Any, **__: Any) -> None:
         raise Started
 
-    out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(rltrain.main, "train", train),
         mock.patch.object(rltrain.main, "join_cluster", return_value=None),
         read_once(),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
     ):
         try:
-            status = rltrain.main.main(list(overrides))
+            return rltrain.main.main(list(overrides))
         except Started:
-            status = None
+            return None
+
+
+def command(overrides: Sequence[str]) -> Outcome:
+    """Run the program on these words. The workers' start is the end of it."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = status_of(overrides)
     return Outcome(status, out.getvalue(), err.getvalue())
 
 
@@ -100,6 +104,19 @@ def refused(call: Callable[[], object]) -> str:
     except ConfigError as error:
         return str(error) or "nothing"
     return ""
+
+
+def furnished(folder: Path) -> Path:
+    """A run, a file of prompts and a reward in a folder."""
+    run = folder / "old_run"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "config.yaml").write_text("trainer: {}\n")
+    (run / "rollouts" / "step_000001.parquet").write_bytes(b"PAR1")
+    (folder / "afile").write_text("text\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "1 2 3", "answer": "2"}\n')
+    (folder / "my_reward.py").write_text("def score(prompt, response):\n    return 1.0\n")
+    return folder
 
 
 def files(folder: Path) -> dict[str, bytes | None]:

@@ -84,14 +84,14 @@ def check(folder, overrides: list[str]) -> None:
 
 @pytest.mark.timeout(7200)
 @given(words=st.lists(word, min_size=1, max_size=3), first=st.booleans())
-@cases(0.1, 30)
+@cases(0.09, 30)
 def test_a_command_line_runs_or_is_refused_in_one_line(here_once, words, first):
     check(here_once, [*words, *QUICK] if first else [*QUICK, *words])
 
 
 @pytest.mark.timeout(7200)
 @given(words=st.lists(word, min_size=1, max_size=3))
-@cases(0.15, 40)
+@cases(0.08, 40)
 def test_words_become_a_config_or_are_refused(words):
     refused(lambda: compose([*QUICK, *words]))
 
@@ -110,7 +110,7 @@ anything = st.recursive(
 
 @pytest.mark.timeout(7200)
 @given(key=st.sampled_from([*KEYS, "trainer", "rollout.vllm", "algorithm", "x.y"]), value=anything)
-@cases(0.25, 80)
+@cases(0.08, 80)
 def test_any_value_of_a_key_is_taken_or_refused(key, value):
     values = copy.deepcopy(plain_values())
     *sections, name = key.split(".")

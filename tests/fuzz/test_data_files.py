@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from rltrain.model_files import load_tokenizer
 letters = st.text(st.characters(), max_size=8)
 scalar = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-(10**30), 10**30), st.floats(), letters,
-    st.sampled_from(["1 2 3", "", " ", "\x00", "\ud800", "x" * 5000, "<|end|>", "\ufeff", "\u202e", "🙂"]),
+    st.sampled_from(["1 2 3", "", " ", "\x00", "\ud800", "x" * 5000, "12<eos>34=", "\ufeff", "\u202e", "🙂"]),
 )  # fmt: skip
 nested = st.recursive(
     scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(letters, inner, max_size=3), max_leaves=8
@@ -117,7 +118,7 @@ def usual(model):
 
 @pytest.mark.timeout(7200)
 @given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans())
-@cases(0.27, 60)
+@cases(0.12, 60)
 def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, named, overlong, val):
     name, content = named
     config, tokenizer = usual(model)
@@ -129,3 +130,45 @@ def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, 
         assert not said or name in said, said
     finally:
         (here_once / name).unlink()
+
+
+def in_front(here_once, model, *words: str):
+    """Run the program on a file of two chats and a text that spells a control token."""
+    chat = [{"role": "user", "content": "1 2<eos>"}]
+    rows = [{"prompt": chat}, {"prompt": "12<eos>34="}, {"prompt": "1 2 " * 100_000}]
+    (here_once / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with nothing_written_over(here_once) as outcomes:
+        outcomes.append(
+            command([
+                "rollout=hf", "placement=inprocess", f"model.path={model}", "data.train=p.jsonl", "data.val=null",
+                "reward.functions=[my_reward.py:score]", "trainer.output_dir=new_run", "data.overlong_prompts=filter",
+                *words,
+            ])
+        )  # fmt: skip
+    check_refusal(outcomes[0])
+    return outcomes[0]
+
+
+@pytest.fixture
+def chatty(model, tmp_path):
+    """The model with a chat template, as a function of the template."""
+
+    def chatty(template: str) -> str:
+        shutil.copytree(model, tmp_path / "chatty")
+        (tmp_path / "chatty" / "chat_template.jinja").write_text(template)
+        return str(tmp_path / "chatty")
+
+    return chatty
+
+
+def test_prompts_that_are_left_out_or_encoded_as_text_are_said_before_the_plan(here_once, chatty):
+    outcome = in_front(here_once, chatty("{{ messages[0].content }}"), "trainer.prompts_per_step=2",
+                       "trainer.prompts_per_minibatch=2")  # fmt: skip
+    assert outcome.status is None, outcome.err
+    assert "data.train=p.jsonl: prompts left out as longer than rollout.max_prompt_length=" in outcome.out
+    assert "prompts that spell control tokens, which are encoded as text: 2, the first with <eos>" in outcome.out
+
+
+def test_a_chat_template_that_eats_memory_is_refused_in_one_line(here_once, chatty):
+    outcome = in_front(here_once, chatty("{{ 'a' * 2000000000 }}"))
+    assert outcome.err.startswith("error: data.train=p.jsonl:1: the chat template takes more than 1024 MB of memory")

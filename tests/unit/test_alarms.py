@@ -43,13 +43,13 @@ def test_entropy_that_stays_far_below_its_start_is_told_once_it_persists():
 
 
 def test_batches_in_which_no_group_has_a_spread_are_told_once_they_persist():
-    found = looks(alarms(), "reward/zero_spread_fraction", [1.0, 1.0, 0.9, *[1.0] * 9, 0.5, *[1.0] * PERSISTENT_STEPS])
+    found = looks(alarms(), "reward/same_outcome_fraction", [1.0, 1.0, 0.9, *[1.0] * 9, 0.5, *[1.0] * PERSISTENT_STEPS])
     assert steps_with(found) == [3 + PERSISTENT_STEPS, 13 + PERSISTENT_STEPS]
 
 
 def test_a_group_of_one_never_has_a_spread_and_that_is_no_alarm():
     one = alarms("algorithm=ppo", "rollout.samples_per_prompt=1")
-    assert not steps_with(looks(one, "reward/zero_spread_fraction", [1.0] * 20))
+    assert not steps_with(looks(one, "reward/same_outcome_fraction", [1.0] * 20))
 
 
 def test_a_reward_that_loses_most_of_what_was_learnt_is_told():

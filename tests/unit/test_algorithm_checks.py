@@ -175,7 +175,7 @@ def test_a_loss_that_reads_the_references_log_probs_needs_a_term_that_brings_the
     assert "towards_reference" not in POLICY_LOSSES.names()
 
 
-@pytest.mark.parametrize("column", ["ref_hidden", "full_kl", "correction_weights", "rewards"])
+@pytest.mark.parametrize("column", ["ref_hidden", "full_kl", "rewards"])
 def test_a_loss_that_reads_what_no_batch_holds_for_it_is_refused(column):
     made = {}
     exec(f"def reads(log_probs, {column}): return log_probs, {{}}", made)
@@ -264,6 +264,27 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
     accepted(gdpo, "advantage_normalization.std_level=batch", "suppress_truncated=true")
 
 
+# Cut answers that end with the critic's value
+
+CONTRADICTIONS = [
+    ([], "with grpo: it reads no values"),
+    (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: one credits a cut answer"),
+    (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a cut answer is train"),
+    (["advantage_estimator=gae", "advantage={gamma:0.0}"], "with algorithm.advantage.gamma=0: the value is multiplied"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), CONTRADICTIONS)
+def test_H1_a_cut_answer_that_could_not_end_with_a_value_is_refused(settings, message):
+    assert refusal("bootstrap_truncated=true", *settings).startswith(f"algorithm.bootstrap_truncated=true {message}")
+    accepted(*settings)
+
+
+def test_a_cut_answer_that_is_in_no_statistic_may_end_with_a_value():
+    reward = "reward_normalization.mean_level=batch"
+    accepted("bootstrap_truncated=true", "advantage_estimator=gae", "exclude_truncated=true", reward)
+
+
 # Engine and actor
 
 
@@ -339,7 +360,7 @@ def test_dynamic_sampling_drops_groups_so_it_is_for_estimators_that_compare_in_g
         accepted(*settings)
         return
     assert refusal(*settings) == (
-        f"algorithm.dynamic_sampling=2 with {estimator}: it learns from groups without spread too, which dynamic "
+        f"algorithm.dynamic_sampling=2 with {estimator}: it learns from groups of one outcome too, which dynamic "
         "sampling drops; use 0"
     )
     assert refusal(*settings, "rollout.samples_per_prompt=1").startswith(

@@ -18,6 +18,12 @@ def algorithm(*overrides):
         (["entropy_target=0"], "algorithm.entropy_target must be > 0 nats or null, got 0.0"),
         (["entropy_target=-1"], "algorithm.entropy_target must be > 0 nats or null, got -1.0"),
         (["entropy_coef_step=0"], "algorithm.entropy_coef_step must be > 0, got 0.0"),
+        (["entropy_coef_max=0"], "algorithm.entropy_coef_max must be > 0, got 0.0"),
+        (
+            ["entropy_target=0.2", "entropy_coef=0.01"],
+            "algorithm.entropy_coef=0.01 with entropy_target=0.2: starts above algorithm.entropy_coef_max=0.005; lower "
+            "it, or raise the maximum",
+        ),
         (["reward_shaping.overlong_buffer=-1"], "algorithm.reward_shaping.overlong_buffer must be >= 0, got -1"),
         (["reward_shaping.scale=0"], "reward_shaping.scale=0.0: every score would become 0; use another factor"),
         (["reward_shaping.clip=0"], "algorithm.reward_shaping.clip must be > 0 or null, got 0.0"),
@@ -107,14 +113,16 @@ def test_C6_leave_one_out_is_for_a_mean_alone(section, settings):
         assert algorithm(f"{section}.leave_one_out=true", f"{section}.mean_level={level}")
 
 
-@pytest.mark.parametrize(
-    "settings", [["correction.level=token"], ["rejection.kl_estimator=k1", "rejection.upper=0.1"]], ids=lambda s: s[0]
-)
-def test_with_the_engines_log_probs_there_is_nothing_to_correct(settings):
-    with pytest.raises(ConfigError, match=r"^algorithm.old_log_probs=rollout with correction or rejection: .*=actor$"):
-        algorithm("old_log_probs=rollout", *settings)
-    assert algorithm(*settings).corrects_rollout
-    assert not algorithm("old_log_probs=rollout").corrects_rollout
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_with_the_engines_log_probs_there_is_nothing_to_weigh(level):
+    message = rf"^algorithm.old_log_probs=rollout with correction.level={level}: .* use old_log_probs=actor$"
+    with pytest.raises(ConfigError, match=message):
+        algorithm("old_log_probs=rollout", f"correction.level={level}")
+    assert algorithm(f"correction.level={level}")
+
+
+def test_with_the_engines_log_probs_the_update_may_still_move_too_far_from_them():
+    assert algorithm("old_log_probs=rollout", "rejection.kl_estimator=k1", "rejection.upper=0.1")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +142,8 @@ def test_with_the_engines_log_probs_there_is_nothing_to_correct(settings):
         ["reward_shaping.scale=-1"],
         ["reward_shaping.bias=-3"],
         ["entropy_target=0.001"],
+        ["entropy_target=0.2", "entropy_coef=0.005"],
+        ["entropy_coef=0.5"],  # without a target it does not move
     ],
     ids=" ".join,
 )

@@ -108,7 +108,7 @@ def collector(config, *, seed=0, score=varied, engines=None, judges=None) -> Col
 def step(made, version, *, looks=4):
     """One step, with so many looks at what there is while somebody trains; returns the batch."""
     made.rollout.version = version
-    batch = made.scored(made.answers(version))
+    batch = made.collect(version)
     for _ in range(looks):
         made.advance()
     return batch

@@ -5,12 +5,14 @@ import logging
 import os
 import random
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from rltrain.checkpoint import MANIFEST, Checkpoints, read, require_own, steps_in
 from rltrain.errors import CheckpointError, ConfigError
-from rltrain.storage import Folder
+from rltrain.storage import FileStart, Folder
 from workers.checkpoint import Saved
 
 HISTORY = {
@@ -60,8 +62,20 @@ def made(tmp_path, *, keep=0, best=None) -> Checkpoints:
     return Checkpoints(Folder(str(tmp_path / "checkpoints")), "seed: 0\n", keep=keep, best=best, sources={"a": 7})
 
 
+LINES = tempfile.TemporaryDirectory()  # the run's files of lines; removed when the tests end
+
+
+def history_files(folder):
+    """The files of lines of a run, which have grown since its checkpoint was begun."""
+    for name, content in HISTORY.items():
+        (folder / name).write_bytes(content + b"a line of a later step\n")
+    return {name: FileStart(folder / name, len(content)) for name, content in HISTORY.items()}
+
+
 def save(checkpoints, step, *, ranks=None, wait=True, **metrics):
-    checkpoints.start(step, 2, {"actor": ranks or Ranks()}, {"step": step}, history=HISTORY, metrics=metrics)
+    checkpoints.start(
+        step, 2, {"actor": ranks or Ranks()}, {"step": step}, history=history_files(Path(LINES.name)), metrics=metrics
+    )
     if wait:
         checkpoints.finish()
 
@@ -85,6 +99,17 @@ def test_until_its_manifest_is_there_the_one_before_is_current(tmp_path):
     save(checkpoints, 2, wait=False)
     assert (checkpoints.newest().step, checkpoints.advance()) == (1, False)
     assert (checkpoints.advance(), checkpoints.newest().step) == (True, 2)
+
+
+def test_a_file_of_lines_that_was_cut_meanwhile_fails_the_save_and_not_the_run(tmp_path, caplog):
+    checkpoints = made(tmp_path)
+    save(checkpoints, 1)
+    save(checkpoints, 2, wait=False)
+    (Path(LINES.name) / "metrics.jsonl").write_bytes(b"{}\n")
+    with caplog.at_level(logging.WARNING):
+        checkpoints.finish()
+    assert "metrics.jsonl has lost its last 57 bytes" in caplog.text
+    assert checkpoints.newest().step == 1
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "remove", "lengthen"])

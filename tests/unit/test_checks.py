@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 import rltrain.checks
@@ -31,10 +29,19 @@ def refusal(*overrides):
 
 
 def model_of(folder, kind):
-    config = {"model_type": kind, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    for file in ("model.safetensors", "tokenizer.json"):
-        (folder / file).write_text("")
+    """A model of this type with random weights, as small as it can be."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    older = {"gpt2": {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}}
+    opt = {"opt": {"ffn_dim": 16, "word_embed_proj_dim": 8}}
+    sizes = {
+        "vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, **{**sizes, **(older | opt).get(kind, {})})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("")
     return f"model.path={folder}"
 
 
@@ -219,8 +226,17 @@ def test_a_cluster_is_not_measured_by_this_machine():
         ("trainer.checkpoint_dir=file://afile", "is a file, not a folder"),
         ("trainer.output_dir=runs/a::b", "trainer.checkpoint_dir=runs/a::b/checkpoints: has '::'"),
         ("trainer.resume=://x", "trainer.resume=://x: has '::' or no name before '://'"),
-        ("trainer.checkpoint_dir=loop/x", "is no name for a folder here"),
-        (f"trainer.output_dir={'x' * 300}", "is no name for a folder here"),
+        ("trainer.checkpoint_dir=loop/x", "is no path that can be looked at (Too many levels of symbolic links)"),
+        (f"trainer.output_dir={'x' * 300}", "is no path that can be looked at (File name too long)"),
+        (f"trainer.output_dir={'x/' * 2000}", "is no path that can be looked at (File name too long)"),
+        (f"trainer.checkpoint_dir={'x' * 256}", "is no path that can be looked at (File name too long)"),
+        (f"trainer.resume={'x' * 300}", "is no path that can be looked at (File name too long)"),
+        (f"data.train={'x' * 300}.jsonl", "is no path that can be looked at (File name too long)"),
+        (f"data.val={'x' * 300}.parquet", "is no path that can be looked at (File name too long)"),
+        (f"reward.functions=[{'x' * 300}.py:score]", "is no path that can be looked at (File name too long)"),
+        ("reward.functions=[loop/x.py:score]", "is no path that can be looked at (Too many levels of symbolic links)"),
+        (f"reward.models=[{'x' * 300}]", "is no path that can be looked at (File name too long)"),
+        (f"reward.aggregation={'x' * 300}.py:f", "is no path that can be looked at (File name too long)"),
         ("trainer.hang_timeout_s=9", "trainer.hang_timeout_s must be >= 10, got 9.0"),
     ],
 )

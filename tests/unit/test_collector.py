@@ -18,8 +18,8 @@ from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
-ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, kwargs={})]
-TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=False, kwargs={})]
+ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, kwargs={})]
+TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=False, outcome=True, kwargs={})]
 
 
 class Engines(Immortal):
@@ -261,6 +261,16 @@ def test_G4_a_component_that_does_not_apply_is_left_out_and_a_row_with_none_is_n
     assert batch.batch["scores"].tolist() == [1.0, 0.0, 2.0, 3.0]
     assert batch.batch["valid"].tolist() == [True, False, True, True]
     assert batch.padded("response_mask")[1].tolist() == [False, False]
+
+
+def test_the_outcome_is_the_score_without_functions_of_the_form_and_keeps_gates():
+    right = replace(ONE[0], gate=True)
+    form = replace(TWO[1], outcome=False)
+    groups = [group(0, [(1.0, -1.0), (0.0, -1.0)]), group(1, [(None, -1.0), (1.0, None)])]
+    batch = to_batch(groups, [right, form])
+    assert batch.batch["scores"].tolist() == [0.5, 0.0, -0.5, 1.0]
+    assert batch.batch["outcomes"].nan_to_num(9.0).tolist() == [1.0, 0.0, 9.0, 1.0]
+    assert torch.equal(to_batch(groups, TWO).batch["outcomes"], torch.tensor([0.5, -0.5, -0.5, 1.0]))
 
 
 def test_scores_that_are_whole_numbers_keep_their_weights():

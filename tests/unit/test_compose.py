@@ -1,14 +1,18 @@
 import itertools
+import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 import rltrain.compose
+from rltrain.algorithm_config import CorrectionConfig
 from rltrain.checks import check
 from rltrain.compose import Args, choices, compose, config_dir, group_names, parse_args, usage
+from rltrain.credit import with_all_knobs
 from rltrain.errors import ConfigError
 from rltrain.schema import Config, LoRAConfig
 from rltrain.typed import keys
@@ -70,47 +74,48 @@ def algorithm_values(name):
 WHITENED = {"advantage_normalization.mean_level": "batch", "advantage_normalization.std_level": "batch"}
 WHOLE_ANSWER = {"loss_agg_mode": "seq-mean-token-sum"}
 EACH_ANSWER = {"loss_agg_mode": "seq-mean-token-mean"}
-DR_GRPO = {"advantage.norm_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"}
-DAPO = {"loss.clip_ratio_high": 0.28, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
+NO_CAP = {"loss.clip_ratio_c": math.inf}  # no dual clip; of dppo: no truncation
+DR_GRPO = {"advantage.norm_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", **NO_CAP}
+DAPO = {"loss.clip_ratio_high": 0.28, **NO_CAP, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
 PRESETS = {
     "cispo": {"loss_mode": "cispo"},
     "clip_cov": {"loss_mode": "clip_cov", "loss.clip_ratio_low": 1.0, "loss.clip_ratio_high": 1.0},
     "dapo": DAPO,
     "decoupled_ppo": {
-        "advantage_estimator": "reinforce", **WHITENED, "correction.level": "token", "correction.mode": "mask",
-        "correction.upper": 5.0,
+        "advantage_estimator": "reinforce", **NO_CAP, **WHITENED, "correction.level": "token",
+        "correction.mode": "mask", "correction.upper": 5.0,
     },
     "dppo_kl": {**DR_GRPO, "loss_mode": "dppo_kl", "old_log_probs": "rollout"},
     "dppo_tv": {**DR_GRPO, "loss_mode": "dppo_tv", "old_log_probs": "rollout"},
     "dr_grpo": DR_GRPO,
     "dro": {"advantage.norm_by_std": False, "loss_mode": "dro"},
-    "gdpo": {"advantage_estimator": "gdpo"},
+    "gdpo": {"advantage_estimator": "gdpo", **NO_CAP},
     "gmpo": {"loss_mode": "geo_mean", **EACH_ANSWER},
     "gpg": {"advantage_estimator": "gpg", "loss_mode": "gpg"},
     "grpo": {},
-    "grpo_passk": {"advantage_estimator": "grpo_passk"},
+    "grpo_passk": {"advantage_estimator": "grpo_passk", **NO_CAP},
     "gspo": {"loss_mode": "gspo", **EACH_ANSWER},
-    "icepop": {**EACH_ANSWER, "correction.level": "token", "correction.mode": "mask", "correction.lower": 0.5,
-               "correction.upper": 5.0},
+    "icepop": {**EACH_ANSWER, **NO_CAP, "correction.level": "token", "correction.mode": "mask",
+               "correction.lower": 0.5, "correction.upper": 5.0},
     "kl_cov": {"loss_mode": "kl_cov"},
-    "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER},
-    "otb": {"advantage_estimator": "optimal_token_baseline"},
-    "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **WHITENED},
+    "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER, **NO_CAP},
+    "otb": {"advantage_estimator": "optimal_token_baseline", **NO_CAP},
+    "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **NO_CAP, **WHITENED},
     "reinforce": {"advantage_estimator": "reinforce", "loss_mode": "reinforce", **WHOLE_ANSWER},
-    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_in_reward.kl_coef": 0.001},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", **NO_CAP, "kl_in_reward.kl_coef": 0.001},
     "reinforce_plus_plus_baseline": {
-        "advantage_estimator": "reinforce_plus_plus_baseline", "kl_loss.kl_loss_coef": 1e-5,
+        "advantage_estimator": "reinforce_plus_plus_baseline", **NO_CAP, "kl_loss.kl_loss_coef": 1e-5,
         "kl_loss.kl_estimator": "k2",
     },
-    "remax": {"advantage_estimator": "remax", **WHOLE_ANSWER, "kl_in_reward.kl_coef": 0.05},
-    "rloo": {"advantage_estimator": "rloo", **WHOLE_ANSWER, "kl_in_reward.kl_coef": 0.03},
+    "remax": {"advantage_estimator": "remax", **WHOLE_ANSWER, **NO_CAP, "kl_in_reward.kl_coef": 0.05},
+    "rloo": {"advantage_estimator": "rloo", **WHOLE_ANSWER, **NO_CAP, "kl_in_reward.kl_coef": 0.03},
     "sapo": {"loss_mode": "sapo", **EACH_ANSWER},
     "sequence_masking": {
-        "advantage.norm_by_std": False, **EACH_ANSWER, "rejection.kl_estimator": "k1", "rejection.upper": 0.5,
-        "rejection.only_negative": True,
+        "advantage.norm_by_std": False, **EACH_ANSWER, **NO_CAP, "rejection.kl_estimator": "k1",
+        "rejection.upper": 0.5, "rejection.only_negative": True,
     },
-    "skywork_or1": {"dynamic_sampling": 1, "entropy_target": 0.2},
-    "tis": {"correction.level": "token", "correction.upper": 2.0},
+    "skywork_or1": {**NO_CAP, "dynamic_sampling": 1, "entropy_target": 0.2},
+    "tis": {**NO_CAP, "correction.level": "token", "correction.upper": 2.0},
     "top_entropy": {"loss_mode": "top_entropy", **DAPO},
 }  # fmt: skip
 
@@ -130,6 +135,12 @@ def test_a_preset_starts_from_grpo_and_states_only_what_differs(name):
     stated = yaml.safe_load((config_dir() / "algorithm" / f"{name}.yaml").read_text())
     assert stated.pop("defaults") == ["grpo", "_self_"]
     assert values_of(stated) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_dual_clip_is_on_in_grpo_alone_for_no_papers_loss_has_it(name):
+    knobs = with_all_knobs(compose([f"algorithm={name}"])[0]).algorithm.loss
+    assert knobs.get("clip_ratio_c") in ((3.0,) if name == "grpo" else (None, math.inf))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -156,9 +167,94 @@ def test_every_line_of_yaml_whose_meaning_is_not_its_name_has_a_comment():
         assert not is_key or "  # " in line or named, line
 
 
+OFF = CorrectionConfig(level=None, mode="truncate", lower=None, upper=None)
+TIS = CorrectionConfig(level="token", mode="truncate", lower=None, upper=2.0)
+
+
+def correction_of(*overrides):
+    return compose(overrides)[0].algorithm.correction
+
+
+@pytest.mark.parametrize(
+    ("overrides", "correction"),
+    [
+        ([], TIS),
+        (["algorithm.correction.level=auto"], TIS),
+        (["algorithm.correction.level=null"], OFF),
+        (["algorithm.correction.upper=5"], replace(TIS, upper=5.0)),
+        (["algorithm.correction.lower=0.5"], replace(TIS, lower=0.5, upper=None)),
+        (["algorithm.correction.mode=mask"], replace(TIS, mode="mask")),
+        (["algorithm.correction.level=geometric"], replace(TIS, level="geometric", upper=None)),
+        (["algorithm.old_log_probs=rollout"], OFF),
+        (["algorithm.rejection.kl_estimator=k1", "algorithm.rejection.upper=0.1"], OFF),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_stale_answers_have_truncated_importance_weights_unless_something_else_is_said(overrides, correction):
+    assert correction_of("trainer.max_staleness=1", *overrides) == correction
+
+
+def test_without_stale_answers_auto_is_off_and_bounds_have_nothing_to_bound():
+    assert correction_of() == correction_of("algorithm.correction.level=auto") == OFF
+    assert "algorithm.correction.lower=None, upper=5.0 with level=null: " in refusal("algorithm.correction.upper=5")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_with_a_correction_of_its_own_keeps_it_and_the_others_get_one(name):
+    stale, fresh = (correction_of(f"algorithm={name}", f"trainer.max_staleness={age}") for age in (3, 0))
+    own = {"tis", "icepop", "decoupled_ppo"} | {"sequence_masking", "dppo_tv", "dppo_kl"}
+    assert stale == (fresh if name in own else TIS)
+    assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo"})
+
+
+def test_the_resolved_yaml_says_what_auto_came_to():
+    for age, level in ((0, None), (2, "token")):
+        text = compose([f"trainer.max_staleness={age}"])[1]
+        assert yaml.safe_load(text)["algorithm"]["correction"]["level"] == level
+
+
+@pytest.mark.parametrize("age", ["many", "null", "1.5", "true"])
+def test_a_staleness_that_is_no_number_is_still_refused_by_its_own_name(age):
+    assert refusal(f"trainer.max_staleness={age}").startswith("trainer.max_staleness=")
+
+
 def test_the_reward_follows_the_task():
     config, _ = compose(["data=sort"])
     assert config.reward.functions[0].path == "rltrain.rewards.final_answer:exact_answer"
+
+
+@pytest.mark.parametrize(
+    ("function", "outcome"),
+    [
+        ("length_penalty", False),
+        ("overlong_penalty", False),
+        ("repetition_penalty", False),
+        ("rltrain.rewards.length:length_penalty", False),
+        ("rltrain.rewards.length.length_penalty", False),
+        ("my.py:length_penalty", True),
+        ("exact_match", True),
+        ("{path: length_penalty, outcome: true}", True),
+        ("{path: my.py:form, outcome: false}", False),
+    ],
+)
+def test_every_function_scores_the_outcome_except_rltrains_penalties_and_those_that_say_so(function, outcome):
+    config, _ = compose([f"reward.functions=[exact_answer,{function}]", "reward.models=[rm]"])
+    assert [component.outcome for component in config.reward.components] == [True, outcome, True]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ("[length_penalty]", "reward.functions, models: none with a weight has outcome=true, so nothing says whether"),
+        ("[{path: exact_answer, weight: 0.0},length_penalty]", "reward.functions, models: none with a weight has outc"),
+        (
+            "[exact_answer,{path: regex_format, gate: true, outcome: false}]",
+            "reward.functions, models: 'regex_format' has gate=true and outcome=false: a gate decides what the others",
+        ),
+    ],
+)
+def test_a_reward_without_an_outcome_is_refused(functions, message):
+    assert refusal(f"reward.functions={functions}").startswith(message)
 
 
 def test_a_reward_function_is_a_path_and_takes_its_name_from_it():
@@ -223,6 +319,18 @@ def test_a_knob_is_set_like_any_key(plus):
 def test_a_mapping_of_knobs_replaces_that_of_the_chosen_file():
     assert compose(["algorithm=ppo", "algorithm.advantage={lam:0.5}"])[0].algorithm.advantage == {"lam": 0.5}
     assert compose(["algorithm=dapo", "algorithm.loss={}"])[0].algorithm.loss == {}
+
+
+@pytest.mark.parametrize(("overrides", "loss", "advantage"), [
+    (["algorithm=dapo", "algorithm.loss_mode=gspo"], {}, {}),
+    (["algorithm=ppo", "algorithm.loss.delta_low=0.2", "algorithm.loss_mode=dppo_tv"], {"delta_low": 0.2},
+     {"gamma": 1.0, "lam": 0.95}),
+    (["algorithm=ppo", "algorithm.loss_mode=vanilla"], {"clip_ratio_c": math.inf}, {"gamma": 1.0, "lam": 0.95}),
+    (["algorithm=ppo", "algorithm.advantage_estimator=grpo"], {"clip_ratio_c": math.inf}, {}),
+])  # fmt: skip
+def test_a_presets_knobs_go_with_its_function_and_those_of_the_command_line_stay(overrides, loss, advantage):
+    algorithm = compose(overrides)[0].algorithm
+    assert (algorithm.loss, algorithm.advantage) == (loss, advantage)
 
 
 def test_one_knob_of_the_chosen_file_can_be_changed_or_removed():

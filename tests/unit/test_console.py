@@ -17,9 +17,16 @@ METRICS = {
 }  # fmt: skip
 
 
-def sample(response="answer", prompt="1+1=", reason="stop", score=1.0, valid=True, error="") -> DataProto:
+def sample(
+    response="answer", prompt="1+1=", reason="stop", score=1.0, valid=True, error="", excluded=False
+) -> DataProto:
+    component = [score if valid else float("nan")]
     return DataProto.from_dict(
-        {"scores": torch.tensor([score]), "valid": torch.tensor([valid])},
+        {
+            "scores": torch.tensor([score]),
+            "valid": torch.tensor([valid and not excluded]),
+            "reward_components": torch.tensor([component]),
+        },
         {"prompt_text": [prompt], "response_text": [response], "finish_reason": [reason], "reward_error": [error]},
     )
 
@@ -39,6 +46,11 @@ def shown(batch: DataProto, *, terminal=False) -> str:
 
 
 # Without a terminal
+
+
+def test_a_cut_answer_that_is_in_no_statistic_is_shown_with_its_score_and_has_not_failed():
+    assert "(cut at the length limit)  -> reward 0.5" in shown(sample(reason="length", score=0.5, excluded=True))
+    assert "-> reward failed" in shown(sample(valid=False))
 
 
 def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and_then():

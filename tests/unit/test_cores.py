@@ -1,10 +1,16 @@
 """The cores of a process are those that it may use, not those of the machine."""
 
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from rltrain import cores
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -68,3 +74,35 @@ def test_in_a_container_the_mount_is_its_own_group(machine):
 def test_a_quota_of_another_controller_is_none_of_the_cores(machine):
     write(machine, "3:cpuset:/a\n", **{"a/cpu.max": "100000 100000", "cpu/a/cpu.cfs_quota_us": "100000"})
     assert cores.cpu_cores() == 64
+
+
+def test_openmp_has_the_threads_asked_for_then_those_of_the_environment_and_then_the_cores(machine, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert cores.openmp_settings()["OMP_NUM_THREADS"] == "64"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert cores.openmp_settings()["OMP_NUM_THREADS"] == "5"
+    assert cores.openmp_settings(7)["OMP_NUM_THREADS"] == "7"
+
+
+def test_idle_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert cores.openmp_settings()["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert cores.openmp_settings()["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        (["placement=inprocess", "rollout=hf", "placement.threads_per_worker=3"], "'3'"),
+        (["placement.threads_per_worker=3"], "'5'"),  # the driver's own; its workers get settings of their own
+    ],
+)
+def test_the_program_s_openmp_runtime_has_read_them_when_torch_is_loaded(overrides, threads):
+    environment = os.environ | {"OMP_NUM_THREADS": "5", "OMP_DISPLAY_ENV": "true", "PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_WAIT_POLICY", None)
+    command = [sys.executable, "-m", "rltrain.main", *overrides, "--cfg"]  # which imports torch
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    read = dict(re.findall(r"(OMP_NUM_THREADS|OMP_WAIT_POLICY) = (\S+)", done.stderr))
+    assert read == {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "'PASSIVE'"}

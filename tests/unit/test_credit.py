@@ -3,7 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from rltrain.algorithms import AdaptiveEntropyController, FixedEntropyController, FixedKLController
+from rltrain.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    AdaptiveEntropyController,
+    FixedEntropyController,
+    FixedKLController,
+)
 from rltrain.compose import compose
 from rltrain.credit import (
     assign_rewards,
@@ -11,9 +16,11 @@ from rltrain.credit import (
     estimate_advantages,
     kl_controller,
     penalize_kl,
+    states_to_value,
     with_all_knobs,
+    with_critic_values,
 )
-from rltrain.errors import NumericsError
+from rltrain.errors import EstimatorError, NumericsError
 from rltrain.protocol import DataProto, jagged
 
 
@@ -31,7 +38,8 @@ def batch(scores, *, uid=None, valid=None, lengths=None, reasons=None) -> DataPr
     lengths = lengths or [2] * rows
     made = DataProto.from_dict(
         {"responses": jagged([[1] * length for length in lengths], torch.int64), "scores": torch.tensor(scores),
-         "uid": torch.tensor(uid or [0] * rows), "valid": torch.tensor(valid or [True] * rows)},
+         "uid": torch.tensor(uid or [0] * rows), "valid": torch.tensor(valid or [True] * rows),
+         "reward_components": torch.tensor(scores)[:, None]},
         {"finish_reason": reasons or ["stop"] * rows},
     )  # fmt: skip
     tokens = torch.zeros(sum(lengths))
@@ -115,7 +123,13 @@ def test_rewards_are_the_shaped_scores_on_the_last_tokens_minus_the_kl():
     )
     assert result.padded("token_level_rewards").tolist() == [[-1, 1.0], [-1, 1.5]]
     assert metrics == pytest.approx(
-        {"reward/zero_spread_fraction": 0.0, "reward/excluded_fraction": 0.0, "reward/kl": 0.5, "reward/kl_coef": 2.0}
+        {
+            "reward/zero_spread_fraction": 0.0,
+            "reward/same_outcome_fraction": 0.0,
+            "reward/excluded_fraction": 0.0,
+            "reward/kl": 0.5,
+            "reward/kl_coef": 2.0,
+        }
     )
     assert result.batch["scores"].tolist() == [1.0, 3.0]
 
@@ -167,15 +181,40 @@ def test_C4_a_failed_row_is_in_no_normalisation():
     assert metrics["reward/excluded_fraction"] == 0.0  # it was not valid before
 
 
-@pytest.mark.parametrize("how", ["suppress", "exclude"])
-def test_C5_a_cut_row_is_in_no_statistic_from_here_on_and_keeps_its_tokens(how):
+@pytest.mark.parametrize(("how", "cut"), [("suppress", 0.0 - 2.0), ("exclude", 99.0 - 2.0)])
+def test_C5_a_cut_row_is_in_no_statistic_from_here_on_and_keeps_its_tokens_and_its_score_on_their_scale(how, cut):
     made = batch([1.0, 3.0, 99.0, 5.0], reasons=["stop", "stop", "length", "length"], valid=[True, True, True, False])
     result, metrics = assigned(made, NORMALIZE + "mean_level=batch", f"algorithm.{how}_truncated=true")
-    assert result.padded("token_level_rewards")[:, 1].tolist() == [-1.0, 1.0, 0.0, 0.0]
+    assert result.padded("token_level_rewards")[:, 1].tolist() == [-1.0, 1.0, cut, 0.0]
     assert result.batch["valid"].tolist() == [True, True, False, False]
     assert made.batch["valid"].tolist() == [True, True, True, False]
     assert metrics["reward/excluded_fraction"] == 0.25  # a failed row is not counted twice
     assert result.padded("response_mask").tolist() == made.padded("response_mask").tolist()
+
+
+@pytest.mark.parametrize("how", ["suppress", "exclude"])
+def test_C9_under_gae_and_normalisation_a_wrong_answer_is_worth_no_more_for_being_cut(how):
+    """Right, wrong, and the same two cut. Excluded ones had 0 each, where the wrong one had -0.5."""
+    made = batch([1.0, 0.0, 1.0, 0.0], reasons=["stop", "stop", "length", "length"])
+    config = config_of(
+        "algorithm.advantage_estimator=gae", NORMALIZE + "mean_level=batch", f"algorithm.{how}_truncated=true"
+    )
+    made, _ = assign_rewards(made, config, kl_controller(config.algorithm.kl_in_reward))
+    made = made.with_values("responses", values=torch.zeros(8))
+    result, _ = estimate_advantages(made, config.algorithm)
+    cut_and_right = 0.5 if how == "exclude" else -0.5
+    assert result.padded("advantages")[:, 0].tolist() == [0.5, -0.5, cut_and_right, -0.5]
+
+
+@pytest.mark.parametrize("levels", [["mean_level=batch"], ["mean_level=group", "std_level=group", "unbiased=false"]])
+def test_a_suppressed_answer_pays_for_its_length_under_normalisation_too(levels):
+    made = batch([1.0, 0.0, 1.0], lengths=[2, 2, 16], reasons=["stop", "stop", "length"])
+    settings = [*(NORMALIZE + text for text in levels), "algorithm.suppress_truncated=true"]
+    free = assigned(made, *settings)[0].padded("token_level_rewards").sum(-1)
+    priced = assigned(made, *settings, "algorithm.reward_shaping.overlong_buffer=4")[0]
+    unit = 1.0 if len(levels) == 1 else 2.0  # over the std of 1 and 0, a half
+    assert free.tolist() == pytest.approx([unit / 2, -unit / 2, -unit / 2], abs=1e-5)
+    assert (priced.padded("token_level_rewards").sum(-1) - free).tolist() == pytest.approx([0, 0, -unit], abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +231,14 @@ def test_C5_a_cut_row_is_in_no_statistic_from_here_on_and_keeps_its_tokens(how):
 )
 def test_C3_the_share_of_groups_without_spread(scores, uid, valid, share):
     made = batch(scores, uid=uid, valid=valid)
-    assert assigned(made)[1]["reward/zero_spread_fraction"] == share
+    for name in ("zero_spread_fraction", "same_outcome_fraction"):
+        assert assigned(made)[1][f"reward/{name}"] == share
+
+
+def test_C8_an_all_wrong_group_of_unequal_lengths_has_one_outcome_and_more_than_one_score():
+    made = batch([0.0, 0.0, 1.0, 0.0], uid=[0, 0, 1, 1], lengths=[2, 16, 2, 16])
+    metrics = assigned(made, "algorithm.reward_shaping.overlong_buffer=4")[1]
+    assert (metrics["reward/zero_spread_fraction"], metrics["reward/same_outcome_fraction"]) == (0.0, 0.5)
 
 
 # Advantages
@@ -219,7 +265,7 @@ def test_C7_whitening_uses_trained_tokens_only():
     assert metrics["critic/explained_variance"] == 0.0
 
 
-NORMALIZE_ADVANTAGES = "algorithm.advantage_normalization."
+NORMALIZE_ADVANTAGES, MEAN_STD = "algorithm.advantage_normalization.", ("mean", "std")
 
 
 def test_C4_normalising_leaves_a_row_that_an_outcome_estimator_left_out_at_zero_and_out_of_the_statistics():
@@ -253,6 +299,60 @@ def test_a_row_that_will_not_be_trained_on_is_in_no_statistic_of_the_advantages(
     assert found[0] == found[1] == pytest.approx([0.5**0.5, -(0.5**0.5), 0], abs=1e-5)
 
 
+# Cut answers that end with the critic's value
+
+BOOTSTRAP = "algorithm.bootstrap_truncated=true"
+
+
+def test_the_critic_is_asked_for_one_state_more_of_each_cut_answer_and_of_no_other():
+    made = batch([1.0, 0.0, 0.0], lengths=[2, 1, 0], reasons=["length", "stop", "length"])
+    prompts = jagged([[7], [8, 9], [6]], torch.int64)
+    made = made.union(DataProto.from_dict({"prompts": prompts}))
+    asked = states_to_value(made, algorithm("algorithm=ppo", BOOTSTRAP))
+    assert asked.lengths("responses").tolist() == [3, 1, 1]
+    assert asked.values("responses").tolist()[:2] == [1, 1]
+    assert asked.values("responses").tolist()[3] == 1
+    assert asked.values("prompts").tolist() == [7, 8, 9, 6]
+    said = DataProto.from_dict({"values": asked.batch["responses"]})
+    said = said.with_values("values", values=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
+    result = with_critic_values(made, said, algorithm("algorithm=ppo", BOOTSTRAP))
+    assert result.values("values").tolist() == pytest.approx([0.1, 0.2, 0.4])
+    assert result.offsets("values") is made.offsets("responses")
+    assert result.batch["bootstrap_values"].tolist() == pytest.approx([0.3, 0.0, 0.5])
+    assert states_to_value(made, algorithm("algorithm=ppo")) is made
+
+
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_a_cut_answer_goes_on_with_gamma_times_the_value_of_its_end_and_a_finished_one_with_0(score):
+    """gamma .9, lam .5, V .5 and .25, V of the end .8.
+
+    Finished: delta_2 = score - .25, delta_1 = .9 x .25 - .5 = -.275; A_1 = delta_1 + .45 delta_2.
+    Cut: delta_2 is .9 x .8 = .72 more, and A_1 .45 x .72 = .324 more.
+    """
+    made = batch([score, score], lengths=[2, 2], reasons=["stop", "length"])
+    made = made.with_values("responses", values=torch.tensor([0.5, 0.25, 0.5, 0.25]))
+    made = made.union(DataProto.from_dict({"bootstrap_values": torch.tensor([0.0, 0.8])}))
+    knobs = ["algorithm.advantage.gamma=0.9", "algorithm.advantage.lam=0.5"]
+    ppo = algorithm("algorithm=ppo", BOOTSTRAP, *knobs, *(NORMALIZE_ADVANTAGES + f"{x}_level=null" for x in MEAN_STD))
+    result, _ = estimate_advantages(made, ppo)
+    first, second = -0.275 + 0.45 * (score - 0.25), score - 0.25
+    cut = first + 0.324, second + 0.72
+    assert result.padded("advantages").tolist() == [pytest.approx([first, second]), pytest.approx(list(cut))]
+    assert result.padded("returns")[1].tolist() == pytest.approx([cut[0] + 0.5, cut[1] + 0.25])
+    assert torch.equal(result.values("token_level_rewards"), made.values("token_level_rewards"))  # B8
+
+
+def test_a_user_estimator_without_a_gamma_gets_the_value_undiscounted(monkeypatch):
+    def plain(token_level_rewards, response_mask, values, *, scale=1.0):
+        return scale * token_level_rewards, token_level_rewards
+
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS._entries, "plain", (plain, {"statistics": "none"}))
+    made = batch([1.0], reasons=["length"]).with_values("responses", values=torch.zeros(2))
+    made = made.union(DataProto.from_dict({"bootstrap_values": torch.tensor([0.25])}))
+    result, _ = estimate_advantages(made, algorithm("algorithm.advantage_estimator=plain", BOOTSTRAP))
+    assert result.values("advantages").tolist() == [0.0, 1.25]
+
+
 @pytest.mark.parametrize(("values", "explained"), [([3.0, 1.0], 1.0), ([2.0, 2.0], 0.0), ([1.0, 3.0], -3.0)])
 def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one(values, explained):
     made = batch([3.0, 1.0], lengths=[1, 1]).with_values("responses", values=torch.tensor(values))
@@ -270,7 +370,11 @@ def test_every_row_failed_gives_zero_advantages_and_finite_metrics():
     result, metrics = estimate_advantages(made, algorithm())
     assert result.values("advantages").tolist() == [0] * 4
     assert metrics == {"actor/advantage_abs_mean": 0.0}
-    assert assigned(made)[1] == {"reward/zero_spread_fraction": 1.0, "reward/excluded_fraction": 0.0}
+    assert assigned(made)[1] == {
+        "reward/zero_spread_fraction": 1.0,
+        "reward/same_outcome_fraction": 1.0,
+        "reward/excluded_fraction": 0.0,
+    }
 
 
 # Coefficients and knobs
@@ -280,9 +384,10 @@ def test_the_coefficient_of_the_entropy_bonus_is_fixed_without_a_target():
     fixed = entropy_controller(algorithm("algorithm.entropy_coef=0.01"))
     assert (type(fixed), fixed.value) == (FixedEntropyController, 0.01)
     moving = entropy_controller(
-        algorithm("algorithm.entropy_coef=0.01", "algorithm.entropy_target=0.5", "algorithm.entropy_coef_step=0.002")
+        algorithm("algorithm.entropy_coef=0.001", "algorithm.entropy_target=0.5", "algorithm.entropy_coef_step=0.002")
     )
-    assert (type(moving), moving.value, moving.target, moving.step) == (AdaptiveEntropyController, 0.01, 0.5, 0.002)
+    assert type(moving) is AdaptiveEntropyController
+    assert (moving.value, moving.target, moving.step, moving.maximum) == (0.001, 0.5, 0.002, 0.005)
 
 
 def test_the_config_that_is_kept_has_every_knob_of_loss_selector_and_estimator():
@@ -301,3 +406,12 @@ def test_an_estimator_that_weighs_the_reward_functions_gets_their_weights_unless
     assert with_all_knobs(config_of(*gdpo)).algorithm.advantage == {"weights": [2.0, 0.5]}
     own = with_all_knobs(config_of(*gdpo, "algorithm.advantage.weights=[1.0,1.0]"))
     assert own.algorithm.advantage == {"weights": [1.0, 1.0]}
+
+
+def test_an_estimator_that_raises_is_named(monkeypatch):
+    def broken(token_level_rewards, response_mask, *, norm_by_std=True):
+        raise KeyError("baseline")
+
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS._entries, "grpo", (broken, {"statistics": "group"}))
+    with pytest.raises(EstimatorError, match=r"^algorithm.advantage_estimator=grpo raised KeyError: 'baseline'$"):
+        estimate_advantages(batch([1.0, 0.0]), algorithm())

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from array import array
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -11,12 +13,14 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rltrain.data import PromptOrder, load_prompts
 from rltrain.errors import ConfigError
+from tests.made_tokenizers import byte_level
 
 BOS, EOS = 1, 2
 PLAIN_TEMPLATE = (
@@ -140,8 +144,10 @@ def test_E9_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp
 
 @pytest.mark.parametrize("text", ["hi", "<s>hi", "<s><s>hi"])
 def test_E9_text_that_starts_with_bos_gets_no_second_one(tmp_path, text):
-    (prompt,) = load(jsonl(tmp_path, {"prompt": text}))
+    (prompt,) = load(jsonl(tmp_path, {"prompt": text}), special_tokens="allow")
     assert (prompt.ids, prompt.text) == ([BOS, *coded("hi")], "hi")
+    (prompt,) = load(jsonl(tmp_path, {"prompt": text}), special_tokens="text")
+    assert (prompt.ids, prompt.text) == ([BOS, *coded(text)], text)
 
 
 def test_E9_a_tokenizer_without_bos_gets_none(tmp_path):
@@ -279,6 +285,72 @@ def test_a_parquet_file_that_is_none_or_has_no_prompts_is_refused(tmp_path):
     assert "holds no rows" in error_of(path)
 
 
+def bad_text() -> pyarrow.Array:
+    """ "ok" and two bytes that are no UTF-8, as only a file of another writer holds them."""
+    offsets, content = pyarrow.py_buffer(array("i", [0, 2, 4]).tobytes()), pyarrow.py_buffer(b"ok\xff\xfe")
+    return pyarrow.StringArray.from_buffers(2, offsets, content)
+
+
+def times(*values: int | None, unit: str = "us", zone: str | None = None) -> pyarrow.Array:
+    return pyarrow.array(values, pyarrow.timestamp(unit, zone))
+
+
+WHOLE = "whole microseconds between the years 1 and 9999"
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (bad_text(), "text that is not valid UTF-8 (invalid start byte); write it as UTF-8, or as binary"),
+        (pyarrow.ListArray.from_arrays([0, 1, 2], bad_text()), "text that is not valid UTF-8"),
+        (times(None, 1, unit="ns"), f"timestamp[ns] that Python cannot hold; write it as text, or a time in {WHOLE}"),
+        (times(0, 2**60), "timestamp[us] that Python cannot hold"),
+        (times(None, 0, zone="Mars/Base"), "timestamp[us, tz=Mars/Base] that Python cannot hold"),
+        (times(0, -62135596800000000, zone="America/New_York"), "tz=America/New_York] that Python cannot hold"),
+        (pyarrow.array([0, 2**31 - 1], pyarrow.int32()).view(pyarrow.date32()), "date32[day] that Python cannot hold"),
+        (pyarrow.array([0, 1], pyarrow.time64("ns")), "time64[ns] that Python cannot hold"),
+        (pyarrow.array([0, 2**62], pyarrow.duration("s")), "duration[s] that Python cannot hold"),
+        (pyarrow.array([[], [[1]]], pyarrow.list_(pyarrow.list_(pyarrow.time64("ns")))), "list<element: list<element"),
+        (pyarrow.StructArray.from_arrays([[1, 2], [1, 2]], names=["a", "a"])[1:], "struct<a: int64, a: int64> that"),
+    ],
+)  # fmt: skip
+def test_a_parquet_value_that_python_cannot_hold_is_named_by_row_and_column(tmp_path, column, said):
+    path, good = tmp_path / "p.parquet", 3000 - len(column)
+    column = pyarrow.chunked_array([pyarrow.nulls(good, column.type), column])
+    parquet.write_table(pyarrow.table({"prompt": ["a"] * 3000, "good": ["b"] * 3000, "odd": column}), path)
+    message = error_of(path)
+    assert message.startswith(f"data.train={path}, row 3000, column 'odd': ")
+    assert said in message
+    assert "\n" not in message
+
+
+def test_a_parquet_prompt_that_is_no_utf8_is_named_by_its_row(tmp_path):
+    parquet.write_table(pyarrow.table({"prompt": bad_text()}), tmp_path / "p.parquet")
+    assert ", row 2, column 'prompt': text that is not valid UTF-8" in error_of(tmp_path / "p.parquet")
+
+
+def test_parquet_values_of_all_kinds_that_python_can_hold_are_columns(tmp_path):
+    kinds = {
+        "zone": times(0, zone="Europe/Berlin"), "nanoseconds": times(1000, unit="ns"), "null": pyarrow.nulls(1),
+        "decimal": pyarrow.array([Decimal(10) ** 70], pyarrow.decimal256(76, 0)), "binary": pyarrow.array([b"\xff"]),
+        "map": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "uuid": pyarrow.array([b"x" * 16], pyarrow.uuid()), "half": pyarrow.array([1.5], pyarrow.float16()),
+        "dictionary": pyarrow.array(["x"]).dictionary_encode(), "view": pyarrow.array(["x"], pyarrow.string_view()),
+    }  # fmt: skip
+    parquet.write_table(pyarrow.table({"prompt": ["a"], **kinds}), tmp_path / "p.parquet")
+    (prompt,) = load(tmp_path / "p.parquet")
+    assert list(prompt.columns) == list(kinds)
+    assert prompt.columns["zone"].isoformat() == "1970-01-01T01:00:00+01:00"
+    assert (prompt.columns["nanoseconds"].microsecond, prompt.columns["decimal"]) == (1, Decimal(10) ** 70)
+    assert (prompt.columns["map"], prompt.columns["binary"]) == ([("a", 1)], b"\xff")
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    columns = [pyarrow.array([text]) for text in "abc"]
+    parquet.write_table(pyarrow.Table.from_arrays(columns, names=["prompt", "x", "x"]), tmp_path / "p.parquet")
+    assert "several columns are called 'x'; rename all but one of them" in error_of(tmp_path / "p.parquet")
+
+
 def test_an_unknown_ending_and_a_folder_are_refused(tmp_path):
     assert "it must end in .jsonl, .json, .parquet" in error_of(tmp_path / "p.csv")
     (tmp_path / "d.jsonl").mkdir()
@@ -337,3 +409,101 @@ def test_other_answers_to_the_same_prompts_have_another_fingerprint(tmp_path):
     assert fingerprint("b.jsonl", "1", "2") == first
     assert fingerprint("c.jsonl", "1", "x") != first
     assert fingerprint("d.jsonl", "2", "1") != first
+
+
+# Chat templates are programs, and text may spell control tokens
+
+
+def test_a_chat_template_that_eats_memory_for_one_row_is_refused_with_that_row(tmp_path):
+    bomb = "{% if messages | length > 1 %}{{ 'a' * 2000000000 * messages | length }}{% endif %}" + PLAIN_TEMPLATE
+    path = jsonl(tmp_path, {"prompt": "text"}, {"prompt": CHAT[:1]}, {"prompt": CHAT})
+    message = error_of(path, tokenizer(chat_template=bomb))
+    assert message.startswith(
+        f"data.train={path}:3: the chat template takes more than 1024 MB of memory for these mess"
+    )
+
+
+SPELLED = [{"role": "user", "content": "12<|end|>34=</s>"}]
+ENDING_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}bot:{% endif %}"
+)
+
+
+def chatty(chat_template: str = ENDING_TEMPLATE) -> PreTrainedTokenizerFast:
+    made = tokenizer(chat_template=chat_template)
+    made.add_special_tokens({"extra_special_tokens": ["<|end|>"]})
+    return made
+
+
+def test_text_that_spells_control_tokens_is_encoded_as_text_and_the_reward_sees_it(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "12</s>34="}, {"prompt": SPELLED}, {"prompt": CHAT[:1]}, {"prompt": "12="})
+    chosen = chatty()
+    prompts, end = load(path, chosen), chosen.convert_tokens_to_ids("<|end|>")
+    assert (prompts[0].ids, prompts[0].text) == ([BOS, *coded("12</s>34=")], "12</s>34=")
+    assert prompts[1].ids == [*coded("user:12<|end|>34=</s>"), end, *coded("bot:")]
+    assert (prompts[1].text, prompts[1].messages) == ("user:12<|end|>34=</s>bot:", SPELLED)
+    assert prompts[2].ids == chosen.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
+    assert prompts.notes == [
+        f"data.train={path}: prompts that spell control tokens, which are encoded as text: 2, the first with </s> in "
+        f"data.train={path}:1; data.special_tokens=allow makes tokens of them"
+    ]
+
+
+def test_text_that_spells_control_tokens_is_refused_or_becomes_them_where_the_config_says_so(tmp_path):
+    path, chosen = jsonl(tmp_path, {"prompt": "hi"}, {"prompt": SPELLED}), chatty()
+    assert error_of(path, chosen, special_tokens="refuse") == (
+        f"data.train={path}:2: the prompt spells the control token <|end|>, which data.special_tokens=refuse forbids; "
+        "change it, set data.special_tokens=text to encode it as text, or set data.special_tokens=allow to make "
+        "control tokens of such text"
+    )
+    prompts, end = load(path, chosen, special_tokens="allow"), chosen.convert_tokens_to_ids("<|end|>")
+    assert prompts[1].ids == [*coded("user:12"), end, *coded("34="), EOS, end, *coded("bot:")]
+    assert (prompts[1].text, prompts.notes) == ("user:1234=bot:", [])
+    (prompt,) = load(jsonl(tmp_path, {"prompt": "12</s>34="}), chosen, special_tokens="allow")
+    assert (prompt.ids, prompt.text) == ([BOS, *coded("12"), EOS, *coded("34=")], "1234=")
+
+
+def test_a_template_that_acts_on_spelled_control_tokens_is_refused_with_its_row(tmp_path):
+    chosen = chatty("{% for m in messages %}{{ m['content'].split('<|end|>')[0] }}{% endfor %}")
+    assert error_of(jsonl(tmp_path, {"prompt": SPELLED}), chosen) == (
+        f"data.train={tmp_path}/p.jsonl:1: the prompt spells <|end|>, a control token, and cannot be encoded as text "
+        "(the chat template writes other text for it than for other characters); change it, or set "
+        "data.special_tokens=allow to make control tokens of such text"
+    )
+
+
+def test_E10_a_prompt_of_megabytes_is_refused_or_left_out_without_being_tokenised(tmp_path):
+    longest = []
+
+    class Watched(PreTrainedTokenizerFast):
+        def __call__(self, text, *arguments, **settings):
+            longest.append(max(map(len, [text] if isinstance(text, str) else text)))
+            return super().__call__(text, *arguments, **settings)
+
+    chosen = Watched(tokenizer_object=byte_level(), chat_template=PLAIN_TEMPLATE)
+    rows = [{"prompt": "hello"}, {"prompt": "1 " * 10**6}, {"prompt": [{"role": "user", "content": "é" * 10**6}]}]
+    path = jsonl(tmp_path, *rows)
+    most = max(map(len, chosen.get_vocab()))
+    assert error_of(path, chosen) == (
+        f"data.train={path}:2: the prompt has at least {-(-2 * 10**6 // most)} tokens, longer than "
+        f"rollout.max_prompt_length=64 (2 prompts are, up to {-(-(2 * 10**6 + 11) // most)} tokens); raise "
+        "rollout.max_prompt_length, or leave such prompts out with data.overlong_prompts=filter"
+    )
+    prompts = load(path, chosen, overlong="filter")
+    assert ([prompt.text for prompt in prompts], prompts.filtered) == (["hello"], 2)
+    assert prompts.notes == [f"data.train={path}: prompts left out as longer than rollout.max_prompt_length=64: 2"]
+    assert max(longest) < 100
+
+
+def test_a_tokenizer_that_loses_a_part_of_the_first_prompts_is_refused_unless_that_is_allowed(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "a b"}, {"prompt": [{"role": "user", "content": "b é"}]})
+    chosen = tokenizer(chat_template=PLAIN_TEMPLATE)
+    assert error_of(path, chosen) == (
+        f"data.train={path}:2: the tokenizer loses a part of the prompt: 'b é' comes back as 'b <unk>'; save the "
+        "tokenizer again with the class that made it (it loads as TokenizersBackend), change the prompt, or accept "
+        "the loss with data.lossy_tokenizer=allow"
+    )
+    assert len(load(path, chosen, lossy_tokenizer="allow")) == 2
+    chosen.backend_tokenizer.normalizer = Replace(" ", "")
+    assert ":1: the tokenizer loses a part of the prompt: 'a b' comes back as 'ab'" in error_of(path, chosen)

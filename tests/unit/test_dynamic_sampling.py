@@ -1,4 +1,4 @@
-"""Groups without spread are replaced or left out, and greedy baselines, with fakes for engines and reward workers."""
+"""Groups of one outcome are replaced or left out, and greedy baselines, with fakes for engines and reward workers."""
 
 import random
 
@@ -18,11 +18,13 @@ REMAX = ["algorithm.advantage_estimator=remax"]
 
 
 class Engines(Immortal):
-    """Answers one request at a time, in random order; `reason` says how the answer to a key ended."""
+    """Answers one request at a time, in random order; `reason` says how the answer to a key ended, `lengths` how long
+    each answer to a prompt is."""
 
-    def __init__(self, seed=0, reason=lambda key: "stop", tokens=1):
+    def __init__(self, seed=0, reason=lambda key: "stop", tokens=1, lengths=None):
+        self.lengths = lengths or [tokens] * (SAMPLES + 1)
         self.waiting, self.requests, self.groups, self.version = [], [], [], 0
-        self.random, self.reason, self.tokens = random.Random(seed), reason, tokens
+        self.random, self.reason = random.Random(seed), reason
 
     def submit(self, groups):
         self.groups += [group[0].key[0] for group in groups]
@@ -36,8 +38,9 @@ class Engines(Immortal):
     def poll(self, timeout_s):
         request = self.waiting.pop(self.random.randrange(len(self.waiting)))
         uid, number = request.key
-        ids, ones = [10 * uid + number] * self.tokens, [-1.0] * self.tokens
-        return [Completion(request.key, ids, ones, self.reason(request.key), [self.version] * self.tokens, "")]
+        tokens = self.lengths[number]
+        ids, ones = [10 * uid + number] * tokens, [-1.0] * tokens
+        return [Completion(request.key, ids, ones, self.reason(request.key), [self.version] * tokens, "")]
 
 
 class Judges(Waiting):
@@ -220,13 +223,26 @@ def test_a_group_whose_answers_were_cut_has_no_spread_where_they_are_in_no_stati
     assert kept == [[0, 1, 2], [1, 2, 3], [1, 2, 3]]
 
 
-def test_it_is_shaped_scores_that_have_spread_or_not():
-    def two_to_five(uid, number):
-        return 2.0 + number
+@pytest.mark.parametrize("outcome", [0.0, 1.0])
+@pytest.mark.parametrize("preset", ["dapo", "top_entropy"])
+def test_C8_an_all_wrong_or_all_right_group_is_replaced_whatever_its_lengths_cost(preset, outcome):
+    """Answers of 13 to 16 tokens of at most 16, of which the last three cost up to 1."""
+    batch = collector(
+        lambda uid, n: outcome if uid == 0 else varied(uid, n),
+        f"algorithm={preset}",
+        engines=Engines(lengths=[13, 14, 15, 16]),
+    ).collect(version=0)
+    assert uids(batch) == [1, 2, 3]
+    assert facts(batch) == (1, 0)
 
-    assert uids(collector(two_to_five, sampling(2)).collect(version=0)) == [0, 1, 2]
-    cut = collector(two_to_five, sampling(2), "algorithm.reward_shaping.clip=1.5").collect(version=0)
-    assert not bool(cut.values("response_mask").any())
+
+@pytest.mark.parametrize("shaping", ["clip=1.5", "scale=1e-30", "bias=9"])
+def test_C8_what_shaping_makes_of_scores_does_not_decide(shaping):
+    def two_to_five(uid, number):
+        return 2.0 if uid == 1 else 2.0 + number
+
+    batch = collector(two_to_five, sampling(2), f"algorithm.reward_shaping.{shaping}").collect(version=0)
+    assert uids(batch) == [0, 2, 3]
 
 
 def test_one_score_among_answers_that_none_applies_to_is_no_spread():

@@ -4,8 +4,9 @@ import pytest
 
 from rltrain.collector import Collector
 from rltrain.compose import compose
+from rltrain.credit import estimate_advantages
 from rltrain.data import Prompt
-from rltrain.errors import RewardError
+from rltrain.errors import EstimatorError, NumericsError, RewardError
 from tests.fakes import Immortal
 from tests.unit.test_trainer import BASE, FakeCollector, samples, trainer
 from workers.reward.messages import RewardResult
@@ -61,3 +62,18 @@ def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(failing
         made.fit()
     assert [line for line in log if line.startswith("save ")] == saved
     assert ("step 2 is saved, and trainer.resume=auto goes on from it" in str(caught.value)) == bool(saved)
+
+
+@pytest.mark.parametrize("error", [EstimatorError("it raised KeyError"), NumericsError("3 of 4 are not finite")])
+def test_what_fails_between_the_scores_and_the_update_loses_nothing_that_was_trained(monkeypatch, error):
+    def fails(batch, algorithm):
+        if made.step:
+            raise error
+        return estimate_advantages(batch, algorithm)
+
+    made, log = trainer()
+    monkeypatch.setattr("rltrain.trainer.estimate_advantages", fails)
+    with pytest.raises(type(error), match=f"^{error}; step 1 is saved, and trainer.resume=auto goes on from it$"):
+        made.fit()
+    assert [line for line in log if line.startswith("save ")] == ["save actor 1"]
+    assert log.count("actor update 1111") == 1

@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.schema import Config
-from rltrain.typed import keys
-
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / folder).rglob("*.py"))
 PYTHON = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 BINARY = (".png", ".pyc", ".coverage")
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KEYS = 400, 60, 120
+MAX_FUNCTION_LINES = 60
 
 # A child that starts with a module has none of ours loaded, but need not import torch again.
 IMPORT_EACH_FIRST = """
@@ -113,11 +110,6 @@ def test_a_top_package_imports_nothing(package):
     assert all(isinstance(node, ast.Expr) for node in body)  # its docstring
 
 
-def test_no_file_is_over_400_lines():
-    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PYTHON}
-    assert {path: size for path, size in sizes.items() if size > MAX_FILE_LINES} == {}
-
-
 def test_no_function_is_over_60_lines_without_its_docstring():
     sizes = {f"{name_of(path)}.{f.name}": length_of(f) for path in PYTHON for f in functions_of(path)}
     assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION_LINES} == {}
@@ -126,10 +118,6 @@ def test_no_function_is_over_60_lines_without_its_docstring():
 def test_the_training_step_is_at_most_60_lines_with_its_docstring():
     (step,) = (f for f in functions_of(ROOT / "rltrain" / "trainer.py") if f.name == "train_step")
     assert step.end_lineno - step.lineno + 1 <= MAX_FUNCTION_LINES
-
-
-def test_there_are_at_most_120_config_keys():
-    assert len(keys(Config)) <= MAX_KEYS
 
 
 def test_every_module_has_its_layer():

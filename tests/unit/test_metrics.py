@@ -10,10 +10,10 @@ from rltrain.protocol import DataProto, jagged
 NAN = math.nan
 
 
-def samples(scores, valid, components) -> DataProto:
+def samples(scores, valid, components, outcomes=None) -> DataProto:
     return DataProto.from_dict(
         {"responses": jagged([[1], [1, 2, 3], [1, 2], [1, 2]], torch.int64), "prompts": jagged([[1]] * 4, torch.int64),
-         "scores": torch.tensor(scores), "valid": torch.tensor(valid),
+         "scores": torch.tensor(scores), "outcomes": torch.tensor(outcomes or scores), "valid": torch.tensor(valid),
          "failed": ~torch.tensor(valid), "reward_components": torch.tensor(components),
          "failed_function": torch.where(torch.tensor(valid), -1, len(components[0]) - 1)},
         {"finish_reason": ["stop", "length", "stop", "abort"]},
@@ -30,6 +30,13 @@ def test_means_are_over_valid_rows_and_fractions_over_all():
         "reward/exact/mean": 2 / 3, "reward/exact/std": (2 / 9) ** 0.5, "reward/exact/failed_fraction": 0.0,
         "reward/style/mean": 1.0, "reward/style/std": 1.0, "reward/style/failed_fraction": 0.25,
     })  # fmt: skip
+
+
+def test_accuracy_is_of_outcomes_and_not_of_what_a_penalty_left_of_them():
+    """Right but long, wrong, right, and one that nothing judged but its form."""
+    made = samples([-0.5, 0.0, 1.0, 0.5], [True] * 4, [[1.0], [0.0], [1.0], [NAN]], [1.0, 0.0, 1.0, NAN])
+    metrics = sample_metrics(made, ["exact"])
+    assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (pytest.approx(2 / 3), 0.25)
 
 
 def test_C4_what_a_failed_row_holds_is_in_no_mean():

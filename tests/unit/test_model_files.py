@@ -12,11 +12,11 @@ from rltrain.errors import ConfigError
 from rltrain.model_files import (
     check_directory,
     check_limits,
+    check_vocabulary,
     end_token_ids,
     load_tokenizer,
     longest_row,
     model_config,
-    parameter_count,
     text_config,
 )
 from rltrain.tasks.tokenizer import char_tokenizer
@@ -50,7 +50,7 @@ def test_a_whole_directory_is_accepted(folder):
     ("missing", "message"),
     [
         ("config.json", "holds no config.json; give a model's own folder"),
-        ("model.safetensors", "holds no weights (looked for *.safetensors, "),
+        ("model.safetensors", "holds no weights (looked for model.safetensors, model.safetensors.index.json, "),
         ("tokenizer.json", "holds no tokenizer (looked for tokenizer.json, "),
     ],
 )
@@ -220,15 +220,23 @@ def test_an_end_token_that_the_model_does_not_have_is_refused(folder):
     assert f"model.path={folder}: end token 8 is not below the model's vocab_size=8; correct eos_token_id" in message
 
 
-def test_parameters_are_counted_from_the_headers(folder):
-    assert parameter_count(folder) == 17
-    save_file({"c": torch.zeros(())}, folder / "model-2.safetensors")
-    assert parameter_count(folder) == 18
+def test_a_tokenizer_with_more_words_than_the_model_has_embeddings_is_refused(folder):
+    tokenizer = char_tokenizer()
+    write(folder, "config.json", {"vocab_size": 128})
+    check_vocabulary(folder, tokenizer, "model.path=here")
+    write(folder, "config.json", {"vocab_size": 127})
+    assert refusal(check_vocabulary, folder, tokenizer, "model.path=here") == (
+        "model.path=here: its tokenizer has ids up to 127, and the model embeddings for 127 (vocab_size); use the "
+        "tokenizer that belongs to the model"
+    )
 
 
-def test_parameters_in_another_form_are_not_counted(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert parameter_count(folder) is None
+def test_a_token_that_was_added_for_other_inputs_than_text_needs_no_embedding(folder):
+    tokenizer = char_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    write(folder, "config.json", {"vocab_size": 128})
+    assert tokenizer.convert_tokens_to_ids("<image>") == 128
+    check_vocabulary(folder, tokenizer, "model.path=here")
 
 
 def test_a_tokenizer_loads_and_a_broken_one_is_refused(folder):

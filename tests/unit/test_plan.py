@@ -1,8 +1,10 @@
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
+from rltrain.algorithms import POLICY_LOSSES
 from rltrain.compose import compose
 from rltrain.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
 
@@ -50,11 +52,11 @@ def test_the_default_plan_reads_as_a_whole():
 def test_the_algorithm_shows_knobs_kl_and_entropy():
     overrides = ["algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.1"]
     assert row("algorithm", *overrides, "algorithm.entropy_coef=0.02", "algorithm.old_log_probs=rollout") == (
-        "gae advantages (gamma 1.0, lam 0.95); vanilla loss, token-mean; KL in reward 0.01 (k1), KL in loss 0.1 "
-        "(k3); advantages normalised (batch mean, batch std); entropy bonus 0.02; old log-probs of the engine; "
-        "AdamW, lr 0.0004 linear"
+        "gae advantages (gamma 1.0, lam 0.95); vanilla loss (clip_ratio_c inf), token-mean; KL in reward 0.01 (k1), "
+        "KL in loss 0.1 (k3); advantages normalised (batch mean, batch std); entropy bonus 0.02; old log-probs of the "
+        "engine; AdamW, lr 0.0004 linear"
     )
-    assert "(clip_ratio_high 0.28)" in row("algorithm", "algorithm=dapo")
+    assert "(clip_ratio_high 0.28, clip_ratio_c inf)" in row("algorithm", "algorithm=dapo")
 
 
 def test_an_adaptive_coefficient_is_shown_as_a_start():
@@ -95,6 +97,73 @@ def test_what_overlaps_is_said_where_it_may():
     )
     assert row("processes", "placement=inprocess", "rollout=hf", "trainer.max_staleness=1").endswith(
         "; answers may be 1 weight version old, which saves no time in one process: trainer.max_staleness=0 learns more"
+    )
+
+
+def facts_of(loss_mode):
+    return replace(FACTS, aggregations=POLICY_LOSSES.metadata(loss_mode).get("aggregations", ()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode", "defined"),
+    [
+        ("gspo", "token-mean", "seq-mean-token-mean or seq-mean-token-sum"),
+        ("gspo", "seq-mean-token-sum-norm", "seq-mean-token-mean or seq-mean-token-sum"),
+        ("geo_mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+    ],
+)
+def test_it_says_where_a_loss_of_whole_answers_is_not_aggregated_as_it_is_defined(loss, mode, defined):
+    settings = [f"algorithm.loss_mode={loss}", f"algorithm.loss_agg_mode={mode}"]
+    assert row("note", *settings, facts=facts_of(loss)) == (
+        f"the {loss} loss is defined for algorithm.loss_agg_mode={defined}; under {mode} an answer weighs in "
+        "proportion to its length"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode"),
+    [
+        ("gspo", "seq-mean-token-mean"),
+        ("gspo", "seq-mean-token-sum"),  # LUSPO
+        ("geo_mean", "seq-mean-token-mean"),
+        ("vanilla", "token-sum"),
+    ],
+)
+def test_it_says_nothing_where_a_loss_is_aggregated_as_it_is_defined(loss, mode):
+    settings = [f"algorithm.loss_mode={loss}", f"algorithm.loss_agg_mode={mode}"]
+    assert "note" not in dict(plan_rows(config_of(*settings), facts_of(loss)))
+
+
+STALE = "trainer.max_staleness=4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "have token importance weights, actor over engine, truncated above 2"),
+        (["algorithm=icepop"], "have token importance weights, actor over engine, tokens dropped below 0.5 or above 5"),
+        (["algorithm.correction.level=null"], "train uncorrected; algorithm.correction.level=auto corrects them"),
+        (
+            ["algorithm=sequence_masking"],
+            "are dropped where algorithm.rejection finds them too far from the engine, and else uncorrected",
+        ),
+        (
+            ["algorithm.old_log_probs=rollout"],
+            "are corrected by the ratio of the vanilla loss, which is to the engine's log-probs",
+        ),
+    ],
+)
+def test_it_says_what_relates_stale_answers_to_the_policy_that_sampled_them(overrides, text):
+    assert row("off-policy", STALE, *overrides) == f"answers up to 4 weight versions old {text}"
+    assert "off-policy" not in dict(plan_rows(config_of(*overrides), FACTS))
+
+
+def test_a_loss_without_a_ratio_is_not_corrected_by_the_engines_log_probs():
+    facts = replace(FACTS, uses_ratio=False)
+    settings = [STALE, "algorithm=reinforce", "algorithm.old_log_probs=rollout"]
+    assert row("off-policy", *settings, facts=facts) == (
+        "answers up to 4 weight versions old train uncorrected; algorithm.correction.level=auto with "
+        "old_log_probs=actor corrects them"
     )
 
 

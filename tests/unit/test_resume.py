@@ -14,6 +14,7 @@ from rltrain.data import Prompt
 from rltrain.errors import ConfigError
 from rltrain.resume import FREE, beginning, require_usable
 from rltrain.schema import Config
+from rltrain.sources import sources
 from rltrain.typed import keys
 from tests.unit.test_checkpoint import Ranks, made, save
 
@@ -152,6 +153,15 @@ def test_what_decides_the_future_must_be_equal(tmp_path, override):
     assert "start a new run with its model as model.path" in said
 
 
+def test_a_correction_that_follows_from_the_staleness_is_not_what_is_complained_about(tmp_path):
+    saved(tmp_path, "trainer.max_staleness=2")
+    fresh = refusal(tmp_path, "trainer.resume=auto")
+    assert fresh.startswith("trainer.max_staleness=0: the checkpoint has 2, and going on")
+    own = refusal(tmp_path, "trainer.resume=auto", "trainer.max_staleness=2", "algorithm.correction.level=null")
+    assert own.startswith("algorithm.correction.level=null: the checkpoint has token, and going on")
+    assert beginning(config(tmp_path, "trainer.resume=auto", "trainer.max_staleness=2")).checkpoint.step == 2
+
+
 def test_both_values_are_named(tmp_path):
     saved(tmp_path)
     assert refusal(tmp_path, "trainer.resume=auto", "model.lora={rank:4}").startswith("model.lora")
@@ -258,12 +268,34 @@ def write_index(checkpoint):
     checkpoint.folder.write("state/actor/.metadata", pickle.dumps(Metadata({}, None, {})))
 
 
-def usable(tmp_path, state, fingerprint=7):
-    checkpoint = beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
+def usable(tmp_path, state, *words, fingerprint=7):
+    checkpoint = beginning(config(tmp_path, "trainer.resume=auto", *words)).checkpoint
     write_index(checkpoint)
     prompts = Prompts([Prompt(n, "p", [1], {}) for n in range(3)])
     prompts.fingerprint = lambda: fingerprint
-    require_usable(config(tmp_path), dataclasses.replace(checkpoint, state=state), prompts)
+    return require_usable(config(tmp_path, *words), dataclasses.replace(checkpoint, state=state), prompts)
+
+
+def test_only_the_function_that_ended_the_run_may_be_repaired(tmp_path):
+    rewards, sums = tmp_path / "rewards.py", tmp_path / "sums.py"
+    for file in (rewards, sums):
+        file.write_text("def own(**_): return 1")
+    words = [f"reward.functions=['{rewards}:own']", f"reward.aggregation={sums}:own"]
+    saved(tmp_path / "run", *words)
+    kept = sources(config(tmp_path / "run", *words), Prompts())
+    ended = GOOD | {"sources": kept, "repairable": f"reward.aggregation: {sums}:own"}
+    assert usable(tmp_path / "run", ended, *words) == []
+    sums.write_text("def own(**_): return 2")
+    saved(tmp_path / "run", *words)
+    (said,) = usable(tmp_path / "run", ended, *words)
+    assert said == f"reward.aggregation: {sums}:own: repaired since step 2, where it ended the run"
+    saved(tmp_path / "run", *words)
+    with pytest.raises(ConfigError, match=r"sums.py:own: holds something else than when"):
+        usable(tmp_path / "run", ended | {"repairable": None}, *words)
+    rewards.write_text("def own(**_): return 2")
+    saved(tmp_path / "run", *words)
+    with pytest.raises(ConfigError, match=r"rewards.py:own: holds something else than when"):
+        usable(tmp_path / "run", ended, *words)
 
 
 def test_other_prompts_under_the_same_name_are_refused(tmp_path):

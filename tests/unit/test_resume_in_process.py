@@ -121,7 +121,7 @@ VARIANTS = {
         "algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.05", "algorithm.kl_in_reward.controller=adaptive",
     ],
     "dynamic sampling, entropy target, kl": [
-        "algorithm.dynamic_sampling=3", "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.01",
+        "algorithm.dynamic_sampling=3", "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.003",
         "algorithm.kl_loss.kl_loss_coef=0.01", "trainer.prompts_per_minibatch=4",
     ],
     "lora and a greedy baseline": ["model.lora={rank:4}", "algorithm.advantage_estimator=remax"],
@@ -242,6 +242,45 @@ def test_a_run_that_ends_because_rewards_fail_goes_on_when_they_work_again_as_if
     resumed = Run(start, tmp_path / "parts", *overrides, "trainer.save_every=0").resume()
     assert resumed.trainer.step == 2
     assert_same(resumed.fit(), Run(start, tmp_path / "whole", *overrides, "trainer.save_every=0").fit())
+
+
+AGGREGATION = """
+from pathlib import Path
+
+def total(components, **_):
+    if Path(__file__).with_name("broken").exists():
+        raise KeyError("level")
+    return components.nan_to_num(0.0).sum(-1)
+"""
+ADAPTIVE_KL = ["algorithm.kl_in_reward.kl_coef=0.05", "algorithm.kl_in_reward.controller=adaptive"]
+
+
+@pytest.mark.parametrize("save_every", [0, 1])
+@pytest.mark.parametrize("overrides", [ADAPTIVE_KL, ["algorithm.dynamic_sampling=3"]])
+def test_a_run_that_ends_in_the_users_aggregation_goes_on_when_it_is_repaired_as_if_it_had_worked(
+    start, tmp_path, overrides, save_every
+):
+    (tmp_path / "own.py").write_text(AGGREGATION)
+    words = ["trainer.deterministic=true", f"reward.aggregation={tmp_path}/own.py:total", *overrides]
+    whole = Run(start, tmp_path / "whole", *words).fit()
+    failed = Run(start, tmp_path / "parts", *words, f"trainer.save_every={save_every}")
+    between = failed.trainer.between_steps
+
+    def breaks_after_2():
+        between()
+        if failed.trainer.step == 2:
+            (tmp_path / "broken").touch()
+
+    failed.trainer.between_steps = breaks_after_2
+    said = r"KeyError: 'level'; step 2 is saved, and trainer\.resume=auto goes on from it, also with that function"
+    with pytest.raises(RewardError, match=said):
+        failed.fit()
+    failed.checkpoints.finish()
+    (tmp_path / "broken").unlink()
+    resumed = Run(start, tmp_path / "parts", *words).resume()
+    assert resumed.trainer.step == 2
+    assert failed.checkpoints.newest().state["repairable"] == f"reward.aggregation: {tmp_path}/own.py:total"
+    assert_same(resumed.fit(), whole)
 
 
 def test_failed_rewards_of_a_step_that_is_prefetched_are_asked_for_again_by_who_resumes(start, tmp_path):

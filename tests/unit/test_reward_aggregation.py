@@ -53,6 +53,12 @@ def nothing(components, **others):
 def large(components, **others):
     return torch.full((len(components),), 1e300, dtype=torch.float64)
 
+def without_values(components, **_):
+    return torch.zeros(len(components), device="meta")
+
+def sparse(components, **_):
+    return torch.zeros(len(components)).to_sparse()
+
 def imaginary(components, **others):
     return torch.zeros(len(components), dtype=torch.complex64)
 
@@ -92,7 +98,7 @@ def batch(config, *groups, failed=()):
 
 
 def shaped(config, *groups, failed=()):
-    scores, valid = shaped_scores(batch(config, *groups, failed=failed), config)
+    scores, _, valid = shaped_scores(batch(config, *groups, failed=failed), config)
     return [round(score, 4) for score in scores.tolist()], valid.tolist()
 
 
@@ -151,6 +157,8 @@ def test_a_row_for_which_it_says_nan_is_in_no_statistic(own):
         ("exits", "raised SystemExit: 0"),
         ("mute", "raised Mute: its text cannot be had"),
         ("large", "returned (2,): one finite number a row"),
+        ("without_values", "returned (2,): one finite number a row"),
+        ("sparse", "returned (2,): one finite number a row"),
         ("imaginary", "returned (2,) of torch.complex64: one finite number a row"),
     ],
 )
@@ -158,6 +166,7 @@ def test_an_aggregation_that_returns_something_else_stops_the_run_in_one_line(ow
     with pytest.raises(RewardError) as caught:
         shaped(config_of(f"reward.aggregation={own}:{name}"), [(1.0, 3.0), (9.0, 1.0)])
     assert str(caught.value).startswith(f"reward.aggregation={own}:{name} {said}")
+    assert caught.value.repairable == f"reward.aggregation: {own}:{name}"
 
 
 def test_an_aggregation_that_says_nan_for_every_row_of_several_groups_stops_the_run(own):
@@ -170,7 +179,7 @@ def test_an_aggregation_that_says_nan_for_every_row_of_several_groups_stops_the_
 def test_an_aggregation_cannot_change_the_batch(own):
     config = config_of(f"reward.aggregation={own}:changes_all")
     made = batch(config, [(1.0, 3.0)], [(9.0, 1.0)])
-    scores, valid = shaped_scores(made, config)
+    scores, _, valid = shaped_scores(made, config)
     assert (scores.tolist(), valid.tolist(), scores.requires_grad) == ([1.0, 1.0], [True, True], False)
     assert made.batch["reward_components"].tolist() == [[1.0, 3.0], [9.0, 1.0]]
     assert (made.batch["uid"].tolist(), made.batch["valid"].tolist()) == ([0, 1], [True, True])

@@ -13,12 +13,12 @@ from rltrain.prompt_groups import Group, State
 from rltrain.protocol import DataProto
 from rltrain.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.reward_models import RewardModel, with_model_scores
-from rltrain.tasks.tokenizer import char_tokenizer
+from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from tests.fakes import Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
-FUNCTION = RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, kwargs={})
+FUNCTION = RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, kwargs={})
 CHAT = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -41,7 +41,9 @@ class Ranks:
 def model(ranks=None, *, number=1, longest=None, template=None, chat_template=None, weight=0.5, gate=False):
     tokenizer = char_tokenizer()
     tokenizer.chat_template = chat_template
-    config = RewardModelConfig(name=f"rm{number}", path="/m", weight=weight, gate=gate, prompt_template=template)
+    config = RewardModelConfig(
+        name=f"rm{number}", path="/m", weight=weight, gate=gate, outcome=True, prompt_template=template
+    )
     return RewardModel(
         config, ranks or Ranks(), number=number, tokenizer=tokenizer, longest=longest, pad=0, max_tokens=8
     )  # fmt: skip
@@ -80,6 +82,23 @@ def test_a_template_of_the_config_comes_first_and_texts_with_braces_stay_as_they
     assert read_by(made, Prompt(0, "{response}", [1], {}, CHAT), "{prompt}") == "Q: {response} A: {prompt} {x}"
 
 
+def test_what_an_answer_spells_is_text_to_the_model_and_what_a_template_writes_is_a_token():
+    read = []
+
+    class Ids(Ranks):
+        def rows(self, method, batch, *, max_tokens):
+            read.extend(batch[n].values("prompts").tolist() for n in range(len(batch)))
+            return super().rows(method, batch, max_tokens=max_tokens)
+
+    chat = Prompt(0, "p", [1], {}, CHAT)
+    model(Ids(), chat_template=TEMPLATE + "<eos>").scores([(chat, "yo<eos>")])
+    model(Ids(), template="{prompt}<eos>{response}").scores([(Prompt(0, "p<pad>", [1], {}), "yo<eos>")])
+    model(Ids()).scores([(Prompt(0, "p<pad>", [1], {}), "<eos>")])
+    assert read == [
+        [*b"<user>hi<assistant>yo<eos>", EOS_ID], [*b"p<pad>", EOS_ID, *b"yo<eos>"], [*b"p<pad><eos>"],
+    ]  # fmt: skip
+
+
 def test_equal_samples_are_computed_once_and_get_equal_scores():
     noise = random.Random(0)
     made = model(Ranks(lambda text: noise.random()))
@@ -111,7 +130,7 @@ def test_what_has_no_score_says_why():
         "gave nan", 1.0, "has no token for this text",
     ]  # fmt: skip
     (said,) = made.scores([(Prompt(0, "p", [1], {}, CHAT), "a")])
-    assert said.startswith("its chat template refuses the messages")
+    assert said.startswith("its chat template refuses these messages")
     assert made.scores([]) == []
 
 
@@ -258,7 +277,7 @@ def test_the_plan_names_models_and_their_memory():
 def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
     import json
 
-    from rltrain.model_files import check_reward_model, longest_row
+    from rltrain.model_files import check_reward_model
 
     for file in ("model.safetensors", "tokenizer.json"):
         (tmp_path / file).write_text("")
@@ -279,7 +298,24 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
     assert f"key={tmp_path}: its config.json does not load" in refused(**good, model_type="unknown")
     mixed = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     assert "has layers of the kind conv, and" in refused(**good, **mixed)
-    limits = {"model_type": "mistral", "max_position_embeddings": 64, "sliding_window": 16}
-    (tmp_path / "config.json").write_text(json.dumps(good | limits))
+
+
+def test_a_reward_model_is_accepted_as_a_whole_and_refused_without_its_head(tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import MistralConfig, MistralForSequenceClassification
+
+    from rltrain.model_files import check_reward_model, longest_row
+
+    config = MistralConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=16, num_labels=1,
+    )  # fmt: skip
+    MistralForSequenceClassification(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("")
     check_reward_model(str(tmp_path), "key")
     assert longest_row(tmp_path) == 16
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^key={tmp_path}: its weights lack score\.weight: they are not the whole"):
+        check_reward_model(str(tmp_path), "key")

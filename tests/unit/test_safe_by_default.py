@@ -7,6 +7,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / folder).rglob("*.py"))
 # Pickles whose bytes come from a process that this run started, or that can name nothing.
 PICKLES = {
+    # The driver sends its own data to the process that renders chat templates, and gets JSON back.
+    ("rltrain/chat_templates.py", "pickle.dumps"),
+    ("rltrain/template_process.py", "pickle.loads"),
     ("rltrain/rewards/code_tests_link.py", "pickle.Pickler"),
     ("rltrain/rewards/code_tests_link.py", "pickle.Unpickler"),
     ("rltrain/rewards/code_tests_link.py", "pickle.UnpicklingError"),
@@ -103,6 +106,14 @@ def test_a_models_own_code_is_never_run():
                 )
     assert found >= 6
     assert '"trust_remote_code": False' in (ROOT / "workers/rollout/vllm_engine.py").read_text()
+
+
+def test_models_are_loaded_in_one_place_which_refuses_weights_that_are_not_whole():
+    places = {
+        named(path) for path in SOURCES for name, _ in calls(path)
+        if name.endswith(".from_pretrained") and name.startswith(("AutoModel", "kind."))
+    }  # fmt: skip
+    assert places == {"rltrain/model_weights.py"}
 
 
 def test_a_torch_file_that_would_run_code_is_not_loaded(tmp_path):

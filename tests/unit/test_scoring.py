@@ -14,7 +14,8 @@ def batch(scores, *, reasons=None, valid=None, lengths=None, mask=None) -> DataP
     lengths = lengths or [2] * rows
     made = DataProto.from_dict(
         {"responses": jagged([[1] * length for length in lengths], torch.int64), "scores": torch.tensor(scores),
-         "uid": torch.zeros(rows, dtype=torch.int64), "valid": torch.tensor(valid or [True] * rows)},
+         "uid": torch.zeros(rows, dtype=torch.int64), "valid": torch.tensor(valid or [True] * rows),
+         "reward_components": torch.tensor(scores)[:, None]},
         {"finish_reason": reasons or ["stop"] * rows},
     )  # fmt: skip
     trained = made.batch["valid"].repeat_interleave(torch.tensor(lengths)) if mask is None else torch.tensor(mask)
@@ -23,8 +24,8 @@ def batch(scores, *, reasons=None, valid=None, lengths=None, mask=None) -> DataP
 
 def shaped(made, *overrides):
     config = compose([f"rollout.max_response_length={LIMIT}", *(f"algorithm.{text}" for text in overrides)])[0]
-    scores, valid = shaped_scores(made, config)
-    return scores.tolist(), valid.tolist()
+    scores, _, counted = shaped_scores(made, config)
+    return scores.tolist(), counted.tolist()
 
 
 # Each score by itself
@@ -93,10 +94,33 @@ def test_masking_alone_leaves_scores_and_statistics_as_they_are():
     assert shaped(batch(CUT, reasons=REASONS), "mask_truncated=true") == (CUT, [True] * 4)
 
 
-def test_a_suppressed_answer_keeps_the_price_of_its_length_and_none_of_the_shaping():
-    made = batch([4.0, 4.0], reasons=["length", "stop"], lengths=[16, 14])
+def test_a_suppressed_answer_is_shaped_as_one_that_earned_nothing_and_keeps_the_price_of_its_length():
+    made = batch([4.0, 0.0, 4.0], reasons=["length", "stop", "stop"], lengths=[16, 16, 14])
     settings = ["suppress_truncated=true", "reward_shaping.bias=7.0", "reward_shaping.overlong_buffer=4"]
-    assert shaped(made, *settings) == ([-1.0, 10.5], [False, True])
+    assert shaped(made, *settings) == ([6.0, 6.0, 10.5], [False, True, True])
+
+
+@pytest.mark.parametrize("shaping", [[], ["bias=-0.5"], ["bias=-0.5", "scale=2"], ["scale=-1"], ["clip=0.4"]])
+@pytest.mark.parametrize("how", ["suppress", "exclude"])
+def test_C9_a_wrong_answer_scores_no_better_for_being_cut(how, shaping):
+    """Rows of equal scores, finished and cut; for a scale below 0 a high score is the wrong one."""
+    made = batch([-1.0, -1.0, 0.0, 0.0, 1.0, 1.0], reasons=["stop", "length"] * 3)
+    scores, counted = shaped(made, f"{how}_truncated=true", *(f"reward_shaping.{text}" for text in shaping))
+    assert all(cut <= finished for finished, cut in zip(scores[::2], scores[1::2], strict=True))
+    assert scores[3] == scores[2]  # what has earned nothing has nothing to lose
+    assert counted == [True, False] * 3
+
+
+def test_C5_C9_under_normalize_then_sum_a_cut_answer_is_in_no_statistic_and_earns_nothing():
+    """Finished 2 and 0: mean 1, std sqrt 2. A cut answer with 100 counts as one with 0, and not as the mean."""
+    aggregation = "reward.aggregation=normalize_then_sum"
+    for cut_score in (2.0, 100.0):
+        made = batch([2.0, 0.0, cut_score], reasons=["stop", "stop", "length"])
+        config = compose([aggregation, "algorithm.suppress_truncated=true"])[0]
+        assert shaped_scores(made, config).scores.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), -(0.5**0.5)])
+        config = compose([aggregation, "algorithm.exclude_truncated=true"])[0]
+        scores = shaped_scores(made, config).scores.tolist()
+        assert scores == pytest.approx([0.5**0.5, -(0.5**0.5), (cut_score - 1) * 0.5**0.5], rel=1e-5)
 
 
 # Groups without spread
@@ -143,7 +167,35 @@ def test_a_batch_of_empty_responses_has_no_place_for_a_score():
     assert (len(placed), placed.dtype) == (0, torch.float64)
 
 
-# Groups that teach nothing
+# Groups of one outcome
+
+FORM = "reward.functions=[{path: 'x:right', weight: 2.0}, {path: length_penalty, weight: 0.5}]"
+ESTIMATORS = [[], ["reward.aggregation=normalize_then_sum"], ["algorithm.advantage_estimator=gdpo"]]
+
+
+@pytest.mark.parametrize("overrides", ESTIMATORS, ids=["sum", "normalize_then_sum", "gdpo"])
+@pytest.mark.parametrize(("right", "flat"), [([0.0, 0.0], True), ([1.0, 1.0], True), ([1.0, 0.0], False)])
+def test_C8_a_penalty_among_the_functions_makes_no_two_outcomes_of_one(right, flat, overrides):
+    made = batch([0.0, 0.0])
+    made.batch["reward_components"] = torch.tensor([[right[0], -0.25], [right[1], -1.0]])
+    assert flat_rows(made, compose([FORM, *overrides])[0]).tolist() == [flat] * 2
+    counts = FORM.replace("0.5", "0.5, outcome: true")
+    assert flat_rows(made, compose([counts, *overrides])[0]).tolist() == [False] * 2
+
+
+def test_C8_a_right_answer_whose_price_of_length_eats_its_reward_is_another_outcome_than_a_wrong_one():
+    """2 x 1 + 0.5 x -4 = 0, the score of the wrong answer."""
+    made = batch([0.0, 0.0])
+    made.batch["reward_components"] = torch.tensor([[1.0, -4.0], [0.0, 0.0]])
+    assert flat_rows(made, compose([FORM])[0]).tolist() == [False] * 2
+
+
+def test_an_aggregation_of_ones_own_says_the_outcome_of_all_functions(tmp_path):
+    (tmp_path / "own.py").write_text("def least(components, **others):\n    return components.amin(-1)\n")
+    made = batch([0.0, 0.0])
+    made.batch["reward_components"] = torch.tensor([[1.0, -1.0], [0.0, -1.0]])
+    config = compose([FORM, f"reward.aggregation={tmp_path / 'own.py'}:least"])[0]
+    assert flat_rows(made, config).tolist() == [True] * 2  # the penalty is the least in both
 
 
 @pytest.mark.parametrize(
@@ -160,7 +212,8 @@ def test_an_estimator_that_reads_the_functions_one_by_one_looks_at_the_spread_of
     values = torch.tensor(components)
     made = batch(values.nansum(1).tolist())
     made.batch["reward_components"] = values
-    gdpo = compose(["algorithm.advantage_estimator=gdpo"])[0]
+    two = "reward.functions=[x:y, x:z]"
+    gdpo = compose([two, "algorithm.advantage_estimator=gdpo"])[0]
     assert flat_rows(made, gdpo).tolist() == [flat] * 2
     total = values.nansum(1)
-    assert flat_rows(made, compose([])[0]).tolist() == [bool(total[0] == total[1])] * 2
+    assert flat_rows(made, compose([two])[0]).tolist() == [bool(total[0] == total[1])] * 2

@@ -2,14 +2,25 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from rltrain.errors import Stopped
-from rltrain.signals import Signals
+from rltrain.signals import Signals, hangups_ignored
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.fixture(autouse=True)
+def _listening():
+    """What a shell without job control starts in the background ignores SIGINT, and so might these tests."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_while_the_workers_start_ends_the_run_with_its_own_status(number, status):
     with pytest.raises(Stopped) as caught, Signals():
         os.kill(os.getpid(), number)
@@ -33,3 +44,32 @@ def test_the_first_waits_for_a_safe_place_and_the_second_does_not(number, status
         send_twice(number)
     assert caught.value.status == status
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_a_hangup_that_the_shell_sends_again_does_not_end_the_save(first):
+    with Signals() as signals:
+        signals.patient = True
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.status == 128 + first
+        with pytest.raises(Stopped):
+            signals.check()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_parent_ignores_as_under_nohup_stays_ignored(number):
+    signal.signal(number, signal.SIG_IGN)
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+        signals.check()
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+def test_what_is_started_while_hangups_are_ignored_outlives_one():
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
+    with hangups_ignored():
+        assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGHUP
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL

@@ -49,7 +49,7 @@ def test_other_weights_of_a_model_that_stays_are_another(tmp_path, uses, at):
     before = found(*words)[f"model.path={tmp_path}"]
     assert found(*words)[f"model.path={tmp_path}"] == before
     if at == "name":
-        file.rename(tmp_path / "other.safetensors")
+        file.rename(tmp_path / "pytorch_model.bin")
     else:
         content += b"x" if at == "size" else b""
         content[0 if at == "size" else at] ^= at != "size"

@@ -148,6 +148,7 @@ class Collector:
              "policy_version": jagged([[version]] * 4, torch.int64), "uid": torch.tensor([0, 0, 1, 1]),
              "valid": torch.ones(4, dtype=torch.bool), "failed": torch.zeros(4, dtype=torch.bool),
              "failed_function": torch.full((4,), -1), "scores": torch.tensor([1.0, 0, 1, 0]),
+             "outcomes": torch.tensor([1.0, 0, 1, 0]),
              "response_mask": jagged([[True]] * 4, torch.bool), "token_level_scores": jagged([[1.0], [0.0]] * 2,
              torch.float32), "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
             {"finish_reason": ["stop"] * 4},
@@ -155,6 +156,9 @@ class Collector:
 
     def scored(self, batch):
         return batch
+
+    def take(self):
+        """It has no groups."""
 
     def evaluate(self, prompts, *, greedy):
         return self.answers(0)

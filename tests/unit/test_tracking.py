@@ -84,7 +84,8 @@ def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_o
     tracker = Tracker(tmp_path / "first", FakeDisplay(), PARTS)
     tracker.log_eval(0, EVALUATION)
     tracker.log_step(1, {**metrics(0.25), "odd": NAN}, batch())
-    kept, history = tracker.state(), list(tracker.history)
+    starts, history = tracker.state(), list(tracker.history)
+    kept = {name: start.path.read_bytes()[: start.size] for name, start in starts.items()}
     tracker.log_step(2, metrics(9.0), batch())
     tracker.log_failed(3, batch())
     if other:
@@ -93,7 +94,10 @@ def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_o
         tracker = Tracker(tmp_path / "second", FakeDisplay(), PARTS)
         (tmp_path / "second/tensorboard").rename(tmp_path / "unused")
     tracker.restore(1, kept)
-    assert tracker.state() == kept
+    assert {name: start.path.read_bytes() for name, start in tracker.state().items()} == kept
+    assert {name: start.size for name, start in tracker.state().items()} == {
+        n: start.size for n, start in starts.items()
+    }
     assert str(tracker.history) == str(history)  # NaN and all
     assert tracker.evaluated(0)
     assert tracker.metrics_of(1).items() >= metrics(0.25).items()
@@ -198,3 +202,11 @@ def test_a_batch_that_is_kept_can_be_loaded_and_one_that_cannot_be_kept_says_why
     tracker.warn("look out")
     assert tracker.display.shown == [("warning", "look out")]
     tracker.close()
+
+
+def test_an_alarm_is_recorded_without_the_keys_that_its_text_repeats(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEPLOY_KEY", "first-line-of-it\nsecond-line-of-it\n")
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
+    tracker.log_alarm(3, "step 3: refused 'first-line-of-it\\nsecond-line-of-it\\n'")
+    tracker.close()
+    assert json.loads((tmp_path / "alarms.jsonl").read_text()) == {"step": 3, "alarm": "step 3: refused '[hidden]\\n'"}

@@ -21,7 +21,8 @@ def samples(version: int) -> DataProto:
          "uid": torch.tensor([0, 0, 1, 1]), "valid": torch.ones(4, dtype=torch.bool),
          "failed": torch.zeros(4, dtype=torch.bool),
          "failed_function": torch.full((4,), -1),
-         "scores": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
+         "scores": torch.tensor([1.0, 0.0, 1.0, 0.0]), "outcomes": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+         "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
         {"finish_reason": ["stop"] * 4},
     )  # fmt: skip
     return place_scores(batch)
@@ -41,6 +42,9 @@ class FakeCollector:
     def scored(self, batch):
         self.log.append("scored")
         return batch
+
+    def take(self):
+        """It has no groups."""
 
     def advance(self):
         raise AssertionError("nobody waits")
@@ -311,7 +315,9 @@ def test_with_one_optimizer_step_on_all_the_actor_is_asked_in_the_first_step_onl
     assert not [name for name in second if name.startswith("rollout/log_prob_gap")]
 
 
-@pytest.mark.parametrize("setting", ["trainer.epochs_per_step=2", "algorithm.correction.level=token"])
+@pytest.mark.parametrize(
+    "setting", ["trainer.epochs_per_step=2", "algorithm.advantage_estimator=optimal_token_baseline"]
+)
 def test_where_the_old_policy_is_read_the_actor_is_asked_in_every_step(setting):
     made, log = trainer(ONE_STEP, setting)
     made.train_step()
@@ -331,12 +337,15 @@ def test_E1_one_optimizer_step_a_step_does_not_save_the_engine_its_check():
 
 def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
     made, _ = trainer(
-        "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.01", "algorithm.entropy_coef_step=0.004"
+        "algorithm.entropy_target=0.5",
+        "algorithm.entropy_coef=0.01",
+        "algorithm.entropy_coef_step=0.004",
+        "algorithm.entropy_coef_max=0.02",
     )
-    made.actor.entropies = [0.4, 0.3, 0.6, 0.4]
-    shown = [made.train_step()[0]["actor/entropy_coef"] for _ in range(5)]
+    made.actor.entropies = [0.4, 0.3, 0.6, 0.4, 0.4]
+    shown = [made.train_step()[0]["actor/entropy_coef"] for _ in range(6)]
     assert [coef for (coef,) in made.actor.arguments] == shown  # what is shown is what the actor was given
-    assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018])  # above the target the bonus is off
+    assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018, 0.02])  # above the target the bonus is off
 
 
 def test_without_a_target_the_entropy_coefficient_stays_and_is_not_shown():
@@ -355,13 +364,24 @@ def test_only_the_actor_is_given_an_entropy_coefficient():
 # What is trained on
 
 
-def test_what_leaves_the_mask_leaves_the_actors_batch_and_is_reported():
+def test_what_leaves_the_mask_leaves_the_actors_batch_after_the_statistics():
+    collector = FakeCollector([])
+    cut = samples(0)
+    cut.non_tensor_batch["finish_reason"][0] = "length"
+    collector.answers = lambda version: cut
+    made, _ = trainer("algorithm.mask_truncated=true", collector=collector)
+    _, batch = made.train_step()
+    trained = made.actor.updates[0][0].padded("response_mask").any(-1).tolist()
+    assert trained == [False, *cut.padded("response_mask").any(-1).tolist()[1:]]
+    assert batch.padded("advantages")[0].abs().sum() > 0
+
+
+def test_A4_what_correction_and_rejection_drop_goes_to_the_actor_in_the_mask():
     rejection = ["algorithm.rejection.kl_estimator=abs", "algorithm.rejection.upper=0.1"]
     made, _ = trainer(*rejection, "rollout.max_log_prob_gap=1", old=-1.25)
-    metrics, batch = made.train_step()
-    assert not bool(made.actor.updates[0][0].values("response_mask").any())
-    assert metrics["rollout/rejection_dropped_fraction"] == 1.0
-    assert batch.values("advantages").abs().sum() > 0  # the statistics came before
+    _, batch = made.train_step()
+    assert bool(made.actor.updates[0][0].values("response_mask").any())
+    assert torch.equal(made.actor.updates[0][0].values("response_mask"), batch.values("response_mask"))
 
 
 def test_a_selector_that_chooses_by_chance_gets_new_draws_each_step():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForTokenClassification
 
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS
 from rltrain.batching import minibatches
@@ -14,6 +15,7 @@ from rltrain.scoring import zero_spread
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
 from tests.fakes import NoCheckpoints
+from workers.fsdp import full
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
 
@@ -241,6 +243,39 @@ def test_a_greedy_baseline_is_scored_for_each_prompt(start, reward):
         assert torch.allclose(batch.padded("advantages")[:, 0], expected)
 
 
+def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(start, reward):
+    """The value is that of transformers' own forward pass over the whole answer, with the weights before the step."""
+    settings = [
+        "algorithm=ppo",
+        "algorithm.bootstrap_truncated=true",
+        "algorithm.advantage.gamma=0.9",
+        "critic.lr=1e-2",
+        "algorithm.advantage_normalization.mean_level=null",
+        "algorithm.advantage_normalization.std_level=null",
+        "rollout.max_response_length=4",
+    ]
+    made = trainer(start, reward, *settings)
+    made.train_step()  # before it every value is 0
+    (critic,) = (host.roles["critic"] for host in [made.critic.hosts.host])
+    copy = AutoModelForTokenClassification.from_pretrained(start, num_labels=1)
+    copy.score = torch.nn.Linear(copy.config.hidden_size, 1, bias=False)
+    copy.load_state_dict({name: full(tensor.detach()).clone() for name, tensor in critic.model.state_dict().items()})
+    copy.eval()
+    _, batch = made.train_step()
+    reasons = batch.non_tensor_batch["finish_reason"].tolist()
+    assert set(reasons) == {"length", "stop"}
+    for row, reason in enumerate(reasons):
+        prompt, response = batch[[row]].values("prompts"), batch[[row]].values("responses")
+        with torch.no_grad():
+            states = copy(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 :, 0]
+        assert torch.allclose(batch[[row]].values("values"), states[:-1], rtol=1e-4, atol=1e-5)
+        end = batch.batch["bootstrap_values"][row]
+        assert torch.isclose(end, states[-1] if reason == "length" else torch.tensor(0.0), rtol=1e-4, atol=1e-5)
+        after = 0.9 * end + batch.batch["scores"][row]
+        assert torch.isclose(batch[[row]].values("returns")[-1], after, rtol=1e-4, atol=1e-5)
+    assert batch.batch["bootstrap_values"].abs().max() > 0.01
+
+
 def test_features_go_together(start, reward):
     settings = [
         "loss_mode=top_entropy", "suppress_truncated=true", "mask_truncated=true", "dynamic_sampling=3",
@@ -253,7 +288,9 @@ def test_features_go_together(start, reward):
     made = trainer(start, reward, *(f"algorithm.{text}" for text in settings), *updates)
     metrics, batches, _ = run(made, 2)
     assert all(value == value and abs(value) < float("inf") for step in metrics for value in step.values())
-    assert {"correction_weights", "full_kl", "ref_hidden", "entropies"} <= set(batches[0].keys())
+    assert {"full_kl", "ref_hidden", "entropies"} <= set(batches[0].keys())
+    assert metrics[0]["actor/correction_weight_mean"] == pytest.approx(1, abs=0.1)  # engine and actor agree
+    assert metrics[0]["actor/rejection_dropped_fraction"] == 0
     assert "ref_log_probs" not in batches[0]
     assert metrics[0]["actor/selected_fraction"] > 0
     assert metrics[0]["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: nothing is learnt yet

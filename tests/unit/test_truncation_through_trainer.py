@@ -231,7 +231,8 @@ def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisation(e
         assert metrics["reward/failed_fraction"] == pytest.approx(1 / 6)
     plain = changed(advantage_estimator=estimator, reward_normalization=dataclasses.replace(NONE, mean_level="batch"))
     rewards = trained(scores, config=plain)[0].padded("token_level_rewards").sum(-1)
-    assert rewards.tolist() == pytest.approx([0.5, 0.0, -0.5, 0.5, 0.0, -0.5])  # the mean of four, 0.5
+    # The mean of four is 0.5; the cut answer has earned nothing, as the last one of each group.
+    assert rewards.tolist() == pytest.approx([0.5, -0.5, -0.5, 0.5, 0.0, -0.5])
 
 
 def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppressed_score(start, process_group):

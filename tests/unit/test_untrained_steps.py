@@ -5,7 +5,12 @@ from test_trainer import FakeCollector, samples, trainer
 
 from rltrain.errors import LogProbError, NumericsError
 
-ENTROPY = ["algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.01", "algorithm.entropy_coef_step=0.004"]
+ENTROPY = [
+    "algorithm.entropy_target=0.5",
+    "algorithm.entropy_coef=0.01",
+    "algorithm.entropy_coef_step=0.004",
+    "algorithm.entropy_coef_max=0.1",
+]
 
 
 class SomeUntrained(FakeCollector):
@@ -28,10 +33,22 @@ def test_a_step_that_trained_nothing_does_not_move_the_entropy_coefficient():
     assert shown == pytest.approx([0.01, 0.014, 0.014, 0.018])
 
 
-def test_a_step_whose_tokens_were_all_rejected_does_not_move_it_either():
+def test_a_step_whose_answers_were_all_cut_and_masked_does_not_move_it_either():
+    class AllCut(FakeCollector):
+        def answers(self, version):
+            batch = samples(version)
+            batch.non_tensor_batch["finish_reason"][:] = "length"
+            return batch
+
+    made, _ = trainer(*ENTROPY, "algorithm.mask_truncated=true", collector=AllCut([]))
+    assert [made.train_step()[0]["actor/entropy_coef"] for _ in range(2)] == [0.01, 0.01]
+
+
+def test_a_step_whose_tokens_were_all_rejected_still_has_an_entropy_to_steer_by():
     reject = ["algorithm.rejection.kl_estimator=abs", "algorithm.rejection.upper=0.1", "rollout.max_log_prob_gap=1"]
     made, _ = trainer(*ENTROPY, *reject, old=-1.25)
-    assert [made.train_step()[0]["actor/entropy_coef"] for _ in range(2)] == [0.01, 0.01]
+    made.actor.entropies = [0.4, 0.4]
+    assert [made.train_step()[0]["actor/entropy_coef"] for _ in range(2)] == pytest.approx([0.01, 0.014])
 
 
 @pytest.mark.parametrize("settings", [["trainer.prompts_per_minibatch=2"], [], ["algorithm.old_log_probs=rollout"]])

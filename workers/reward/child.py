@@ -3,11 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rltrain.limits import limit_memory
 from workers.reward import processes
+from workers.reward.messages import RewardResult
 from workers.reward.worker import RewardWorker
 
 READY = "ready"
@@ -31,17 +33,28 @@ def serve(descriptor: int, parent: int) -> None:
         connection.send(str(error))
         return
     helpers = processes.descendants(own)  # what the import of a function's file started stays
-    processes.limit_memory(memory_mb)
+    limit_memory(memory_mb)
     connection.send(READY)
     while True:
         try:
-            requests, limits = connection.recv()
+            requests, limits, stepwise = connection.recv()
         except EOFError:
             return
-        answer = _answer(worker, requests, limits, own)
-        connection.send(answer)
+        report = _reporter(connection, own) if stepwise else None
+        connection.send(_answer(worker, requests, limits | {"report": report}, own))
         if processes.has_children():
             _clean_up(own, helpers)
+
+
+def _reporter(connection: Connection, own: int) -> Callable[[RewardResult], None]:
+    """Sends results to the guard as they come, so that it knows which call is under way."""
+
+    def report(result: RewardResult) -> None:
+        if os.getpid() != own:  # as in `_answer`
+            os._exit(1)
+        connection.send(result)
+
+    return report
 
 
 def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any], own: int) -> list[Any]:
@@ -54,10 +67,10 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
 
 def _clean_up(own: int, helpers: Sequence[int]) -> None:
     """End what calls have left behind; what they started ends with them."""
-    if set(processes.descendants(own)) <= set(helpers):
+    if not processes.descendants(own, spare=helpers):
         return
     processes.end_descendants(own, spare=helpers)
     until = time.monotonic() + 1.0
-    while not set(processes.descendants(own)) <= set(helpers) and time.monotonic() < until:
+    while processes.descendants(own, spare=helpers) and time.monotonic() < until:
         processes.reap(helpers)
         time.sleep(0.001)

@@ -1,6 +1,7 @@
 """Scores samples as they come: chunks for speed, one at a time where a worker was lost. Knows nothing of Ray itself."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import Any, Self
 from rltrain.reward_config import RewardConfig
 from rltrain.rewards.loading import is_async, is_batched, load_function
 from workers.reward.messages import Key, RewardRequest, RewardResult
-from workers.reward.transport import Answer, Call, InProcessTransport, Lost, Transport
+from workers.reward.transport import Answer, Call, Held, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed
 from workers.watch import Watch
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _BUDGET_S = 0.2  # a chunk comes back after about so long, however slow the functions are
 _GRACE_S = 1.0
+_HOLD_SHARE = 0.1  # of a call's time limit, after which other samples go on in a spare process
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
@@ -58,6 +60,7 @@ class RewardPool:
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
         self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # by slot; None: aborted
+        self._held: set[int] = set()  # slots whose call takes long
         self._finished: list[RewardResult] = []
         self._keys: set[Key] = set()
         # Of async calls, so many wait side by side; a chunk has more, so that one that ends makes room for the next.
@@ -78,14 +81,15 @@ class RewardPool:
 
     @classmethod
     def on_ray(
-        cls, reward: RewardConfig, *, workers: int, start_timeout_s: float, runtime_env: dict[str, Any] | None = None,
-        watch: Watch | None = None,
+        cls, reward: RewardConfig, *, workers: int, spares: int = 0, start_timeout_s: float,
+        runtime_env: dict[str, Any] | None = None, watch: Watch | None = None,
     ) -> Self:  # fmt: skip
         """Score in Ray actors, which start at once and without being waited for. Ray must be initialised.
 
         Args:
             reward: the functions, whose files' paths may be relative to this process's working directory.
             workers: number of actors.
+            spares: further processes of each, for other samples while a call takes long.
             start_timeout_s: seconds in which an actor must have started and imported the functions.
             runtime_env: of the actors.
             watch: sees what becomes of them.
@@ -93,7 +97,7 @@ class RewardPool:
         from workers.reward.ray_transport import RayTransport
 
         transport = RayTransport(
-            reward, size=workers, start_timeout_s=start_timeout_s, runtime_env=runtime_env, watch=watch
+            reward, size=workers, spares=spares, start_timeout_s=start_timeout_s, runtime_env=runtime_env, watch=watch
         )
         return cls(transport, reward)
 
@@ -147,7 +151,7 @@ class RewardPool:
     def close(self) -> None:
         """Stop the workers; pending requests are dropped. Closing twice is fine."""
         self._transport.close()
-        for queue in (self._fresh, self._alone, self._running, self._finished, self._keys):
+        for queue in (self._fresh, self._alone, self._running, self._held, self._finished, self._keys):
             queue.clear()
 
     def __enter__(self) -> Self:
@@ -159,6 +163,12 @@ class RewardPool:
     def _advance(self, timeout_s: float) -> None:
         for event in self._transport.wait(timeout_s):
             work = self._running.pop(event.slot)
+            if isinstance(event, Held):
+                self._held.add(event.slot)
+                self._running[event.slot] = self._begun(work, event.results)
+                continue
+            was_held = event.slot in self._held
+            self._held.discard(event.slot)
             if work is None:
                 continue
             if isinstance(event, Lost):
@@ -166,8 +176,18 @@ class RewardPool:
             elif isinstance(work, _Alone):
                 self._answered_alone(work, event)
             else:
-                self._answered(work, event)
+                self._answered(work, event, adapt=not was_held)
         self._feed()
+
+    def _begun(self, work: Any, results: Sequence[RewardResult] | None) -> Any:
+        """Take the results that a call has so far; returns what is still under way of it, and queues the rest anew."""
+        if results is None or not isinstance(work, tuple):
+            return work
+        whole = [result for result in results if result.failed or len(result.scores) == len(self._names)]
+        for result in whole:
+            self._finish(result)
+        self._fresh.extendleft(reversed(work[len(whole) + 1 :]))
+        return work[len(whole) : len(whole) + 1]
 
     def _feed(self) -> None:
         """Give every idle worker something to do; samples under suspicion first, so that none waits for ever."""
@@ -190,9 +210,13 @@ class RewardPool:
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         grace = _GRACE_S if "async" in kinds else 0.0  # an async call is cancelled in time, and says so
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s))
+        # Once held, a worker has used up its budget, and so begins none of the samples that are given back. Async calls
+        # are never held: they are cancelled in time, and others would exceed `reward.concurrency`.
+        hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
+        stepwise = set(kinds) == {"plain"}
+        self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
 
-    def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer) -> None:
+    def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer, *, adapt: bool) -> None:
         done = len(answer.results)
         assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "a worker answered out of order"
         for request, result in zip(requests, answer.results, strict=False):
@@ -201,6 +225,8 @@ class RewardPool:
             else:
                 self._finish(result)
         self._fresh.extendleft(reversed(requests[done:]))
+        if not adapt:
+            return
         # All done in time: the next chunk may be larger. Else twice what was done, so that little travels in vain.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
@@ -216,7 +242,17 @@ class RewardPool:
 
     def _lost(self, work: tuple[RewardRequest, ...] | _Alone, event: Lost) -> None:
         reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
-        if isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
+        if isinstance(work, tuple) and event.results is not None:
+            under_way = self._begun(work, event.results)
+            if not under_way:  # all of them were scored before
+                return
+            partial = {result.key: result.scores for result in event.results}
+            suspect = _Alone(under_way[0], partial.get(under_way[0].key, ()))
+            if not event.timed_out:  # what ended the process may be no fault of this function's
+                self._alone.append(suspect)
+                return
+            work = suspect
+        elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
             work = _Alone(work[0])  # it was; had the worker died, that might have had another cause
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

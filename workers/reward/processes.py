@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import sys
 from collections.abc import Collection
@@ -25,20 +24,10 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def limit_memory(memory_mb: int) -> None:
-    """Bound what this process may allocate beyond what it has: private memory, so that shared objects do not count."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        used_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
-        limit = (used_kb << 10) + (memory_mb << 20)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no file of that size
-
-
 def shared_memory_mb(pid: int) -> float:
     """Shared anonymous memory that a process has touched, which no limit of its own bounds; 0 if it is gone."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem:")) / 1024
     return 0.0
 
@@ -52,13 +41,13 @@ def has_children() -> bool:
     return True
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below `pid`, parents first."""
+def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
+    """The processes below `pid`, parents first, without those in `spare` and what is below them."""
     found = [pid]
     for parent in found:  # which grows
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found += [int(child) for child in children.read_text().split()]
+                found += [child for child in map(int, children.read_text("utf-8").split()) if child not in spare]
     return found[1:]
 
 
@@ -67,10 +56,9 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
 
     What was orphaned by it and adopted by this process is waited for, so that no zombie stays.
     """
-    kept = {*spare, *(below for child in spare for below in descendants(child))}
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
-        new = [found for found in descendants(pid) if found not in kept and found not in stopped]
+        new = [found for found in descendants(pid, spare=spare) if found not in stopped]
         if not new:
             break
         for found in new:

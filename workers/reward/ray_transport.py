@@ -1,6 +1,8 @@
-"""Reward workers as Ray actors, each a guard with a process below it; replaced when they are gone."""
+"""Reward workers as Ray actors, each a guard with processes below it; replaced when they are gone."""
 
 import contextlib
+import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -12,9 +14,12 @@ import ray
 from rltrain.errors import WorkerError
 from rltrain.reward_config import RewardConfig
 from rltrain.rewards.loading import absolute
-from workers.reward.guard import Ended, GuardedWorker
-from workers.reward.transport import Answer, Call, Lost, settings
+from rltrain.secret_values import redacted
+from workers.reward.guard import Ended, Guard, Overdue
+from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 from workers.watch import Vigil, Watch
+
+logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
 _MARGIN_S = 10.0  # the guard in the actor keeps a call's deadline; this is for an actor that is stuck itself
@@ -24,29 +29,43 @@ _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 @dataclass
 class _Slot:
-    """One actor and what it is asked for: to answer its first ping (`starting`) or a call."""
+    """One process of an actor, and what it is asked for: to answer its first ping (`starting`) or a call.
+
+    `pending` is None, and `starting` true, of a spare process that has not been needed so far.
+    """
 
     actor: Any
     pending: ray.ObjectRef | None
     deadline: float
-    attempts: int  # at starting an actor here, this one included, since one was of use
+    attempts: int  # at starting it, this one included, since one was of use
     starting: bool = True
+    held: bool = False
+    limit_s: float = 0.0  # of the call under way: without a result
+
+    @property
+    def idle(self) -> bool:
+        """Whether a call may begin."""
+        return self.pending is None and not self.starting
 
 
 class RayTransport:
-    """See `workers.reward.transport.Transport`; each actor has one call under way at most."""
+    """See `workers.reward.transport.Transport`; each actor has one call under way at most that is not held.
+
+    Slots 0 to size - 1 are the first processes of the actors, the next `size` slots their first spare ones, and so on.
+    """
 
     def __init__(
         self,
         reward: RewardConfig,
         *,
         size: int,
+        spares: int = 0,
         start_timeout_s: float,
         runtime_env: dict[str, Any] | None,
         watch: Watch | None = None,
     ) -> None:
         """Start `size` actors without waiting for them; `watch` sees those that are stopped."""
-        self.size = size
+        self.size, self._spares = size, spares
         self._vigil = Vigil(watch, "reward worker", size) if watch else None
         # Actors have a working directory of their own.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
@@ -55,30 +74,38 @@ class RayTransport:
         }  # fmt: skip
         self._start_timeout_s = start_timeout_s
         # Without CPUs of their own they fit beside engines and trainers; a retry would run a deadly sample again.
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        options["max_concurrency"] = spares + 2  # a call in each process, and one that stops them
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
-        self._actor_class = ray.remote(GuardedWorker).options(**options)
+        self._actor_class = ray.remote(Guard).options(**options)
         self._slots = [self._started(number, attempts=1) for number in range(size)]
+        self._slots += [self._unused(number) for _ in range(spares) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
         """See `Transport`."""
-        return [number for number, slot in enumerate(self._slots) if slot.pending is None]
+        found = []
+        for worker in range(self.size):
+            lanes = self._lanes(worker)
+            if not any(self._slots[number].pending is not None and not self._slots[number].held for number in lanes):
+                found += [number for number in lanes if self._slots[number].idle][:1]
+        return found
 
     def start(self, slot: int, call: Call) -> None:
         """See `Transport`."""
         chosen = self._slots[slot]
         chosen.pending = chosen.actor.score.remote(
-            call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s,
-            deadline_s=call.deadline_s,
+            slot // self.size, call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s,
+            deadline_s=call.deadline_s, hold_s=call.hold_s if self._spares else math.inf, stepwise=call.stepwise,
         )  # fmt: skip
-        chosen.deadline = time.monotonic() + call.deadline_s + _MARGIN_S
+        chosen.limit_s = call.deadline_s + _MARGIN_S
+        chosen.deadline = time.monotonic() + call.budget_s + chosen.limit_s
 
     def calls(self) -> list[ray.ObjectRef]:
         """See `Transport`."""
         return [slot.pending for slot in self._slots if slot.pending is not None]
 
-    def wait(self, timeout_s: float) -> list[Answer | Lost]:
+    def wait(self, timeout_s: float) -> Sequence[Event]:
         """See `Transport`.
 
         Raises:
@@ -93,37 +120,75 @@ class RayTransport:
         refs = [slot.pending for slot in busy]
         ray.wait(refs, num_returns=1, timeout=max(0.0, min(timeout_s, until_deadline)))
         done = set(ray.wait(refs, num_returns=len(refs), timeout=0.0)[0])
-        news = [self._look(number, slot, done) for number, slot in enumerate(self._slots)]
-        return [event for event in news if event is not None]
+        news: list[Event] = []
+        for number in range(len(self._slots)):
+            news += self._look(number, self._slots[number], done)
+        return news
 
     def close(self) -> None:
         """See `Transport`."""
         if self._vigil:
             self._vigil.look(at_once=True)
             self._vigil.end_stopped()
-        _kill([slot.actor for slot in self._slots])
+        _kill([slot.actor for slot in self._slots[: self.size]])
         self._slots = []
 
-    def _look(self, number: int, slot: _Slot, done: set[ray.ObjectRef]) -> Answer | Lost | None:
+    def _lanes(self, slot: int) -> range:
+        """The slots of the same actor, its first process first."""
+        return range(slot % self.size, len(self._slots), self.size)
+
+    def _look(self, number: int, slot: _Slot, done: set[ray.ObjectRef]) -> list[Event]:
         """See what has become of a slot's call; a slot whose actor is gone gets a new one."""
+        worker = number % self.size
         if slot.pending in done:
             try:
                 answer = ray.get(slot.pending)
             except Exception as error:  # whatever ended the call: the actor is not trusted with another
-                return self._gone(number, slot, _reason(error, starting=slot.starting), timed_out=False)
+                return self._gone(number, _reason(error, starting=slot.starting), error)
+            if isinstance(answer, Overdue):
+                slot.pending, slot.held = slot.actor.rest.remote(number // self.size), True
+                slot.deadline = time.monotonic() + slot.limit_s
+                self._use_a_spare(worker)
+                return [Held(number, answer.results)]
             if isinstance(answer, Ended):
-                self._slots[number] = self._waiting(slot.actor, attempts=1)
-                return Lost(number, answer.timed_out, answer.reason, outside=answer.outside)
-            was_starting, slot.starting, slot.pending = slot.starting, False, None
-            return None if was_starting else Answer(number, answer)
-        if self._vigil and number in self._vigil.gone:
-            return self._gone(number, slot, self._vigil.gone[number], timed_out=False)
+                self._slots[number] = self._waiting(slot.actor, number // self.size, attempts=1)
+                return [Lost(number, answer.timed_out, answer.reason, answer.outside, answer.results)]
+            was_starting, slot.starting, slot.held, slot.pending = slot.starting, False, False, None
+            return [] if was_starting else [Answer(number, answer)]
+        if self._vigil and worker in self._vigil.gone:
+            return self._gone(worker, self._vigil.gone[worker])
         if slot.pending is not None and time.monotonic() >= slot.deadline:
-            return self._gone(number, slot, "did not answer in time, nor did what guards it", timed_out=False)
-        return None
+            return self._gone(number, "did not answer in time, nor did what guards it")
+        return []
 
-    def _gone(self, number: int, slot: _Slot, reason: str, *, timed_out: bool) -> Lost | None:
-        """Replace an actor; its call, if it had one, is lost."""
+    def _use_a_spare(self, worker: int) -> None:
+        """Have a worker whose call is held start another of its spare processes, unless one is free."""
+        spare = [(number, self._slots[number]) for number in self._lanes(worker)]
+        if not any(slot.idle for _, slot in spare):
+            for number, slot in spare:
+                if slot.pending is None and not slot.attempts:
+                    self._slots[number] = self._waiting(slot.actor, number // self.size, attempts=1)
+                    return
+
+    def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
+        """Replace an actor; the calls that it had are lost. A spare process that does not start is done without."""
+        slot, worker = self._slots[number], number % self.size
+        if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):
+            logger.warning("reward worker %d: a spare process does not start, it is done without: %s", worker, reason)
+            slot.pending = None
+            return []
+        lost: list[Event] = [
+            Lost(lane, False, reason, outside=True) for lane in self._lanes(worker)
+            if self._slots[lane].pending is not None and not self._slots[lane].starting
+        ]  # fmt: skip
+        slot = self._slots[worker]
+        self._replace(worker, slot, reason)
+        for lane in self._lanes(worker)[1:]:
+            self._slots[lane] = self._unused(worker)
+        return lost
+
+    def _replace(self, number: int, slot: _Slot, reason: str) -> None:
+        """Start another actor in the place of this one."""
         if self._vigil and number in self._vigil.gone:  # nobody is there to be asked
             with contextlib.suppress(Exception):
                 ray.kill(slot.actor, no_restart=True)
@@ -131,24 +196,24 @@ class RayTransport:
             _kill([slot.actor])
         if self._vigil:
             self._vigil.give_up(number, reason)
-        if not slot.starting:
-            self._slots[number] = self._started(number, attempts=1)
-            return Lost(number, timed_out, reason, outside=not timed_out) if slot.pending is not None else None
-        if slot.attempts == _START_ATTEMPTS:
+        if slot.starting and slot.attempts == _START_ATTEMPTS:
             raise WorkerError(f"reward worker {number} did not start in {slot.attempts} attempts: it {reason}")
-        self._slots[number] = self._started(number, attempts=slot.attempts + 1)
-        return None
+        self._slots[number] = self._started(number, attempts=slot.attempts + 1 if slot.starting else 1)
 
     def _started(self, number: int, *, attempts: int) -> _Slot:
         actor = self._actor_class.remote(self._functions, **self._options)
         if self._vigil:
             self._vigil.expect(number, actor.introduce.remote())
-        return self._waiting(actor, attempts=attempts)
+        return self._waiting(actor, 0, attempts=attempts)
 
-    def _waiting(self, actor: Any, *, attempts: int) -> _Slot:
-        """A slot that is idle once its actor has answered, so that imports never count as a call's time."""
+    def _unused(self, worker: int) -> _Slot:
+        """A slot for a spare process of this worker."""
+        return _Slot(self._slots[worker].actor, None, 0.0, attempts=0)
+
+    def _waiting(self, actor: Any, lane: int, *, attempts: int) -> _Slot:
+        """A slot that is idle once its process has answered, so that imports never count as a call's time."""
         deadline = time.monotonic() + self._start_timeout_s
-        return _Slot(actor, actor.ping.remote(), deadline, attempts=attempts)
+        return _Slot(actor, actor.ping.remote(lane), deadline, attempts=attempts)
 
 
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
@@ -172,5 +237,5 @@ def _reason(error: Exception, *, starting: bool) -> str:
     """Say what happened: the last line of Ray's long text, which tells nothing of the cause where a process died."""
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in redacted(str(error)).splitlines() if line.strip()]
     return f"could not answer ({lines[-1] if lines else type(error).__name__})"

@@ -18,7 +18,9 @@ class Call:
         function: number of the only function to call; None: all of them.
         budget_s: seconds after which the worker calls no further function and returns what it has.
         limit_s: seconds that one call of a function may take.
-        deadline_s: seconds after which the call is lost, its worker stopped.
+        deadline_s: seconds without a result after which the call is lost, its worker stopped.
+        hold_s: seconds without a result after which the call no longer keeps its worker from beginning another one.
+        stepwise: whether results are known one by one: of plain functions.
     """
 
     requests: tuple[RewardRequest, ...]
@@ -26,6 +28,8 @@ class Call:
     budget_s: float
     limit_s: float
     deadline_s: float
+    hold_s: float
+    stepwise: bool
 
 
 @dataclass(frozen=True)
@@ -37,25 +41,43 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A function takes long, and other calls may begin meanwhile; another event will say what becomes of this one.
+
+    `results`: those so far of a stepwise call, the last one perhaps without all of its scores; None of any other call.
+    Of the requests after these, the first is still being scored in this slot, and the others are not any more. The
+    event that follows is about that one request alone.
+    """
+
+    slot: int
+    results: Sequence[RewardResult] | None
+
+
+@dataclass(frozen=True)
 class Lost:
     """A call that will never be answered: its worker took too long (`timed_out`), or `reason` says what it did.
 
     `outside`: what was lost is all of the worker, the part included that reward functions do not run in.
+    `results`: as of `Held`; None where they are unknown.
     """
 
     slot: int
     timed_out: bool
     reason: str = ""
     outside: bool = False
+    results: Sequence[RewardResult] | None = None
+
+
+Event = Answer | Held | Lost
 
 
 class Transport(Protocol):
-    """Workers, numbered by slot, each of which takes one call at a time."""
+    """Processes, numbered by slot, each of which takes one call at a time: `size` that work, and spare ones."""
 
     size: int
 
     def idle(self) -> Sequence[int]:
-        """Return the slots whose worker has started and has nothing to do."""
+        """Return the slots that a call may begin on: none of a worker that has a call under way and not held."""
 
     def start(self, slot: int, call: Call) -> None:
         """Begin a call on an idle slot and return at once."""
@@ -63,7 +85,7 @@ class Transport(Protocol):
     def calls(self) -> Sequence[Any]:
         """What Ray can wait for, that `wait` has news; nothing where calls are not Ray's."""
 
-    def wait(self, timeout_s: float) -> list[Answer | Lost]:
+    def wait(self, timeout_s: float) -> Sequence[Event]:
         """Return what has become of calls, as soon as there is news (a started worker too) or after `timeout_s`."""
 
     def close(self) -> None:
@@ -91,7 +113,7 @@ class InProcessTransport:
         """See `Transport`."""
         return ()
 
-    def wait(self, timeout_s: float) -> list[Answer | Lost]:
+    def wait(self, timeout_s: float) -> Sequence[Event]:
         """See `Transport`."""
         call, self._call = self._call, None
         if call is None:

@@ -7,21 +7,22 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rltrain.errors import described, one_line
 from rltrain.reward_config import RewardFunctionConfig
 from rltrain.rewards.loading import (
     ScoreError,
     as_score,
     as_scores,
     bind,
-    described,
     finish,
     is_async,
     is_batched,
     load_function,
 )
+from rltrain.secret_values import redacted
 from workers.reward.messages import RewardRequest, RewardResult
 
 _CANCEL_S = 2.0  # that a cancelled call may take to end; a guarded process is replaced before
@@ -55,8 +56,8 @@ class _Function:
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
-        except Exception as error:  # not one score a sample: none can be told from another
-            return [error] * len(requests)
+        except BaseException as error:  # not one score a sample: none can be told from another
+            return [_unless_ctrl_c(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
         """Score one sample with an async function, which is cancelled when its time is up.
@@ -124,6 +125,7 @@ class RewardWorker:
         function: int | None = None,
         budget_s: float = math.inf,
         limit_s: float = math.inf,
+        report: Callable[[RewardResult], None] | None = None,
     ) -> list[RewardResult]:
         """Score samples in order; a function that raises makes its sample failed, never 0.
 
@@ -132,6 +134,7 @@ class RewardWorker:
             function: call only the function of this number; scores then hold one value.
             budget_s: seconds after which no further function of one sample is called, the first aside.
             limit_s: seconds after which a call of an async function is cancelled, and its sample failed.
+            report: called after each call of a function with the sample's result so far; for plain functions alone.
 
         Returns:
             One result each for the first requests. Unless the budget ran out that is all of them; if it did, the last
@@ -139,7 +142,7 @@ class RewardWorker:
         """
         chosen = self._functions if function is None else [self._functions[function]]
         outcomes: list[dict[int, Outcome]] = [{} for _ in requests]
-        done = _call_each(chosen, requests, outcomes, time.monotonic() + budget_s)
+        done = _call_each(chosen, requests, outcomes, time.monotonic() + budget_s, report)
         requests = requests[:done]
         for number, one in enumerate(chosen):
             if one.batched:
@@ -150,15 +153,23 @@ class RewardWorker:
 
 
 def _call_each(
-    functions: list[_Function], requests: Sequence[RewardRequest], outcomes: list[dict[int, Outcome]], end: float
-) -> int:
-    """Call the plain functions, sample by sample, until they are through or time is up; returns how many were begun."""
+    functions: list[_Function], requests: Sequence[RewardRequest], outcomes: list[dict[int, Outcome]], end: float,
+    report: Callable[[RewardResult], None] | None,
+) -> int:  # fmt: skip
+    """Call the plain functions, sample by sample, until they are through or time is up; returns how many were begun.
+
+    A sample whose function raised is failed, and its other plain functions are not called.
+    """
     plain = [(number, f) for number, f in enumerate(functions) if not f.batched and not f.asynchronous]
     for row, request in enumerate(requests if plain else ()):
         for number, one in plain:
             if outcomes[row] and time.monotonic() >= end:
                 break
             outcomes[row][number] = one.call(request)
+            if report:
+                report(_result(request, functions, outcomes[row]))
+            if isinstance(outcomes[row][number], BaseException):
+                break
         if time.monotonic() >= end:
             return row + 1
     return len(requests)
@@ -204,14 +215,14 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
 
 def failed(request: RewardRequest, functions: int, error: str, function: int) -> RewardResult:
     """Build the result of a sample that the function of this number could not score."""
-    return RewardResult(request.key, (None,) * functions, failed=True, error=error, failed_function=function)
+    return RewardResult(request.key, (None,) * functions, failed=True, error=redacted(error), failed_function=function)
 
 
 def _outcome(result: Any) -> Outcome:
     try:
         return as_score(result)
-    except Exception as error:  # a result's own __repr__ or __float__ may raise too
-        return error
+    except BaseException as error:  # a result's own __repr__ or __float__ may raise whatever it likes
+        return _unless_ctrl_c(error)
 
 
 def _unless_ctrl_c(error: BaseException) -> BaseException:
@@ -231,6 +242,6 @@ def _said(error: BaseException) -> str:
     text = described(error)
     if isinstance(error, ScoreError):
         return text.removeprefix("ScoreError: ")
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    frames = list(traceback.walk_tb(error.__traceback__))  # reads no source: a file's name may be none for the system
+    place = f" ({one_line(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
     return f"raised {text}{place}"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rltrain.algorithms.draws import stream_draws
 from rltrain.errors import ConfigError, one_line
+from rltrain.model_weights import load_whole
 from rltrain.schema import Config, RolloutConfig
 from workers.progress import tick
 from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
@@ -215,10 +216,10 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, local_files_only=True
-        )
+        model = load_whole(AutoModelForCausalLM, path, f"model.path={path}", dtype=dtype, attn_implementation="sdpa")
         model.set_attn_implementation(GROUPED)
+    except ConfigError:
+        raise
     except ValueError as error:  # how transformers says that an architecture has attention of its own
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "

@@ -4,15 +4,19 @@ Needs vLLM 0.25 to 0.33: the weight-transfer calls used here exist in that range
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future as ConcurrentFuture
-from typing import Any, NoReturn, TypeVar
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
 
+import psutil
 import torch
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
@@ -24,9 +28,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rltrain.errors import SyncError
+from rltrain.errors import ConfigError, SyncError, WorkerLost, one_line
+from rltrain.model_weights import check_weights
 from rltrain.schema import Config, RolloutConfig
-from workers.progress import tick
+from workers import leftovers
+from workers.progress import announced, tick
 from workers.rollout.messages import Completion, Request
 from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket
@@ -37,6 +43,8 @@ T = TypeVar("T")
 OWN = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # prompt tokens of one engine step on CPU
 WEIGHTS, CACHE = "weights", "kv_cache"  # what vLLM gives up in its sleep, by the names that it wakes them by
+LOOK_S = 1.0  # between two looks at whether the processes of an engine live that has to answer
+PROOF_S = 0.5  # in which the death of a process shows that vLLM has noticed
 TO_HOST, DROPPED = 1, 2  # sleep levels: what becomes of the weights
 CPU_BLOCK = 32  # tokens of a KV block on CPU; vLLM's 128 leaves short prompts without prefix-cache hits
 
@@ -51,6 +59,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         "model": path,
         "trust_remote_code": False,
         "dtype": dtype,
+        "load_format": "hf",  # the files that transformers reads, where a repository has Mistral's own form too
         "seed": 0,  # requests carry their own
         "max_model_len": config.max_prompt_length + config.max_response_length,
         "max_num_seqs": config.max_concurrent_sequences,
@@ -184,9 +193,39 @@ class InProcessVLLM:
         self.engine.engine_core.shutdown()
 
 
-def _end() -> NoReturn:
-    """Without its core this process is of no use, and ends: another takes its place."""
-    os._exit(1)
+class Family:
+    """The processes that an engine has started: names the first of them that dies.
+
+    Attributes:
+        lost: what to say of that one; "" while all live, or once they may end.
+    """
+
+    def __init__(self) -> None:
+        self.lost, self.dismissed = "", False
+        self.members: dict[int, str] = {}
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError, AttributeError):  # it has ended, or pidfds are unknown here
+                name = " ".join(word for word in process.cmdline() if word)
+                if "resource_tracker" not in name:  # of Python's own
+                    self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
+        if self.members:  # by the descriptor that becomes readable at its end: its name
+            threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
+
+    def _watch(self) -> None:
+        first = wait(list(self.members))[0]
+        if not self.dismissed:
+            self.lost = f"{self.members[first]} is gone (killed, crashed or out of memory)"
+        for descriptor in self.members:
+            os.close(descriptor)
+
+    def error(self) -> WorkerLost:
+        """What the engine raises when it is of no more use: then another process takes the place of this one."""
+        deadline = time.monotonic() + PROOF_S
+        while not self.lost and time.monotonic() < deadline:
+            time.sleep(PROOF_S / 50)
+        error = WorkerLost(f"lost its engine: {self.lost or 'the core of vLLM ended'}")
+        error.process = announced()
+        return error
 
 
 class AsyncVLLM:
@@ -207,14 +246,29 @@ class AsyncVLLM:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
+        self.family: Family | None = None
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
+        self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
+        # All have them open by now. Some of these files vLLM never removes, and none where its processes are killed.
+        pids = [process.pid for process in psutil.Process().children(recursive=True)]
+        leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
-        except EngineDeadError:
-            _end()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        while True:
+            try:
+                return future.result(timeout=LOOK_S)
+            except EngineDeadError as error:
+                raise self._lost() from error
+            except TimeoutError:
+                if future.done():  # in this very moment, or the coroutine's own
+                    return future.result()
+                if self.family and self.family.lost:
+                    raise self.family.error() from None
+
+    def _lost(self) -> WorkerLost:
+        return self.family.error() if self.family else WorkerLost("did not start: the core of vLLM ended")
 
     async def _start(self, arguments: AsyncEngineArgs) -> AsyncLLM:
         return AsyncLLM.from_engine_args(arguments)
@@ -243,6 +297,8 @@ class AsyncVLLM:
     def step(self) -> list[Completion]:
         """Answers that have finished, waiting briefly for the first. Raises what the engine raised."""
         found: list[Completion] = []
+        if self.family and self.family.lost:
+            raise self.family.error()
         if self.pulse is None or self.pulse.done():
             if self.pulse is not None and self.pulse.exception() is None:
                 tick()
@@ -251,7 +307,7 @@ class AsyncVLLM:
             name, item = self.answers.get(timeout=0.05)
             while True:
                 if isinstance(item, EngineDeadError):
-                    _end()
+                    raise self._lost() from item
                 if self.keys.pop(name, None):  # else it was dropped: vLLM ends what is aborted with an answer too
                     if isinstance(item, BaseException):
                         raise item
@@ -318,6 +374,8 @@ class AsyncVLLM:
 
     def close(self) -> None:
         """End the engine's processes."""
+        if self.family:
+            self.family.dismissed = True
         self.engine.shutdown()
         self.loop.call_soon_threadsafe(self.loop.stop)
 
@@ -343,11 +401,24 @@ def _name(request: Request) -> str:
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | AsyncVLLM:
-    """The engine for a config: in this process on a CPU, AsyncLLM for GPUs and tensor parallelism."""
+    """The engine for a config: in this process on a CPU, AsyncLLM for GPUs and tensor parallelism.
+
+    Raises:
+        ConfigError: the weights are not the whole model, of which vLLM itself says nothing where a layer is absent; or
+            vLLM does not start on them.
+    """
+    check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "vllm settings are there when the engine is vllm"
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()
         process = "inprocess" if alone else "async"
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
-    return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
+    try:
+        return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
+    except (KeyError, ValueError) as error:  # for one, it knows fewer names of tensors than transformers
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        raise ConfigError(
+            f"model.path={path}: vLLM does not start on it ({reason}); save the model again with save_pretrained, in "
+            "case vLLM does not know the names of its tensors, or use rollout=hf"
+        ) from error

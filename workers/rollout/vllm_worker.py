@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rltrain.errors import SyncError
+from rltrain.errors import SyncError, described
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
@@ -129,7 +129,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             except Exception as error:  # layers of kinds that were not foreseen
                 raise SyncError(
                     f"weight sync {self.version}: a layer of this model could not be run by itself to be checked "
-                    f"({type(error).__name__}: {error}); rollout.verify_sync=false turns the check off"
+                    f"({described(error)}); rollout.verify_sync=false turns the check off"
                 ) from error
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 

@@ -4,17 +4,16 @@ Only A and B of each adapted matrix travel. What the engine then computes with i
 time, so that an adapter is applied exactly once however many syncs there were. The files are mapped, not kept.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from rltrain.errors import ConfigError, SyncError
+from rltrain.model_weights import SAFETENSORS, open_safetensors, weight_files
 from workers.sync.buckets import Bucket, tensors_of
 
 A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of the layer
@@ -30,19 +29,19 @@ class BaseWeights:
 
     Args:
         path: the directory, with safetensors files.
+
+    Raises:
+        ConfigError: a file is missing or broken.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, index = Path(path), Path(path) / "model.safetensors.index.json"
+        self.path, where = Path(path), f"model.path={path}"
         self.opened: dict[Path, Any] = {}
-        if index.is_file():
-            self.files = {name: self.path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-            return
-        single = self.path / "model.safetensors"
-        self.files = {}
-        for file in [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
-            with safe_open(file, "pt") as content:
-                self.files |= dict.fromkeys(content.keys(), file)
+        self.files: dict[str, Path] = {}
+        for file in weight_files(self.path, where):
+            if file.suffix == SAFETENSORS:
+                with open_safetensors(file, where, "numpy") as content:
+                    self.files |= dict.fromkeys(content.keys(), file)
 
     def tensor(self, name: str) -> Tensor:
         """As it is in its file, on the CPU."""
@@ -57,7 +56,7 @@ class BaseWeights:
     def _file(self, name: str) -> Any:
         file = self.files[name]
         if file not in self.opened:
-            self.opened[file] = safe_open(file, "pt")
+            self.opened[file] = open_safetensors(file, f"model.path={self.path}")
         return self.opened[file]
 
     def require(self, names: Sequence[str]) -> None:

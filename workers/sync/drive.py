@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rltrain.errors import RLTrainError, SyncError, WorkerLost
+from rltrain.errors import ClusterLost, RLTrainError, SyncError, WorkerLost, described
 from workers.group import Hosts
 from workers.sync.memory import new_path
 from workers.sync.sender import SLOTS, Offer
@@ -60,7 +60,7 @@ def sync(
         _stream(actor, engines, path, offers, places)
     except BaseException as error:
         engines.give_up(path, error)
-        if isinstance(error, RLTrainError) and not isinstance(error, SyncError | WorkerLost):
+        if isinstance(error, RLTrainError) and not isinstance(error, ClusterLost | SyncError | WorkerLost):
             raise SyncError(f"weight sync {version} broke off: {error}") from error
         raise
     finally:
@@ -85,7 +85,7 @@ class _Engines:
 
     def give_up(self, path: str, error: BaseException) -> None:
         """Tell those that are left that the rest does not come."""
-        reason = f"{type(error).__name__}: {error}"
+        reason = described(error)
         for replica in self.replicas:
             if replica not in self.hosts.dead():
                 with contextlib.suppress(RLTrainError):

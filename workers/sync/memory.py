@@ -32,7 +32,7 @@ def new_path() -> str:
 def whereabouts() -> str | None:
     """What two processes have in common if and only if they can map each other's files; None where it is unknown."""
     try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{kernel} {os.stat(FOLDER).st_dev} {os.getuid()}"
     except OSError:
         return None

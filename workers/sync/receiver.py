@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from rltrain.errors import SyncError
+from rltrain.errors import SyncError, described
 from workers.progress import tick
 from workers.sync.buckets import Bucket, join
 from workers.sync.memory import whereabouts
@@ -95,5 +95,5 @@ class Receiver:
         try:
             step()
         except BaseException as error:
-            self.sync, self.broken = None, f"{type(error).__name__}: {error}"
+            self.sync, self.broken = None, described(error)
             raise

@@ -14,7 +14,7 @@ from rltrain.algorithms.ratio import (
 from rltrain.algorithms.registry import POLICY_LOSSES
 
 
-@POLICY_LOSSES.register("geo_mean")
+@POLICY_LOSSES.register("geo_mean", aggregations=("seq-mean-token-mean",))
 def geo_mean(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -31,9 +31,12 @@ def geo_mean(
 
     r_t = pi(y_t) / pi_old(y_t), |y| the row's trained tokens; low and high bound the log-ratio: 0.4 is the range
     (e^-0.4, e^0.4). Every token has the value of the geometric mean s, and the gradient s A_t grad log pi(y_t) where it
-    is not clipped, 0 where it is: one clipped token leaves the others their gradient. When the A_t of a row are equal,
-    the mean over its tokens is the paper's sequence loss L, gradient included: meant for the aggregation
-    seq-mean-token-mean. The row must be whole: under sequence parallelism gather its log-probs first.
+    is not clipped, 0 where it is: one clipped token leaves the others their gradient. The row must be whole: under
+    sequence parallelism gather its log-probs first.
+
+    Defined for the aggregation seq-mean-token-mean: when the A_t of a row are equal, the mean over its tokens is the
+    paper's sequence loss L, gradient included. Any other aggregation weighs a row by its length, which the paper does
+    not.
 
     All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction`, `ratio_mean` (of s), `ppo_kl`.
     """

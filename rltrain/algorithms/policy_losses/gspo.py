@@ -14,7 +14,7 @@ from rltrain.algorithms.ratio import (
 from rltrain.algorithms.registry import POLICY_LOSSES
 
 
-@POLICY_LOSSES.register("gspo")
+@POLICY_LOSSES.register("gspo", aggregations=("seq-mean-token-mean", "seq-mean-token-sum"))
 def gspo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -30,9 +30,12 @@ def gspo(
         s_t = sg[s] pi(y_t) / sg[pi(y_t)],  s = (pi(y) / pi_old(y))^(1/|y|)    eq. 14 and 7; sg: no gradient through it
 
     Every token has the value s, the geometric mean of its row's trained tokens' ratios, and the gradient s A_t grad log
-    pi(y_t). When the A_t of a row are equal, the mean over its tokens is the sequence loss (eq. 5), gradient included:
-    meant for the aggregation seq-mean-token-mean. The gradient of a row is 0 where s is clipped. The row must be whole:
-    under sequence parallelism gather its log-probs first.
+    pi(y_t). The gradient of a row is 0 where s is clipped. The row must be whole: under sequence parallelism gather its
+    log-probs first.
+
+    Defined for two aggregations. seq-mean-token-mean: when the A_t of a row are equal, the mean over its tokens is the
+    sequence loss (eq. 5), gradient included. seq-mean-token-sum: that loss times the row's length, which is LUSPO
+    (arXiv 2602.05261). The other aggregations weigh a row by its length too, with a divisor that neither paper has.
 
     All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction`, `ratio_mean`, `ppo_kl`.
     """

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.policy_losses.selection import check_share, smallest, token_covariances
+from rltrain.algorithms.policy_losses.selection import check_share, exactly_smallest, token_covariances
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
@@ -49,18 +49,28 @@ def kl_cov(
 
 @TOKEN_SELECTORS.register("kl_cov")
 def select_kl_cov(
-    old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, kl_cov_ratio: float = 2e-3
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    random_draws: Tensor,
+    *,
+    kl_cov_ratio: float = 2e-3,
 ) -> Tensor:
     """The trained tokens of largest covariance, from a whole mini-batch; arXiv 2505.22617 eq. 13.
 
-        selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean)
+        selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean) > 0
 
-    N: trained tokens; means over them. log pi is the old policy's: selection comes before the update. Tokens that tie
-    with the last are in, so the order of rows does not matter; when all covariances are equal, every token is.
+    N: trained tokens; means over them. log pi is the old policy's: selection comes before the update. Never more tokens
+    are selected, as in the paper, which ranks them. Many tie with each other, such as those of probability 1 in one
+    answer: of these, the ones with the smallest `random_draws` are taken, uniform numbers that the caller keys by
+    token, so the order of rows does not matter. A token whose covariance is not above 0 does not lower the entropy and
+    is never selected, so nothing is if all advantages are equal; the paper's ranking would take it if too few others
+    were left.
 
     All (B, T); returns bool, False where masked.
     """
     check_share(kl_cov_ratio=kl_cov_ratio)
     mask = as_mask(response_mask)
     covariances = token_covariances(old_log_probs, advantages, mask)
-    return smallest(-covariances, mask, max(1, int(kl_cov_ratio * int(mask.sum()))))
+    count = max(1, int(kl_cov_ratio * int(mask.sum())))
+    return exactly_smallest(-covariances, mask & (covariances > 0), count, random_draws)

@@ -7,8 +7,8 @@ from rltrain.algorithms.ratio import as_mask, masked, policy_metrics, safe_log_p
 from rltrain.algorithms.registry import POLICY_LOSSES
 
 
-@POLICY_LOSSES.register("gpg")
-@POLICY_LOSSES.register("reinforce")
+@POLICY_LOSSES.register("gpg", uses_ratio=False)
+@POLICY_LOSSES.register("reinforce", uses_ratio=False)
 def reinforce(
     log_probs: Tensor,
     old_log_probs: Tensor,

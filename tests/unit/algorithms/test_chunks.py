@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from rltrain.algorithms.chunks import GradientSums, chunks
+from rltrain.algorithms.chunks import GradientSums, RunningSoftmax, chunks
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
@@ -26,3 +26,14 @@ def test_gradients_of_a_layer_are_summed_over_its_chunks_and_only_those_that_are
 def test_a_layer_without_a_bias_has_no_gradient_of_one():
     hidden, head = torch.ones(2, 3), torch.ones(4, 3)
     assert GradientSums(hidden, head, None, (True, True, True)).to_bias is None
+
+
+def test_the_mean_distance_to_the_largest_logit_is_that_of_all_words_whatever_the_chunks():
+    logits = torch.tensor([[0.5, -1.0, 3.0, -torch.inf, 2.0], [-torch.inf, 4.0, 4.0, 1.0, -700.0]], dtype=torch.float64)
+    share = logits.softmax(-1)
+    distance = (logits - logits.amax(-1, keepdim=True)).nan_to_num(neginf=0.0)
+    softmax = RunningSoftmax(torch.zeros(2, 1, dtype=torch.float64), with_mean=True)
+    for columns in (slice(0, 2), slice(2, 4), slice(4, 5)):
+        softmax.add(slice(0, 2), logits[:, columns].clone())
+    assert torch.allclose(softmax.log_sum, logits.logsumexp(-1), rtol=1e-12)
+    assert torch.allclose(softmax.mean, (share * distance).sum(-1), rtol=1e-12)

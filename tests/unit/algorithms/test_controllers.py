@@ -110,7 +110,7 @@ ENTROPY_STEPS = [
 
 
 def test_the_entropy_bonus_grows_while_entropy_is_low_and_is_off_while_it_is_high():
-    controller = AdaptiveEntropyController(0.25, target=0.5, step=0.125)
+    controller = AdaptiveEntropyController(0.25, target=0.5, step=0.125, maximum=9.0)
     assert controller.value == 0.25
     for entropy, entropy_coef, value in ENTROPY_STEPS:
         controller.update(entropy)
@@ -119,7 +119,7 @@ def test_the_entropy_bonus_grows_while_entropy_is_low_and_is_off_while_it_is_hig
 
 
 def test_the_adaptive_entropy_controller_keeps_a_responding_entropy_from_collapsing():
-    controller, entropy, lowest = AdaptiveEntropyController(0.0, target=1.0, step=0.005), 3.0, math.inf
+    controller, entropy, lowest = AdaptiveEntropyController(0.0, target=1.0, step=0.005, maximum=0.1), 3.0, math.inf
     for step in range(2000):
         entropy *= 0.98  # what training does by itself
         entropy += controller.value
@@ -130,8 +130,33 @@ def test_the_adaptive_entropy_controller_keeps_a_responding_entropy_from_collaps
     assert entropy < 1.2
 
 
+def test_a_target_that_cannot_be_reached_raises_the_coefficient_to_its_maximum_and_no_further():
+    controller = AdaptiveEntropyController(0.0, target=0.2, step=0.0001, maximum=0.005)
+    for _ in range(1000):
+        controller.update(0.01)
+    assert (controller.entropy_coef, controller.value) == (0.005, 0.005)
+    controller.update(0.3)
+    controller.update(0.1)
+    assert controller.value == 0.005
+
+
+def test_a_coefficient_above_the_maximum_is_loaded_as_the_maximum():
+    controller = AdaptiveEntropyController(0.0, target=0.2, step=0.001, maximum=0.005)
+    controller.load_state_dict({"value": 0.4, "entropy_coef": 0.4})
+    assert controller.state_dict() == {"value": 0.005, "entropy_coef": 0.005}
+    controller.update(0.1)
+    assert controller.value == 0.005
+
+
+@pytest.mark.parametrize("maximum", [0.2, math.nan, math.inf])
+def test_a_maximum_below_the_start_or_without_end_is_refused(maximum):
+    with pytest.raises(ValueError, match=f"maximum={maximum} must be finite and at least entropy_coef=0.25, where"):
+        AdaptiveEntropyController(0.25, target=0.5, step=0.1, maximum=maximum)
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: FixedEntropyController(0.1), lambda: AdaptiveEntropyController(0.1, target=0.5, step=0.03)]
+    "make",
+    [lambda: FixedEntropyController(0.1), lambda: AdaptiveEntropyController(0.1, target=0.5, step=0.03, maximum=0.14)],
 )
 @pytest.mark.parametrize("entropies", [(), (0.1, 0.2), (0.1, 0.9), (0.9, 0.1, 0.9)])
 def test_an_entropy_controller_restores_bit_for_bit(make, entropies):
@@ -147,7 +172,7 @@ def test_an_entropy_controller_restores_bit_for_bit(make, entropies):
 
 
 @pytest.mark.parametrize("entropy_coef", [-0.1, math.nan, math.inf])
-@pytest.mark.parametrize("make", [FixedEntropyController, lambda c: AdaptiveEntropyController(c, 0.5, 0.1)])
+@pytest.mark.parametrize("make", [FixedEntropyController, lambda c: AdaptiveEntropyController(c, 0.5, 0.1, 1.0)])
 def test_an_entropy_coefficient_that_is_no_bonus_is_refused(make, entropy_coef):
     with pytest.raises(ValueError, match=f"entropy_coef={entropy_coef} must be finite and >= 0: .* use 0 for none"):
         make(entropy_coef)
@@ -157,12 +182,12 @@ def test_an_entropy_coefficient_that_is_no_bonus_is_refused(make, entropy_coef):
 @pytest.mark.parametrize("name", ["target", "step"])
 def test_an_adaptive_entropy_controller_that_could_not_move_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be finite and > 0, .* or a fixed coefficient"):
-        AdaptiveEntropyController(0.1, **{"target": 0.5, "step": 0.1, name: value})
+        AdaptiveEntropyController(0.1, **{"target": 0.5, "step": 0.1, "maximum": 1.0, name: value})
 
 
 @pytest.mark.parametrize("entropy", [math.nan, math.inf, -math.inf])
 def test_an_entropy_that_is_not_finite_is_refused_and_changes_nothing(entropy):
-    controller = AdaptiveEntropyController(0.25, target=0.5, step=0.1)
+    controller = AdaptiveEntropyController(0.25, target=0.5, step=0.1, maximum=1.0)
     with pytest.raises(ValueError, match=f"entropy={entropy}: the controller needs a finite entropy; look for"):
         controller.update(entropy)
     assert controller.state_dict() == {"value": 0.25, "entropy_coef": 0.25}

@@ -122,11 +122,64 @@ def test_with_advantages_only_bad_tokens_are_dropped():
         assert torch.equal(correct(advantages=0 * advantages, mode=mode)[1], MASK == 1)
 
 
-def test_A4_a_rejected_row_leaves_numerator_and_denominator():
-    losses = torch.tensor([[7.0] * 4, [2.0] * 4, [7.0] * 4], dtype=torch.float64)
-    weights, mask, _ = correct(mode="reject")
-    for mode in ("token-mean", "seq-mean-token-mean"):
-        assert aggregate_loss(losses * weights, mask, mode).item() == 2
+#  Two answers of four tokens; what is dropped: half of each answer, one answer, two tokens of the eight.
+HALVES = [[1, 1, 0, 0], [1, 1, 0, 0]]
+ONE_ROW = [[1, 1, 1, 1], [0, 0, 0, 0]]
+TWO_TOKENS = [[1, 1, 1, 0], [1, 1, 1, 0]]
+DENOMINATORS = {  # of a token: 8 tokens, none, 2 answers, 2 answers of 4 tokens, 2 answers of at most 16
+    "token-mean": 8, "token-sum": 1, "seq-mean-token-sum": 2, "seq-mean-token-mean": 8, "seq-mean-token-sum-norm": 32,
+}  # fmt: skip
+
+
+def kept_gradient(drop, agg_mode):
+    """The gradient to log pi, A = 1 and ratio 1, when `drop` says which tokens keep their policy term."""
+    log_probs = torch.full((2, 4), -1.0, dtype=torch.float64, requires_grad=True)
+    everything = torch.ones(2, 4)
+    losses, _ = POLICY_LOSSES.get("vanilla")(log_probs, log_probs.detach(), everything, everything)
+    weights, mask, _ = drop(log_probs.detach(), everything)
+    losses = torch.where(mask, weights * losses, 0)
+    loss = aggregate_loss(losses, everything, agg_mode, max_response_length=16)
+    return torch.autograd.grad(loss, log_probs)[0]
+
+
+def far_where(kept):
+    """Log-ratios, engine over actor, that are 0 where kept and 2 elsewhere."""
+    return 2.0 * (1 - torch.tensor(kept, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("agg_mode", DENOMINATORS)
+@pytest.mark.parametrize("kept", [HALVES, ONE_ROW, TWO_TOKENS], ids=["halves", "one row", "two tokens"])
+@pytest.mark.parametrize("mode", ["mask", "reject"])
+def test_A4_a_kept_token_has_the_gradient_that_it_has_where_nothing_is_dropped(kept, mode, agg_mode):
+    def drop(log_probs, mask):
+        rollout = log_probs + far_where(kept)
+        return rollout_correction(log_probs, rollout, mask, level="token", mode=mode, lower=0.5, upper=5.0)
+
+    rows = [[int(all(row))] * 4 for row in kept]
+    expected = torch.tensor(kept if mode == "mask" else rows) / -DENOMINATORS[agg_mode]
+    assert torch.allclose(kept_gradient(drop, agg_mode), expected.double(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("agg_mode", DENOMINATORS)
+@pytest.mark.parametrize(("level", "kept"), [("token", HALVES), ("max", HALVES), ("sequence", ONE_ROW)])
+def test_A4_a_rejected_token_leaves_every_count_as_it_was(level, kept, agg_mode):
+    def drop(log_probs, mask):
+        bounds = {"kl_estimator": "k1", "level": level, "upper": 0.5}
+        found, _ = rollout_rejection(log_probs, log_probs + far_where(kept), mask, **bounds)
+        return torch.ones_like(log_probs), found, None
+
+    expected = torch.tensor(kept) * (level != "max") / -DENOMINATORS[agg_mode]  # a far token in each row
+    assert torch.allclose(kept_gradient(drop, agg_mode), expected.double(), rtol=1e-12)
+
+
+def test_a_weight_of_a_whole_row_is_the_product_over_tokens_that_are_dropped_too():
+    """Sequence-masked TIS: rejection drops tokens, and the row's weight is that of all its trained tokens."""
+    weights, _, _ = correct(level="sequence", mode="truncate", upper=None)
+    kept, _ = rollout_rejection(
+        RATIOS.log() - 2, torch.full_like(RATIOS, -2), MASK, kl_estimator="abs", level="token", upper=0.5
+    )
+    assert kept[0].tolist() == [True, False, False, False]
+    assert (weights * kept)[0].tolist() == pytest.approx([1.5, 0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -263,7 +316,7 @@ def test_with_advantages_only_what_is_bad_is_rejected(advantages, by_row, by_tok
 
 
 def test_k1_of_sequences_with_an_upper_bound_is_off_policy_sequence_masking():
-    """arXiv 2512.02556: a row goes where A < 0 and the mean of log pi_old / pi_theta (rollout over actor) > delta."""
+    """arXiv 2512.02556 eq. 9: a row is dropped where A < 0 and its mean of log pi_rollout / pi exceeds delta."""
     generator = torch.Generator().manual_seed(0)
     rollout, actor = (-torch.rand(64, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(64, 5, generator=generator) < 0.7
@@ -277,6 +330,15 @@ def test_k1_of_sequences_with_an_upper_bound_is_off_policy_sequence_masking():
         dropped += bool(gone)
         assert kept[i].tolist() == [bool(mask[i, t]) and not gone for t in range(5)]
     assert 5 < dropped < 30
+
+
+def test_no_gradient_goes_through_what_is_rejected_or_weighed():
+    log_probs = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    mask, metrics = rollout_rejection(
+        log_probs, torch.ones(1, 2), torch.ones(1, 2), kl_estimator="k1", level="token", upper=0.5
+    )
+    assert not mask.any()
+    assert not metrics["divergence"].requires_grad
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "max"])
@@ -337,6 +399,16 @@ def test_the_diagnostics_are_sums_over_trained_tokens():
         assert sums[name].shape == ()
     _, _, metrics = correct()
     assert torch.equal(metrics["rollout_kl"], sums["k3"])
+
+
+def test_the_bound_of_k3_as_a_penalty_hides_nothing_from_a_measurement_and_dulls_no_threshold():
+    """One token at d = -5 nats: k3 is e^5 - 6 = 142.4, above a threshold of 100 and not cut to 10."""
+    old, rollout, mask = torch.zeros(1, 1).double(), torch.full((1, 1), -5.0).double(), torch.ones(1, 1)
+    exact = math.exp(5) - 6
+    assert rollout_diagnostics(old, rollout, mask)["k3"].item() == pytest.approx(exact, rel=1e-12)
+    for upper, kept in ((100.0, False), (200.0, True)):
+        trained, metrics = rollout_rejection(old, rollout, mask, kl_estimator="k3", level="token", upper=upper)
+        assert (trained.item(), metrics["divergence"].item()) == (kept, pytest.approx(exact, rel=1e-12))
 
 
 def test_the_diagnostics_estimate_the_divergence_of_the_engine_from_the_actor():

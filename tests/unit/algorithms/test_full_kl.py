@@ -114,6 +114,28 @@ def test_D7_where_policy_and_reference_agree_it_is_exactly_zero_with_zero_gradie
         assert all((gradient == 0).all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+def test_words_with_a_logit_of_minus_infinity_in_both_models_are_as_if_they_were_not_there(chunk_size):
+    """The last hidden state is 2 everywhere, and times the largest number of the type that is beyond it."""
+    hidden, head, ref_hidden, ref_head = inputs()
+    unused, used = [0, 1, 2, 5, 10], [3, 4, 6, 7, 8, 9]
+    with torch.no_grad():
+        for states, weights in ((hidden, head), (ref_hidden, ref_head)):
+            states[:, -1], weights[unused, -1] = 2.0, torch.finfo(torch.float64).min
+    assert (hidden @ head.T)[:, unused].isneginf().all()
+    kl, to_hidden, to_head = value_and_gradients(full_kl, (hidden, head, ref_hidden, ref_head), chunk_size=chunk_size)
+    small = hidden, head.detach()[used].requires_grad_(), ref_hidden, ref_head[used]
+    for actual, expected in zip((kl, to_hidden, to_head[used]), value_and_gradients(oracle, small), strict=True):
+        assert (actual - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert (to_head[unused] == 0).all()
+
+
+def test_a_word_that_the_policy_says_and_the_reference_never_makes_the_divergence_infinite():
+    hidden, head, ref_hidden, ref_head = inputs()
+    ref_hidden[:, -1], ref_head[0, -1] = 2.0, torch.finfo(torch.float64).min
+    assert full_kl(hidden, head, ref_hidden, ref_head, chunk_size=3).isposinf().all()
+
+
 def test_it_is_never_negative_where_rounding_is_larger_than_the_divergence():
     hidden, head, *_ = inputs(n=512, v=64, h=16, dtype=torch.float32)
     nearly = hidden.detach() * (1 + 1e-6)

@@ -128,6 +128,7 @@ def test_gradients_of_the_plain_estimators_pass_gradcheck(name, make_batch):
     batch = make_batch()
     log_probs = batch["log_probs"].requires_grad_()
     ref, old = batch["ref_log_probs"], batch["old_log_probs"]
+    ref = log_probs.detach() + (ref - log_probs.detach()).clamp(-2.5, 2.5)  # at the bound of k3 there is no gradient
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name), log_probs)
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name, old_log_probs=old), log_probs)
 
@@ -143,7 +144,7 @@ def test_D9_extreme_log_ratios_stay_finite(name, dtype):
         assert estimate.isfinite().all()
         assert gradient.isfinite().all()
         if name == "k3":
-            assert (gradient[distance.abs() > 20] == 0).all() or old is not None
+            assert (gradient[distance.abs() > 12] == 0).all()
 
 
 def test_a_broken_log_prob_stays_visible_in_a_trained_token():
@@ -239,12 +240,54 @@ def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
     assert (gradient[~mask] == 0).all()
 
 
-def test_beyond_20_nats_k3_stays_where_it_is():
-    far = torch.tensor([-25.0, -20.0, 20.0, 25.0], dtype=torch.float64)
-    e20 = math.exp(20)
-    assert kl_estimate(far, torch.zeros_like(far), "k3").tolist() == pytest.approx(
-        [e20 - 21, e20 - 21, 1 / e20 + 19, 1 / e20 + 19], rel=1e-14
-    )
+# d = log pi - log ref, k3 and its gradient 1 - e^-d: below the bound of 10 as it is, from there on 10 and 0
+BOUNDED_K3 = [
+    (-1000.0, 10.0, 0.0),
+    (-12.0, 10.0, 0.0),
+    (-2.7, 10.0, 0.0),
+    (-2.5, math.exp(2.5) - 3.5, 1 - math.exp(2.5)),
+    (0.0, 0.0, 0.0),
+    (10.9, 9.9 + math.exp(-10.9), 1 - math.exp(-10.9)),
+    (11.1, 10.0, 0.0),
+    (1000.0, 10.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("distance", "value", "gradient"), BOUNDED_K3)
+def test_k3_is_at_most_10_a_token_and_has_no_gradient_beyond(distance, value, gradient):
+    log_probs = torch.tensor([distance], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(log_probs, torch.zeros(1, dtype=torch.float64), "k3")
+    (actual,) = torch.autograd.grad(estimate.sum(), log_probs)
+    assert estimate.item() == pytest.approx(value, rel=1e-12)
+    assert actual.item() == pytest.approx(gradient, rel=1e-12)
+
+
+@pytest.mark.parametrize(("distance", "value", "gradient"), BOUNDED_K3)
+def test_k3_plus_reports_at_most_10_and_keeps_the_gradient_of_k2(distance, value, gradient):
+    log_probs = torch.tensor([distance], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(log_probs, torch.zeros(1, dtype=torch.float64), "k3+")
+    (actual,) = torch.autograd.grad(estimate.sum(), log_probs)
+    assert (estimate.item(), actual.item()) == (pytest.approx(value, rel=1e-12), distance)
+
+
+@pytest.mark.parametrize(("distance", "value", "gradient"), BOUNDED_K3)
+def test_k3_times_the_ratio_has_no_gradient_through_the_ratio_either_where_k3_is_at_its_bound(
+    distance, value, gradient
+):
+    """With r = 2 the gradient is r d. At the bound r times 10 would drive log pi away from the reference."""
+    log_probs = torch.tensor([distance], dtype=torch.float64, requires_grad=True)
+    old = log_probs.detach() - LOG2
+    estimate = kl_estimate(log_probs, torch.zeros(1, dtype=torch.float64), "k3", old_log_probs=old)
+    (actual,) = torch.autograd.grad(estimate.sum(), log_probs)
+    assert estimate.item() == pytest.approx(2 * value, rel=1e-12)
+    assert actual.item() == pytest.approx(2 * distance if gradient else 0.0, rel=1e-12)
+
+
+def test_k3_in_the_reward_is_at_most_10_a_token_too():
+    scores, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    distances = torch.tensor([[-12.0, 12.0]])
+    rewards = apply_kl_in_reward(scores, distances, torch.zeros(1, 2), mask, kl_coef=0.5, kl_estimator="k3")
+    assert rewards.tolist() == [[-5.0, -5.0]]
 
 
 def test_the_penalty_in_the_reward_leaves_the_score_and_skips_masked_tokens():

@@ -90,6 +90,56 @@ def test_C5_a_row_excluded_beforehand_never_moves_the_others(suppressed):
     assert torch.equal(result, tensor(-1, 0, 1))
 
 
+# Four answers to one prompt, two finished with 1 and 0 (mean .5, std 1/sqrt 2), two cut and not counted with 1 and 0
+FINISHED = torch.tensor([True, True, False, False])
+
+
+@pytest.mark.parametrize("level", ["batch", "group"])
+def test_C9_a_row_that_is_not_counted_keeps_its_own_score_on_the_scale_of_the_others(level):
+    scores, uid, valid = tensor(1, 0, 1, 0), torch.zeros(4).long(), torch.ones(4)
+    both = {"mean_level": level, "std_level": level, "eps": 0.0}
+    away = 0.5 * 2**0.5
+    result = normalize_rewards(scores, uid, valid, counted=FINISHED, **both)
+    assert result.tolist() == pytest.approx([away, -away, away, -away], rel=1e-12)
+    means = normalize_rewards(scores, uid, valid, counted=FINISHED, mean_level=level, std_level=None)
+    assert means.tolist() == [0.5, -0.5, 0.5, -0.5]
+    out = normalize_rewards(scores, uid, valid, counted=FINISHED, mean_level=level, std_level=None, leave_one_out=True)
+    assert out.tolist() == [1.0, -1.0, 0.5, -0.5]  # the others of a row that is not counted are all that are
+
+
+def test_C4_a_row_that_is_not_valid_gets_0_whether_it_is_counted_or_not():
+    scores, uid, valid = tensor(1, 0, NAN, 7), torch.zeros(4).long(), torch.tensor([True, True, False, False])
+    for counted in (None, torch.ones(4), FINISHED):
+        result = normalize_rewards(scores, uid, valid, counted=counted, mean_level="batch", std_level=None)
+        assert result.tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("std_level", ["batch", None])
+@pytest.mark.parametrize(
+    ("scores", "counted", "expected"),
+    [
+        ([0.3, 0.3, 1.3, -0.7], [True, True, False, False], [0.0, 0.0, 1.0, -1.0]),  # equal: nothing is divided
+        ([1.0, 0.0, 3.0], [True, False, False], [0.0, -1.0, 2.0]),  # one is no population, and has a mean
+        ([1.0, 0.0], [False, False], [1.0, 0.0]),  # the mean of nothing is 0
+    ],
+)
+def test_C3_a_population_that_says_nothing_moves_a_row_that_is_not_counted_by_its_mean_alone(
+    scores, counted, expected, std_level
+):
+    rows = tensor(*scores), torch.zeros(len(scores)).long(), torch.ones(len(scores))
+    result = normalize_rewards(*rows, counted=torch.tensor(counted), mean_level="batch", std_level=std_level)
+    assert result.tolist() == pytest.approx(expected, abs=1e-15)
+    assert (result[torch.tensor(counted)] == 0).all()
+
+
+@pytest.mark.parametrize("excluded", [1.0, 100.0])
+def test_C5_what_is_not_counted_never_moves_the_others(excluded):
+    rows = tensor(1, excluded, 3), torch.zeros(3).long(), torch.ones(3)
+    counted = torch.tensor([True, False, True])
+    result = normalize_rewards(*rows, counted=counted, mean_level="batch", std_level="batch", eps=0.0)
+    assert result[[0, 2]].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-12)
+
+
 @pytest.mark.parametrize(("mean_level", "std_level"), [("group", "group"), ("batch", "batch"), (None, None)])
 def test_C6_leave_one_out_never_meets_a_std_and_needs_a_mean(mean_level, std_level):
     with pytest.raises(ValueError, match="leave_one_out=True"):
@@ -150,7 +200,8 @@ def test_components_normalised_in_their_group_weigh_alike_whatever_their_scale()
     uid, valid = torch.tensor([0, 0, 1, 1, 0]), torch.tensor([True, True, True, True, False])
     result = combine_rewards(components, uid, valid, weights=[1.0, 2.0], aggregation="normalize_then_sum")
     away = 2**-0.5
-    assert torch.allclose(result, tensor(-3 * away, 3 * away, -away, away, 0.0), rtol=1e-5)
+    moved = (99 - 0.5) / away + 2 * (-99 - 500) / (1000 * away)  # on the scale of its group, and in no statistic
+    assert torch.allclose(result, tensor(-3 * away, 3 * away, -away, away, moved), rtol=1e-5)
 
 
 @pytest.mark.parametrize("valid", [None, torch.ones(3, dtype=torch.bool)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, aggregate_loss, columns_of
+from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 
 vanilla = POLICY_LOSSES.get("vanilla")
 gspo = POLICY_LOSSES.get("gspo")
@@ -32,6 +33,19 @@ def columns(ratios, advantages, mask=None):
     old = torch.full_like(ratios, -2.0)
     mask = torch.ones_like(ratios) if mask is None else torch.tensor(mask)
     return (old + ratios.log()).requires_grad_(), old, advantages, mask
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_a_loss_says_whether_its_gradient_depends_on_the_old_policy(name, make_batch, call):
+    gradients = []
+    for shift in (0.0, 0.05):
+        batch = make_batch(seed=2, spread=0.1)
+        batch["old_log_probs"] = batch["old_log_probs"] + shift
+        log_probs = batch["log_probs"] = batch["log_probs"].requires_grad_()
+        losses, _ = call(POLICY_LOSSES.get(name), batch)
+        gradients.append(torch.autograd.grad(losses.sum(), log_probs)[0])
+    same = torch.allclose(*gradients, rtol=1e-9)
+    assert same is not POLICY_LOSSES.metadata(name).get("uses_ratio", True)
 
 
 # ratio, advantage, loss, gradient with respect to log pi, counted in clip_fraction, in clip_fraction_c
@@ -114,17 +128,19 @@ def test_gspo_on_a_case_worked_by_hand():
     assert metrics["ratio_mean"].item() == pytest.approx(4 + 4 + 2)
 
 
-def test_D3_the_token_form_of_gspo_is_the_sequence_form(make_batch):
+@pytest.mark.parametrize("mode", POLICY_LOSSES.metadata("gspo")["aggregations"])
+def test_D3_the_token_form_of_gspo_is_the_sequence_form_times_the_length_for_luspo(mode, make_batch):
     batch = make_batch(spread=0.3)
     mask, old = batch["response_mask"], batch["old_log_probs"]
     per_row = batch["advantages"][:, :1].expand_as(old)
     token_side, sequence_side = (batch["log_probs"].clone().requires_grad_() for _ in range(2))
     losses, _ = gspo(token_side, old, per_row, mask, clip_ratio_low=0.03, clip_ratio_high=0.04)
-    token_loss = aggregate_loss(losses, mask, "seq-mean-token-mean")
+    token_loss = aggregate_loss(losses, mask, mode)
     rows = []
     for i in mask.any(-1).nonzero().flatten():
         s, a = (sequence_side[i] - old[i])[mask[i]].mean().exp(), per_row[i, 0]
-        rows.append(-torch.min(s * a, s.clip(0.97, 1.04) * a))
+        length = mask[i].sum() if mode == "seq-mean-token-sum" else 1
+        rows.append(-length * torch.min(s * a, s.clip(0.97, 1.04) * a))
     sequence_loss = torch.stack(rows).mean()
     (token_gradient,) = torch.autograd.grad(token_loss, token_side)
     (gradient,) = torch.autograd.grad(sequence_loss, sequence_side)
@@ -157,6 +173,12 @@ def test_D3_gspos_sequence_loss_does_not_depend_on_length():
     short, long = (aggregate_loss(losses[i : i + 1], args[3][i : i + 1], "seq-mean-token-mean") for i in (0, 1))
     assert short.item() == pytest.approx(long.item(), rel=1e-12)
     assert short.item() == pytest.approx(1.1, rel=1e-12)
+
+
+def test_the_aggregations_that_a_loss_is_defined_for_exist():
+    found = {name: POLICY_LOSSES.metadata(name).get("aggregations") for name in POLICY_LOSSES.names()}
+    assert {name for name, modes in found.items() if modes} == {"gspo", "geo_mean"}
+    assert {*found["gspo"], *found["geo_mean"]} <= set(LOSS_AGG_MODES)
 
 
 def test_a_loss_says_what_it_does_with_selected_tokens_and_has_a_selector_if_it_reads_them():

@@ -9,7 +9,7 @@ from rltrain.algorithms import (
     normalize_rewards,
     overlong_penalty,
     shape_scores,
-    treat_truncated,
+    suppress_truncated,
 )
 
 NAN = torch.nan
@@ -84,39 +84,23 @@ def test_shaping_computes_in_float32_and_float64_stays():
     for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
         scores, flags = torch.ones(2, dtype=dtype), torch.tensor([True, False])
         assert shape_scores(scores).dtype == wanted
-        assert treat_truncated(scores, flags, flags, suppress=True, exclude=False)[0].dtype == wanted
+        assert suppress_truncated(scores, flags, scores).dtype == wanted
         assert overlong_penalty(scores, max_response_length=3, buffer=1).dtype == wanted
 
 
-@pytest.mark.parametrize(
-    ("suppress", "exclude", "scores", "valid"),
-    [
-        (False, False, [1, 2, 3], [True, True, False]),
-        (False, True, [1, 2, 3], [True, False, False]),
-        (True, False, [1, 0, 3], [True, False, False]),
-        (True, True, [1, 0, 3], [True, False, False]),
-    ],
-)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_a_truncated_row_is_excluded_and_its_score_suppressed_as_told(suppress, exclude, scores, valid, dtype):
-    flags = torch.tensor([True, True, False], dtype=dtype), torch.tensor([False, True, False], dtype=dtype)
-    result = treat_truncated(tensor(1, 2, 3), *flags, suppress=suppress, exclude=exclude)
-    assert result[0].tolist() == scores
-    assert result[1].tolist() == valid
-    assert result[1].dtype == torch.bool
-
-
-def test_a_suppressed_score_is_zero_whatever_it_was():
-    scores, valid, truncated = tensor(NAN, 1), torch.tensor([False, True]), torch.tensor([True, False])
-    assert treat_truncated(scores, valid, truncated, suppress=True, exclude=False)[0].tolist() == [0, 1]
-    assert scores[0].isnan()
+def test_C9_a_suppressed_row_scores_what_earning_nothing_would_and_no_more_than_its_own(dtype):
+    scores, truncated = tensor(3, 3, -2, NAN), torch.tensor([False, True, True, True], dtype=dtype)
+    assert suppress_truncated(scores, truncated, torch.zeros(4))[:3].tolist() == [3, 0, -2]
+    assert suppress_truncated(scores, truncated, tensor(0, -0.5, -0.5, 0))[:3].tolist() == [3, -0.5, -2]
+    assert suppress_truncated(scores, truncated, torch.zeros(4))[3].isnan()  # a row without a score gets none
 
 
 def suppressed(score, *, others=()):
     """Scores [1, score, others...] of one group, and which are valid, after row 1 was truncated and suppressed."""
     scores = tensor(1.0, score, *others)
     truncated = torch.arange(len(scores)) == 1
-    return treat_truncated(scores, torch.ones_like(truncated), truncated, suppress=True, exclude=False)
+    return suppress_truncated(scores, truncated, torch.zeros_like(scores)), ~truncated
 
 
 def as_batch(batch, scores, valid):
@@ -157,7 +141,7 @@ def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_normalisation(
         scores, valid = suppressed(score, others=others)
         uid = torch.zeros_like(scores).long()
         tokens = torch.ones(len(scores), 3, dtype=torch.bool)
-        by_row = normalize_rewards(scores, uid, valid, **levels)
+        by_row = normalize_rewards(scores, uid, torch.ones_like(valid), counted=valid, **levels)
         unsuppressed = tensor(1.0, score, *others)[:, None].expand(-1, 3)  # gae gives an excluded row its own credit
         by_token = normalize_advantages(unsuppressed, tokens, uid, valid, **levels)
         results.append(torch.cat([by_row[:, None], by_token], -1)[valid])

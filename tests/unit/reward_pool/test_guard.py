@@ -9,7 +9,7 @@ from rltrain.reward_config import RewardFunctionConfig
 from workers.reward.guard import GuardedWorker
 from workers.reward.messages import RewardRequest
 
-function = RewardFunctionConfig(name="score", path=sys.argv[1], weight=1.0, gate=False, kwargs={})
+function = RewardFunctionConfig(name="score", path=sys.argv[1], weight=1.0, gate=False, outcome=True, kwargs={})
 guard = GuardedWorker([function], memory_mb=64)
 guard.ping()
 for response in sys.argv[2:]:
@@ -39,6 +39,47 @@ def score(response):
         time.sleep(3600)
     return 1.0
 """
+
+
+BESIDE = """
+import sys, threading
+from rltrain.reward_config import RewardFunctionConfig
+from workers.reward.guard import Guard
+from workers.reward.messages import RewardRequest
+
+function = RewardFunctionConfig(name="score", path=sys.argv[1], weight=1.0, gate=False, outcome=True, kwargs={})
+guard = Guard([function], memory_mb=64)
+for lane in range(2):
+    guard.ping(lane)
+found = []
+asked = [RewardRequest((0, 0), "p", "30 program", {})]
+beside = threading.Thread(target=lambda: found.extend(guard.score(1, asked, deadline_s=30.0)))
+beside.start()
+for number in range(4):
+    asked = [RewardRequest((0, n), "p", "fine" if n < 2 else "sleep", {}) for n in range(5)]
+    late = guard.score(0, asked, deadline_s=0.6, hold_s=0.3, stepwise=True)
+    print(len(late.results), guard.rest(0))
+    guard.ping(0)
+beside.join()
+print([result.scores for result in found])
+guard.stop()
+"""
+
+
+def test_a_process_that_is_ended_takes_nothing_along_of_the_one_beside_it(tmp_path):
+    """The other one starts programs all the while, in which none may be killed."""
+    (tmp_path / "own.py").write_text(
+        "import subprocess, time\n"
+        "def score(response):\n"
+        "    if 'sleep' in response:\n        time.sleep(3600)\n"
+        "    count = 800 if 'program' in response else 0\n"
+        "    return float(sum(subprocess.call(['true']) for _ in range(count)))\n"
+    )
+    command = [sys.executable, "-c", BESIDE, f"{tmp_path}/own.py:score"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110)
+    *late, beside = done.stdout.splitlines()
+    assert late == ["2 Ended(timed_out=True, reason='did not answer in time')"] * 4
+    assert beside == "[(0.0,)]"
 
 
 def test_G2_shared_memory_forged_answers_and_half_of_one_cost_only_the_process(tmp_path):

@@ -13,14 +13,16 @@ from rltrain.errors import ConfigError
 from rltrain.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
-from workers.reward.transport import Answer, Call, Lost
+from workers.reward.transport import Answer, Call, Held, Lost
 from workers.reward.worker import RewardWorker
 
 UNUSED = "rltrain.rewards.final_answer:final_answer"  # scripted workers call nothing
 
 
 def function(name: str, path: str = UNUSED, **changes) -> RewardFunctionConfig:
-    return RewardFunctionConfig(**{"name": name, "path": path, "weight": 1.0, "gate": False, "kwargs": {}} | changes)
+    return RewardFunctionConfig(
+        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "kwargs": {}} | changes
+    )
 
 
 def reward(functions: list[RewardFunctionConfig], **changes) -> RewardConfig:
@@ -189,6 +191,97 @@ def test_polling_with_nothing_pending_returns_at_once_and_closing_drops_what_is_
     assert (pool.pending, workers.closed) == (0, 1)
 
 
+# Calls that take long
+
+
+class Slow(ScriptedWorkers):
+    """One worker with a spare process, in which the calls for these responses are held and then go as `fates` say."""
+
+    def __init__(self, functions: int, fates: dict[str, str]) -> None:
+        super().__init__(2, functions, lambda *_: None)
+        self._rng.randint = lambda low, high: high
+        self.size, self.fates, self.held = 1, fates, {}
+
+    def idle(self):
+        active = [slot for slot in self._calls if slot not in self.held]
+        return [] if active else [slot for slot in (0, 1) if slot not in self._calls][:1]
+
+    def wait(self, timeout_s):
+        for slot, call in list(self._calls.items()):
+            slow = [row for row, request in enumerate(call.requests) if request.response in self.fates]
+            if slot not in self.held:
+                if not slow:
+                    return [self._outcome(slot, self._calls.pop(slot))]
+                self.held[slot] = call.requests[slow[0]]
+                return [Held(slot, self._so_far(call, slow[0]))]
+        slot, request = self.held.popitem()
+        call = self._calls.pop(slot)
+        if self.fates[request.response] == "answers":
+            return [Answer(slot, self._outcome(slot, replace(call, requests=(request,))).results)]
+        late, now = self.fates[request.response] == "late", self._so_far(call, call.requests.index(request))
+        return [Lost(slot, timed_out=late, reason="ended its process", results=now[call.requests.index(request) :])]
+
+    def _so_far(self, call, row):
+        """The samples before this one whole, and of this one the first of two functions."""
+        results = [RewardResult(r.key, (float(r.response), 1.0)[: self._functions]) for r in call.requests[: row + 1]]
+        results[-1] = replace(results[-1], scores=results[-1].scores[: self._functions - 1])
+        return results if self._functions > 1 else results[:-1]
+
+
+@pytest.mark.parametrize("functions", [FUNCTIONS, TWO], ids=["one", "two"])
+def test_G3_a_call_that_takes_long_gives_back_the_samples_behind_it_and_fails_alone(functions):
+    workers = Slow(len(functions), {"3": "late"})
+    pool = RewardPool(workers, reward(functions))
+    pool.submit(request(n) for n in range(12))
+    results = finish(pool)
+    assert [r.key for r in results[-1:]] == [(0, 3)], "the others wait for it"
+    assert sorted(r.key for r in results) == [request(n).key for n in range(12)]
+    assert [(r.key, r.error, r.failed_function) for r in results if r.failed] == [
+        ((0, 3), f"reward function '{functions[-1].name}' did not return within 2 s", len(functions) - 1)
+    ]
+    asked = [r.response for call in workers.log for r in call.requests]
+    assert asked.count("3") == 1
+    assert workers.log[0].hold_s < workers.log[0].deadline_s
+
+
+def test_a_call_that_takes_long_and_answers_has_its_score_and_leaves_the_size_of_chunks():
+    workers = Slow(1, {"3": "answers"})
+    pool = RewardPool(workers, reward(FUNCTIONS))
+    pool.submit(request(n) for n in range(64))
+    assert sorted(finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(64)]
+    assert pool.failed_count == 0
+    assert [len(call.requests) for call in workers.log] == [16, 16, 44]  # it grows with those that are whole
+
+
+def test_after_a_death_whose_call_is_known_the_others_of_its_chunk_are_not_tried_one_by_one():
+    def lose(asked, function, dice):
+        return "dead" if asked.response == "3" else None
+
+    class Known(ScriptedWorkers):
+        def _outcome(self, slot, call):
+            event = super()._outcome(slot, call)
+            before = [r for r in call.requests if r.key < (0, 3)]
+            known = [RewardResult(r.key, (float(r.response),)) for r in before]
+            return replace(event, results=known) if isinstance(event, Lost) else event
+
+    workers = Known(1, 1, lose)
+    workers._rng.randint = lambda low, high: high
+    pool = RewardPool(workers, reward(FUNCTIONS))
+    pool.submit(request(n) for n in range(12))
+    results = finish(pool)
+    assert [r.key for r in results if r.failed] == [(0, 3)]
+    assert sorted(r.key for r in results) == [request(n).key for n in range(12)]
+    assert [[int(r.response) for r in call.requests] for call in workers.log] == [[*range(12)], [3], [*range(4, 12)]]
+
+
+def test_async_calls_are_never_held_as_more_of_them_would_exceed_the_concurrency(tmp_path):
+    (tmp_path / "own.py").write_text("async def score(response):\n    return 1.0\n")
+    workers = ScriptedWorkers(1, 1, lambda *_: None)
+    pool = RewardPool(workers, reward([function("score", f"{tmp_path}/own.py:score")]))
+    pool.submit([request(3)])
+    assert (workers.log[0].hold_s, workers.log[0].stepwise) == (float("inf"), False)
+
+
 # The whole pool in one process
 
 
@@ -233,7 +326,12 @@ def test_without_functions_as_beside_reward_models_nobody_is_called_and_nobody_c
     workers = ScriptedWorkers(2, 0, lose=lambda *_: "gone")
     pool = RewardPool(
         workers,
-        reward([], models=[RewardModelConfig(name="rm", path="/m", weight=1.0, gate=False, prompt_template=None)]),
+        reward(
+            [],
+            models=[
+                RewardModelConfig(name="rm", path="/m", weight=1.0, gate=False, outcome=True, prompt_template=None)
+            ],
+        ),
     )
     pool.submit([request(1, "25"), request(2, "7")])
     assert finish(pool) == [RewardResult((0, 1), ()), RewardResult((0, 2), ())]

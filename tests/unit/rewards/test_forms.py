@@ -69,7 +69,7 @@ def path(tmp_path):
 
 
 def function(path, name: str, **kwargs) -> RewardFunctionConfig:
-    return RewardFunctionConfig(name=name, path=f"{path}:{name}", weight=1.0, gate=False, kwargs=kwargs)
+    return RewardFunctionConfig(name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, kwargs=kwargs)
 
 
 def requests(*responses: str, **columns) -> list[RewardRequest]:

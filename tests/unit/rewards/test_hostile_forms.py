@@ -68,6 +68,24 @@ class Shy:
 
 def shy(prompts, responses):
     return [Shy() if r == "shy" else 1.0 for r in responses]
+
+class Leaves:
+    def __repr__(self):
+        raise SystemExit(3)
+
+class Left(list):
+    def __iter__(self):
+        raise SystemExit(4)
+
+def leaves(prompts, responses):
+    return Left(responses) if "all" in responses else [Leaves() if r == "one" else 1.0 for r in responses]
+
+def misplaced(response):
+    code = (lambda: 1 / 0).__code__.replace(co_filename=response)
+    exec(code)
+
+def coroutine(prompts, responses):
+    return [awaited(response) for response in responses]
 """
 SAID = {
     "cancelled": "CancelledError", "own": "Own: mine", "generator": "GeneratorExit",
@@ -77,7 +95,7 @@ SAID = {
 
 
 def function(path, name: str, **kwargs) -> RewardFunctionConfig:
-    return RewardFunctionConfig(name=name, path=f"{path}:{name}", weight=1.0, gate=False, kwargs=kwargs)
+    return RewardFunctionConfig(name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, kwargs=kwargs)
 
 
 def requests(*responses: str) -> list[RewardRequest]:
@@ -143,6 +161,84 @@ def test_an_async_function_that_goes_on_when_it_is_cancelled_is_left_behind(rais
 
 def test_a_result_that_cannot_be_shown_fails_alone(raising):
     assert scores(RewardWorker([function(raising, "shy")]).score(requests("a", "shy"))) == [1.0, "failed"]
+
+
+def test_a_result_that_ends_the_program_when_it_is_looked_at_fails_alone(raising):
+    worker = RewardWorker([function(raising, "leaves")])
+    assert scores(worker.score(requests("a", "one"))) == [1.0, "failed"]
+    assert scores(worker.score(requests("a", "all"))) == ["failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("plain.py", "(plain.py:"), ("half\udc9f", r"(half\udc9f:"), ("nul\0", r"(nul\x00:"),
+     ("two\nlines", r"(two\nlines:"), ("x" * 5000, "x ... x")],
+)  # fmt: skip
+def test_what_a_function_of_a_strange_file_name_raises_can_be_stored(raising, name, shown):
+    (result,) = RewardWorker([function(raising, "misplaced")]).score(requests(name))
+    assert result.error.startswith("reward function 'misplaced' raised ZeroDivisionError: division by zero (")
+    assert shown in result.error
+    assert len(result.error.encode()) < 400
+
+
+def test_a_coroutine_among_the_scores_is_no_score(raising):
+    (result,) = RewardWorker([function(raising, "coroutine")]).score(requests("a"))
+    assert "of type coroutine: a score is a number" in result.error
+
+
+LEAKS = """
+import json, os
+from decimal import Decimal
+from rltrain.rewards.result import RewardResult
+
+class Odd:
+    def __repr__(self):
+        return f"Odd({os.environ['DEPLOY_KEY']!r})"
+
+KEY = os.environ["DEPLOY_KEY"]
+WAYS = {
+    "message": lambda: RewardResult(failed=True, message=KEY),
+    "text": lambda: KEY,
+    "list": lambda: KEY.splitlines(),
+    "repr": Odd,
+}
+
+def leak(response):
+    if response in WAYS:
+        return WAYS[response]()
+    said = {"raised": KEY, "escaped": repr(KEY), "json": json.dumps({"key": KEY}), "cut": "x" * 280 + KEY}
+    raise ValueError(said[response])
+
+async def later(response):
+    return leak(response)
+
+def all_of_them(prompts, responses):
+    return [leak(response) for response in responses]
+"""
+
+
+@pytest.mark.parametrize("form", ["leak", "later", "all_of_them"])
+def test_no_failure_that_is_kept_shows_a_key_of_many_lines(tmp_path, monkeypatch, form):
+    key = (
+        "-----BEGIN KEY-----\n"
+        + "\n".join(f"{n}abcdefghijklmnopqrst+/{n}" for n in range(30))
+        + "\n-----END KEY-----\n"
+    )
+    monkeypatch.setenv("DEPLOY_KEY", key)
+    (tmp_path / "leaks.py").write_text(LEAKS)
+    ways = ("message", "text", "list", "repr", "raised", "escaped", "json", "cut")
+    results = RewardWorker([function(tmp_path / "leaks.py", form)]).score(requests(*ways))
+    assert scores(results) == ["failed"] * len(ways)
+    for way, result in zip(ways, results, strict=True):
+        assert "[hidden]" in result.error, way
+        assert "abcdef" not in result.error, way
+
+
+def test_no_import_that_fails_shows_a_key_of_many_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEPLOY_KEY", "first-line-of-it\nsecond-line-of-it")
+    (tmp_path / "odd.py").write_text("import os\nraise ValueError(os.environ['DEPLOY_KEY'])")
+    with pytest.raises(ConfigError, match=r"does not import \(ValueError: \[hidden\]\)"):
+        loading.load_function(f"{tmp_path}/odd.py:score")
 
 
 # What is refused before anything runs

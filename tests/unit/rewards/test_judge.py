@@ -92,7 +92,7 @@ def ask(server_or_url, prompt="2+2=", response="4", **options):
 
 def worker(url, concurrency=64, **kwargs) -> RewardWorker:
     options = {"base_url": url, "model": "m", **kwargs}
-    function = RewardFunctionConfig(name="judge", path=PATH, weight=1.0, gate=False, kwargs=options)
+    function = RewardFunctionConfig(name="judge", path=PATH, weight=1.0, gate=False, outcome=True, kwargs=options)
     return RewardWorker([function], concurrency=concurrency)
 
 
@@ -255,7 +255,11 @@ def test_the_key_comes_from_the_environment_and_no_message_shows_it(monkeypatch)
     assert [headers["authorization"] for headers in server.headers] == ["Bearer sk-secret", "Bearer none"]
     with serving(lambda _: (401, {}, {"error": {"message": "wrong key sk-secret"}})) as server:
         message = ask(server, api_key_env="MY_KEY").message
-    assert "wrong key ***" in message
+    assert "wrong key [hidden]" in message
+    monkeypatch.setenv("CREDENTIAL", "a b")  # neither long nor in a variable with a telling name
+    for reply in ((401, {}, {"error": {"message": "wrong key 'a\\nb'"}}), "I was asked with a  b"):
+        with serving(lambda _, reply=reply: reply) as server:
+            assert "[hidden]" in ask(server, api_key_env="CREDENTIAL").message
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import numpy
@@ -215,6 +217,9 @@ def test_the_columns_that_a_caller_hands_in_stay_as_they_are():
         (float(numpy.finfo(numpy.float32).max), 3.4028234663852886e38),
         (numpy.float32(0.5), 0.5),
         (numpy.bool_(True), 1.0),
+        (Decimal("0.25"), 0.25),
+        (Fraction(1, 4), 0.25),
+        (numpy.array(True), 1.0),
     ],
 )
 def test_numbers_and_bools_are_scores(result, score):
@@ -237,6 +242,11 @@ def test_G4_none_means_not_applicable_and_stays_none():
         (-math.inf, "returned -inf: a score must be finite"),
         (numpy.array([1.0]), "of type ndarray"),
         (-1e39, "returned -1e+39: a score outside float32's range"),
+        (10**400, "returned a number of type int: a score outside float32's range"),
+        (Fraction(10**400), "returned a number of type Fraction: a score outside float32's range"),
+        (Decimal("inf"), "returned inf: a score must be finite"),
+        (numpy.complex64(1 + 2j), "of type complex"),  # float() would drop the imaginary part
+        (numpy.array("0.5"), "returned '0.5' of type str"),
     ],
 )
 def test_what_is_no_score_is_an_error_and_never_0(result, said):
@@ -260,7 +270,9 @@ def test_what_a_function_raises_goes_through():
 
 def test_what_a_failed_sample_says_can_be_written_to_a_file(tmp_path):
     path = write(tmp_path, "def score():\n    raise ValueError('bad \\ud800')\n")
-    worker = RewardWorker([RewardFunctionConfig(name="mine", path=f"{path}:score", weight=1.0, gate=False, kwargs={})])
+    worker = RewardWorker(
+        [RewardFunctionConfig(name="mine", path=f"{path}:score", weight=1.0, gate=False, outcome=True, kwargs={})]
+    )
     (result,) = worker.score([RewardRequest((0, 0), "p", "r", {})])
     assert result.error.encode().startswith(b"reward function 'mine' raised ValueError: bad \\ud800 (")
 

@@ -161,11 +161,14 @@ def test_the_driver_says_once_what_the_weak_form_allows(
 ):
     class Reached(Exception): ...
 
+    class NoPrompts(list):
+        notes = ()
+
     def stop(*_):
         raise Reached
 
     monkeypatch.setattr(main, "tokenizer_of", lambda config: (None, []))
-    monkeypatch.setattr(main, "load_data", lambda config, tokenizer: ([], []))
+    monkeypatch.setattr(main, "load_data", lambda config, tokenizer: (NoPrompts(), []))
     monkeypatch.setattr(main, "plan", lambda *_: None)
     monkeypatch.setattr(main, "resolved_yaml", stop)
     config = config_of(f"placement={placement}", "rollout=hf", f"trainer.output_dir={tmp_path}/out")

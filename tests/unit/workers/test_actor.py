@@ -5,7 +5,6 @@ import torch
 
 from rltrain.algorithms import TOKEN_SELECTORS, columns_of
 from rltrain.compose import compose
-from rltrain.credit import choose_trained
 from rltrain.protocol import DataProto
 from workers.actor import with_selected
 from workers.group import LocalHosts, WorkerGroup
@@ -58,11 +57,12 @@ def moved(batch: DataProto, by: float) -> DataProto:
 def test_D8_a_correction_multiplies_the_loss_of_each_token_by_its_weight(start, sampled_batch, loss):
     """For a loss that is linear in the advantage, that is a weighted advantage."""
     run = Run(start, f"algorithm.loss_mode={loss}", "algorithm.correction.level=token")
-    batch, metrics = choose_trained(moved(run.prepared(sampled_batch), 0.3), run.config.algorithm)
-    assert metrics["rollout/correction_weight_mean"] != 1
+    batch = moved(run.prepared(sampled_batch), 0.3)
     weighted = run.update(batch)
+    assert weighted["correction_weight_mean"] != 1
     plain = Run(start, f"algorithm.loss_mode={loss}")
-    advantages = batch.values("advantages") * batch.values("correction_weights")
+    weights = (batch.values("old_log_probs") - batch.values("rollout_log_probs")).exp()
+    advantages = batch.values("advantages") * weights
     expected = plain.update(plain.prepared(sampled_batch).with_values("responses", advantages=advantages))
     assert weighted["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert weighted["policy_loss"] == pytest.approx(expected["policy_loss"], rel=1e-5)
@@ -73,9 +73,9 @@ def test_D8_without_correction_what_the_engine_said_changes_nothing(start, sampl
     found = []
     for by in (0.0, 0.3):
         run = Run(start)
-        batch, metrics = choose_trained(moved(run.prepared(sampled_batch), by), run.config.algorithm)
-        assert metrics == {}
-        found.append((run.update(batch), run.weights()))
+        metrics = run.update(moved(run.prepared(sampled_batch), by))
+        assert not [name for name in metrics if name.startswith(("correction", "rejection"))]
+        found.append((metrics, run.weights()))
     assert apart(found[0][1], found[1][1]) == 0
     assert found[0][0]["engine_gap"] == pytest.approx(0, abs=1e-6)
     assert found[1][0]["engine_gap"] == pytest.approx(0.3, abs=1e-5)
@@ -86,13 +86,48 @@ def test_D8_with_correction_it_changes_the_update_and_weights_of_one_do_not(star
     found = []
     for by in (0.0, 0.3):
         run = Run(start, "algorithm.correction.level=token")
-        batch, _ = choose_trained(moved(run.prepared(sampled_batch), by), run.config.algorithm)
-        run.update(batch)
+        run.update(moved(run.prepared(sampled_batch), by))
         found.append(run.weights())
     plain = Run(start)
     plain.update(moved(plain.prepared(sampled_batch), 0.0))
     assert apart(found[0], plain.weights()) < 1e-6
     assert apart(found[1], plain.weights()) > 1e-5
+
+
+def test_D8_one_optimizer_step_on_all_weighs_by_its_own_log_probs_without_a_pass_before(start, sampled_batch):
+    settings = ["algorithm.correction.level=token", "algorithm.correction.upper=1.2"]
+    passed = Run(start, *settings)
+    batch = moved(passed.prepared(sampled_batch), 0.3)
+    expected = passed.update(batch)
+    assert 0 < expected["correction_outside_fraction"] < 1
+    alone = Run(start, *settings)
+    found = alone.update(batch.pop(["old_log_probs"])[1])
+    for name in ("correction_weight_mean", "correction_outside_fraction", "policy_loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert apart(alone.weights(), passed.weights()) < 1e-6
+
+
+def test_A4_an_update_counts_dropped_tokens_in_its_metrics_and_keeps_their_entropy(start, sampled_batch):
+    nothing = ["algorithm.rejection.kl_estimator=abs", "algorithm.rejection.level=token", "algorithm.rejection.upper=0"]
+    run = Run(start, *nothing, "algorithm.entropy_coef=0.1")
+    metrics = run.update(moved(run.prepared(sampled_batch), 0.3), 0.1)
+    assert (metrics["rejection_dropped_fraction"], metrics["policy_loss"]) == (1, 0)
+    assert metrics["rejection_divergence"] == pytest.approx(0.3, rel=1e-4)
+    plain = Run(start, "algorithm.entropy_coef=0.1")
+    no_advantage = sampled_batch.with_values("responses", advantages=0 * sampled_batch.values("advantages"))
+    expected = plain.update(plain.prepared(no_advantage), 0.1)
+    assert metrics["entropy"] == pytest.approx(expected["entropy"], rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_the_rejection_looks_at_the_policy_again_in_each_optimizer_step(start, sampled_batch):
+    """Two passes over the same rows: the second one sees what the first one changed."""
+    found = []
+    for plan in (ALL, ALL * 2):
+        run = Run(start, "algorithm.rejection.kl_estimator=k1", "algorithm.rejection.upper=9", "actor.lr=1e-2")
+        found.append(run.update(moved(run.prepared(sampled_batch), 0.0), plan=plan)["rejection_divergence"])
+    assert found[0] == pytest.approx(0, abs=1e-5)
+    assert abs(found[1]) > 1e-3
 
 
 # Entropy
@@ -104,7 +139,7 @@ def test_D5_the_bonus_is_multiplied_by_the_coefficient_that_the_actor_is_given(s
     batch = sampled_batch.with_values("responses", advantages=nothing)
     norms = {}
     for coef in (0.0, 0.01, 0.03):
-        run = Run(start, "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.7")  # the config's is a start only
+        run = Run(start, "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.005")  # a start only
         metrics = run.update(run.prepared(batch), coef)
         norms[coef] = metrics["grad_norm"]
         assert metrics["entropy"] > 0

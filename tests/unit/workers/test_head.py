@@ -81,6 +81,27 @@ def test_any_chunk_gives_the_values_and_gradients_of_all_logits_at_once(temperat
     assert furthest(values_and_gradients(*found, (hidden, head, offset)), wanted) < 1e-12
 
 
+@pytest.mark.parametrize("chunk_size", [1, 3, 20, 77, 10**6])
+@pytest.mark.parametrize("entropies", [False, True])
+@pytest.mark.parametrize("unused", [[2], [0, 1, 2, 3, 4, 8, 9, 10]], ids=["one word", "whole chunks"])
+def test_words_with_a_logit_of_minus_infinity_are_as_if_they_were_not_there(unused, entropies, chunk_size):
+    """p log p is 0 at p = 0: values and gradients are those of the vocabulary without these words."""
+    hidden, head, bias, _ = inputs()
+    with torch.no_grad():
+        bias[unused] = -torch.inf
+    used = [word for word in range(11) if word not in unused]
+    place = torch.arange(7) % len(used)
+    targets = torch.tensor(used)[place]
+    found = token_log_probs(hidden, head, targets, bias=bias, entropies=entropies, chunk_size=chunk_size)
+    *actual, to_hidden, to_head, to_bias = values_and_gradients(*found, (hidden, head, bias))
+    small_head, small_bias = head.detach()[used].requires_grad_(), bias.detach()[used].requires_grad_()
+    expected = oracle(hidden, small_head, small_bias, place, 1.0)
+    wanted = values_and_gradients(expected[0], expected[1] if entropies else None, (hidden, small_head, small_bias))
+    assert furthest([*actual, to_hidden, to_head[used], to_bias[used]], wanted) < 1e-12
+    assert (to_head[unused] == 0).all()
+    assert (to_bias[unused] == 0).all()
+
+
 def test_more_rows_than_a_chunk_is_high_add_up(monkeypatch):
     monkeypatch.setattr("rltrain.algorithms.chunks.MAX_ROWS", 3)
     for dtype, limit in ((torch.float64, 1e-12), (torch.bfloat16, 0.02)):

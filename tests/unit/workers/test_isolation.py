@@ -1,7 +1,10 @@
 """Models are tried out before they are packed: which keep the rows of a pack apart, and which do not (invariant B6)."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +21,9 @@ from workers.forward import PACKED, policy_output
 from workers.isolation import check_rows_apart
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
+from workers.rollout.hf_engine import make as make_hf_engine
 
+LACKING = "model.layers.1.mlp.down_proj.weight"
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -120,3 +125,21 @@ def test_a_model_whose_attention_cannot_be_exchanged_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(config_of("gptj", OLDER | {"rotary_dim": 4})).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"^model.path={tmp_path}: this model has attention of its own, which is"):
         ActorWorker(compose([])[0], str(tmp_path))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("role", "key"),
+    [("actor", "model.path="), ("reference", "model.path="), ("critic", "model.path="), ("rollout", "model.path="),
+     ("reward_model", "reward model ")],
+)  # fmt: skip
+def test_no_role_starts_from_weights_that_lack_a_tensor(role, key, start, reward_model, tmp_path):
+    folder, name = shutil.copytree(reward_model if role == "reward_model" else start, tmp_path / "m"), LACKING
+    tensors = load_file(folder / "model.safetensors")
+    save_file({one: tensor for one, tensor in tensors.items() if one != name}, folder / "model.safetensors")
+    roles = {
+        "actor": ActorWorker, "reference": ReferenceWorker, "critic": CriticWorker, "reward_model": RewardModelWorker,
+        "rollout": lambda config, path: make_hf_engine(config, path, [2]),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"^{key}{folder}: its weights lack {name}: they are not the whole Qwen2For"):
+        roles[role](compose(["rollout=hf"])[0], str(folder))

@@ -247,18 +247,25 @@ def sharded(start: str, folder: Path) -> Path:
     return folder
 
 
-def test_base_weights_are_found_in_one_file_in_several_and_by_an_index(start, tmp_path):
+def test_base_weights_are_read_from_the_files_that_transformers_reads(start, tmp_path):
     expected = load_file(Path(start) / "model.safetensors")
     indexed = sharded(start, tmp_path / "indexed")
-    shutil.copytree(indexed, tmp_path / "several")
-    (tmp_path / "several" / "model.safetensors.index.json").unlink()
-    for folder in (start, indexed, tmp_path / "several"):
+    both, swapped = (shutil.copytree(indexed, tmp_path / name) for name in ("both", "swapped"))
+    shutil.copy(Path(start) / "model.safetensors", both)  # goes before the index
+    save_file({}, both / "part-0.safetensors")
+    (swapped / "part-0.safetensors").rename(swapped / "part")
+    (swapped / "part-1.safetensors").rename(swapped / "part-0.safetensors")
+    (swapped / "part").rename(swapped / "part-1.safetensors")
+    for folder in (start, indexed, both, swapped):
         base = BaseWeights(folder)
         assert base.files.keys() == expected.keys()
         assert all(torch.equal(base.tensor(name), tensor) for name, tensor in expected.items())
         base.require(list(expected))
     with pytest.raises(ConfigError, match=r"hold no 'lm_head\.bias'.*model\.lora=null$"):
         base.require(["lm_head.bias"])
+    (indexed / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match=rf"^model.path={indexed}: holds no weights \(looked for model.safetensors, "):
+        BaseWeights(indexed)
 
 
 def test_merging_is_the_sum_and_the_scaled_product():

@@ -1,12 +1,15 @@
 """What processes of a placement are given."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 
 from rltrain.compose import compose
 from rltrain.errors import WorkerError
+from rltrain.tasks.tokenizer import EOS_ID
 from workers import placement
 from workers.devices import SharedDevices
 
@@ -38,14 +41,30 @@ def test_the_cores_that_may_be_used_are_shared_out_as_threads(made, overrides, t
     config, _ = compose(overrides)
     placement.ray_hosts(config, "training rank", config.placement.actor_ranks)
     assert [environment["OMP_NUM_THREADS"] for _, environment in made] == [threads] * config.placement.actor_ranks
+    assert {environment["OMP_WAIT_POLICY"] for _, environment in made} == {"PASSIVE"}
 
 
-def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch):
+@pytest.mark.parametrize(("setting", "threads"), [("3", 3), ("null", 2)])
+def test_without_ray_the_one_process_has_the_threads_asked_for_or_keeps_its_own(monkeypatch, start, setting, threads):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ if name != "OMP_NUM_THREADS"})
+    torch.set_num_threads(2)
+    own = ["placement=inprocess", "rollout=hf", f"placement.threads_per_worker={setting}"]
+    try:
+        placement.start(compose(own)[0], start, [EOS_ID], needs_critic=False).close()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):
     asked = {}
     monkeypatch.setattr(placement, "cpu_cores", lambda: 12)
     monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
     monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(placement.daemons, "find", lambda: (tmp_path, []))
     placement.connect(compose(["verbose=true"])[0])
+    placement.disconnect()
     assert asked["num_cpus"] == 12
 
 

@@ -3,12 +3,14 @@
 import io
 import os
 import pickle
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -296,6 +298,19 @@ def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, ca
     assert "holds no manifest.json" in capsys.readouterr().err
     assert export.main([]) == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_adapters_are_not_exported_onto_a_model_that_is_not_whole_any_more(start, tmp_path, capsys):
+    base, name = Path(shutil.copytree(start, tmp_path / "base")), "model.layers.0.mlp.up_proj.weight"
+    made = actor(str(base), "model.lora={rank:2,alpha:4,targets:[q_proj]}")
+    checkpoints = Checkpoints(Folder(str(tmp_path / "checkpoints")), "a: 1", keep=0, best=None)
+    checkpoints.start(1, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
+    checkpoints.finish()
+    tensors = load_file(base / "model.safetensors")
+    save_file({one: tensor for one, tensor in tensors.items() if one != name}, base / "model.safetensors")
+    assert export.main([str(tmp_path / "checkpoints/step_1"), str(tmp_path / "out")]) == 2
+    assert f"{base}: its weights lack {name}: they are not the whole Qwen2ForCausalLM" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_index_as_other_releases_of_python_pickle_it_is_read_and_no_other_attribute_is_given(tmp_path):

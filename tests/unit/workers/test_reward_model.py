@@ -1,5 +1,6 @@
 """A reward model's workers in one process: their scores are transformers' own."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -22,14 +23,17 @@ from workers.placement import ROLES
 from workers.placement import start as start_workers
 
 pytestmark = pytest.mark.usefixtures("process_group")
-# Of several lengths, and one that ends in padding tokens, behind which transformers does not look.
+# Of several lengths, and one whose answer spells padding tokens, which are text.
 SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(12)] + [("~", ""), ("", "~"), ("1", "<pad><pad>")]
 
 
-def one_at_a_time(path: str, samples=SAMPLES) -> list[float]:
+def one_at_a_time(path: str, samples=SAMPLES, *, end: str = "") -> list[float]:
+    """Transformers' scores of these texts with an end in which control tokens are tokens."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).eval(), char_tokenizer()
     with torch.no_grad():
-        return [float(model(**tokenizer(p + r, return_tensors="pt")).logits[0, 0]) for p, r in samples]
+        last = tokenizer(end)["input_ids"] if end else []
+        rows = [tokenizer(p + r, split_special_tokens=True)["input_ids"] + last for p, r in samples]
+        return [float(model(torch.tensor([row])).logits[0, 0]) for row in rows]
 
 
 def model_of(path: str, max_tokens: int = 8192) -> RewardModel:
@@ -50,6 +54,13 @@ def test_B6_packed_scores_are_those_of_transformers_one_at_a_time(reward_model, 
     found, expected = model_of(reward_model, budget).scores(prompts_of()), one_at_a_time(reward_model)
     assert found == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.1  # there is something to be equal to
+
+
+def test_behind_padding_tokens_at_the_end_nobody_looks_as_in_transformers(reward_model):
+    made = model_of(reward_model)
+    made.config = dataclasses.replace(made.config, prompt_template="{prompt}{response}<pad><pad>")
+    expected = one_at_a_time(reward_model, SAMPLES[:6], end="<pad><pad>")
+    assert made.scores(prompts_of(SAMPLES[:6])) == pytest.approx(expected, abs=1e-5)
 
 
 def test_editing_one_sample_of_a_pack_changes_no_other(reward_model):

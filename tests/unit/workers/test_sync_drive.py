@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.errors import RLTrainError, SyncError, WorkerError
+from rltrain.errors import ClusterLost, RLTrainError, SyncError, WorkerError
 from workers.sync import drive
 from workers.sync.buckets import Bucket, Piece, Place
 from workers.sync.receiver import Receiver
@@ -33,8 +33,8 @@ class Engine:
 class Ranks:
     """Two ranks on hosts that may differ."""
 
-    def __init__(self, log, buckets=3, wheres=("here", "here"), fail=""):
-        self.log, self.buckets, self.wheres, self.fail = log, buckets, wheres, fail
+    def __init__(self, log, buckets=3, wheres=("here", "here"), fail="", error=WorkerError):
+        self.log, self.buckets, self.wheres, self.fail, self.error = log, buckets, wheres, fail, error
 
     @property
     def hosts(self):
@@ -56,7 +56,7 @@ class Ranks:
         if rank == 0:
             self.log.append(f"write {number} to {'file' if path else 'calls'} after {len(loaded)}")
         if self.fail == f"write {number}":
-            raise WorkerError("a worker process died")
+            raise self.error("a worker process died")
         pieces = [Piece("w", 4 * rank, 4)]
         return Bucket(number, "float32", [Place("w", (2,), 0, 8)], {}, pieces, path=path, data=b"" if path else None)
 
@@ -152,6 +152,14 @@ def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_engines
     assert [receiver.whole for receiver in replicas.receivers] == [False, False]
     with pytest.raises(RLTrainError, match="has weights of two versions"):
         replicas.receivers[0].require()
+
+
+def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
+    """As an error of the sync it would be answered with another sync, by processes that die with the daemon."""
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    with pytest.raises(ClusterLost):
+        drive.sync(Ranks(log, fail="write 1", error=ClusterLost), Replicas([Engine(log)]), 7, check=True)
 
 
 def test_a_bucket_of_a_sync_that_was_given_up_is_not_loaded(monkeypatch):

@@ -84,7 +84,7 @@ class AsyncCore:
 
 
 @pytest.fixture(params=["inprocess", "async"])
-def made(request, monkeypatch):
+def made(request, monkeypatch, start):
     """An engine on a pretended GPU, the core below it, and the log; made for a config as a run does."""
     log: list[str] = []
     core = Core(log)
@@ -102,7 +102,7 @@ def made(request, monkeypatch):
 
     def make(*overrides):
         config, _ = compose([f"rollout.vllm.process={request.param}", *overrides])
-        engine = vllm_engine.make(config, "/nowhere", [1])
+        engine = vllm_engine.make(config, start, [1])
         log.clear()
         return engine, core, log
 

@@ -117,7 +117,7 @@ class Eyes:
     start_timeout_s, hang_timeout_s = 60.0, 10.0
 
     def __init__(self, *sights):
-        self.sights, self.killed = list(sights), []
+        self.sights, self.killed, self.vigils = list(sights), [], []
 
     def look(self, processes):
         return [self.sights[process.pid] for process in processes]

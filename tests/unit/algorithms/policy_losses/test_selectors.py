@@ -73,20 +73,46 @@ def test_clip_cov_looks_at_covariances_from_one_to_five_by_default(covariance, i
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({}, [(0, 0), (0, 1)]),  # one, and what ties with it
+        ({}, [(0, 0)]),  # one of the two with covariance 4: that with the smaller draw
         ({"kl_cov_ratio": 0.4}, [(0, 0), (0, 1)]),
         ({"kl_cov_ratio": 0.6}, [(0, 0), (0, 1), (1, 0)]),
         ({"kl_cov_ratio": 0.8}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        ({"kl_cov_ratio": 1.0}, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]),
+        ({"kl_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # a covariance of 0 lowers no entropy
     ],
 )
 def test_kl_cov_takes_the_largest_covariances(knobs, expected):
-    assert picked(TOKEN_SELECTORS.get("kl_cov")(LOG_PROBS, ADVANTAGES, MASK, **knobs)) == expected
+    assert picked(TOKEN_SELECTORS.get("kl_cov")(LOG_PROBS, ADVANTAGES, MASK, DRAWS, **knobs)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("advantage", [0.0, 0.1, -1 / 3])
+def test_kl_cov_selects_nothing_where_all_advantages_are_equal(advantage, dtype):
+    """The mean of 0.1 over 1,000 tokens is not 0.1 in float32: rounding must not make covariances of it."""
+    log_probs = -torch.rand(10, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
+    columns = log_probs, torch.full_like(log_probs, advantage), torch.ones(10, 100), torch.rand(10, 100)
+    assert not TOKEN_SELECTORS.get("kl_cov")(*columns, kl_cov_ratio=0.1).any()
+    equal = torch.full_like(log_probs, advantage)
+    assert not TOKEN_SELECTORS.get("kl_cov")(equal, *columns[:1], *columns[2:], kl_cov_ratio=0.1).any()
+
+
+def test_kl_cov_takes_its_share_of_tokens_that_tie_by_their_draws_and_whatever_the_order_of_rows():
+    """90 of 100 tokens have probability 1 in right answers: one covariance, the largest of all."""
+    log_probs, advantages = torch.zeros(10, 10).double(), torch.ones(10, 10).double()
+    log_probs[9, :5], advantages[9, 5:] = -3.0, -9.0  # unlikely and right, likely and wrong: below 0
+    mask, draws = torch.ones(10, 10), torch.rand(10, 10, generator=torch.Generator().manual_seed(1)).double()
+    draws[9] = 0.0
+    selected = TOKEN_SELECTORS.get("kl_cov")(log_probs, advantages, mask, draws, kl_cov_ratio=0.05)
+    wanted = draws[:9].flatten().sort().values[4]
+    assert selected.sum() == 5
+    assert torch.equal(selected[:9], draws[:9] <= wanted)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(2))
+    moved = [column[order] for column in (log_probs, advantages, mask, draws)]
+    assert torch.equal(TOKEN_SELECTORS.get("kl_cov")(*moved, kl_cov_ratio=0.05), selected[order])
 
 
 def test_kl_cov_takes_two_in_a_thousand_by_default(make_batch):
     batch = make_batch(length=600)
-    columns = [batch[c] for c in ("old_log_probs", "advantages", "response_mask")]
+    columns = [batch[c] for c in ("old_log_probs", "advantages", "response_mask", "random_draws")]
     assert TOKEN_SELECTORS.get("kl_cov")(*columns).sum() == int(2e-3 * int(batch["response_mask"].sum())) > 3
 
 
@@ -145,13 +171,14 @@ def test_B2_what_masked_slots_hold_changes_nothing_and_they_are_never_selected(n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_A6_nothing_is_selected_where_nothing_is_trained_and_one_token_at_least_elsewhere(name, select, make_batch):
+    """Except by kl_cov of a single token, whose covariance is 0."""
     batch = make_batch()
     nothing = torch.zeros_like(batch["response_mask"])
     assert not select(name, {**batch, "response_mask": nothing}).any()
     one = nothing.clone()
     one[2, 1] = True
     knobs = {"clip_cov_lb": 0.0, "clip_cov_ub": 0.0} if name == "clip_cov" else {}  # the covariance of one token
-    assert torch.equal(select(name, {**batch, "response_mask": one}, **knobs), one)
+    assert torch.equal(select(name, {**batch, "response_mask": one}, **knobs), one & (name != "kl_cov"))
     small = {knob: 1e-9 for knob in SOME[name] if "lb" not in knob and "ub" not in knob}
     assert select(name, batch, **small).sum() == 1
 

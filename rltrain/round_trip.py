@@ -1,0 +1,74 @@
+"""What a tokenizer loses of a text: whether the text comes back from its ids."""
+
+import unicodedata
+from collections.abc import Iterable
+from typing import Any
+
+_LONGEST = 10_000  # characters of a text that are looked at
+_SHOWN = 24  # characters on each side of a difference
+
+
+def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
+    """Return the number of the first text that the tokenizer loses a part of, and the difference; None: there is none.
+
+    A tokenizer may change case, accents, the Unicode form of characters, the amount of white space, and whatever its
+    own normaliser changes. It loses a part of a text if other characters are missing or different, or if words run
+    together: white space between two letters or digits is gone, or all white space of all texts is.
+
+    Args:
+        texts: without the names of added tokens.
+        tokenizer: a Hugging Face tokenizer.
+    """
+    gone: tuple[int, str] | None = None  # a text of which all white space is gone
+    kept = False  # whether white space came back anywhere
+    for number, text in enumerate(text[:_LONGEST] for text in texts):
+        ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if back == text:
+            kept = kept or bool(_gaps(_plain(text))[1])
+            continue
+        found, ends = _gaps(_plain(back))
+        originals = [_gaps(_plain(form)) for form in (text, _normalized(text, tokenizer))]
+        same = [gaps for characters, gaps in originals if characters == found]
+        if not same or any(at not in ends and found[at - 1 : at + 1].isalnum() for at in same[0]):
+            return number, _difference(text, back)
+        if ends:
+            kept = True
+        elif originals[0][1] and gone is None:
+            gone = number, _difference(text, back)
+    return None if kept else gone
+
+
+def _plain(text: str) -> str:
+    """The text without case and accents, in one form of Unicode; SentencePiece's mark of a space is a space."""
+    decomposed = unicodedata.normalize("NFKD", text.replace("▁", " ")).casefold()
+    return "".join(character for character in decomposed if unicodedata.category(character) != "Mn")
+
+
+def _gaps(text: str) -> tuple[str, set[int]]:
+    """The text without white space, and the positions in it that had white space before them, the first one aside."""
+    words = text.split()
+    ends = [0]
+    for word in words:
+        ends.append(ends[-1] + len(word))
+    return "".join(words), set(ends[1:-1])
+
+
+def _normalized(text: str, tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return text if backend is None or backend.normalizer is None else backend.normalizer.normalize_str(text)
+
+
+def _difference(text: str, back: str) -> str:
+    """Show the surroundings of the first difference, leading white space aside."""
+    text, back = text.strip(), back.strip()
+    at = 0
+    while at < min(len(text), len(back)) and text[at] == back[at]:
+        at += 1
+    start = max(0, at - _SHOWN)
+    return f"{_around(text, start, at)} comes back as {_around(back, start, at)}"
+
+
+def _around(text: str, start: int, at: int) -> str:
+    more = "..." if len(text) > at + _SHOWN else ""
+    return repr(("..." if start else "") + text[start : at + _SHOWN] + more)

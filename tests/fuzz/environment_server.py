@@ -1,0 +1,98 @@
+"""Runs the program in environments, each in a process that is forked off, so that libraries are imported once.
+
+Started with a locale, which a process cannot change, and the number of a socket: `Case`s come in, outcomes go out.
+"""
+
+import io
+import os
+import pwd
+import sys
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+from harness import Outcome, read_once, status_of
+
+from rltrain.compose import compose
+from rltrain.main import tokenizer_of
+from rltrain.tasks.tiny_model import tiny_model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line and what it finds around it.
+
+    Attributes:
+        words: as the shell gives them.
+        variables: of the environment; None: not set.
+        folder: the working directory; None: one that does not exist any more.
+        known: whether the system knows the user.
+        stdout, stderr: their encoding; None: closed.
+    """
+
+    words: tuple[bytes, ...]
+    variables: dict[str, bytes | None]
+    folder: bytes | None
+    known: bool
+    stdout: str | None
+    stderr: str | None
+
+
+def unknown(uid: int) -> None:
+    raise KeyError(f"uid not found: {uid}")
+
+
+def enter(case: Case) -> None:
+    """Change this process's environment to that of the case."""
+    for name, value in case.variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environb[name.encode()] = value
+    tempfile.tempdir = None  # is looked for anew
+    if case.folder is None:
+        gone = tempfile.mkdtemp(dir="/tmp")
+        os.chdir(gone)
+        os.rmdir(gone)
+    else:
+        os.chdir(case.folder)
+    if not case.known:
+        pwd.getpwuid = unknown
+
+
+def text_to(stream: io.BytesIO, encoding: str | None, errors: str) -> io.TextIOWrapper | None:
+    return encoding and io.TextIOWrapper(stream, encoding=encoding, errors=errors, write_through=True)
+
+
+def outcome_of(case: Case) -> Outcome:
+    enter(case)
+    out, err = io.BytesIO(), io.BytesIO()
+    sys.stdout, sys.stderr = text_to(out, case.stdout, "strict"), text_to(err, case.stderr, "backslashreplace")
+    status = status_of([os.fsdecode(word) for word in case.words])
+    return Outcome(status, out.getvalue().decode("latin-1"), err.getvalue().decode(case.stderr or "ascii"))
+
+
+def serve(connection: Connection) -> None:
+    while True:
+        try:
+            case = connection.recv()
+        except EOFError:
+            return
+        if child := os.fork():
+            if os.waitpid(child, 0)[1]:
+                connection.send("the process ended")
+            continue
+        try:
+            connection.send(outcome_of(case))
+        except BaseException as error:
+            connection.send(f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    with read_once():
+        tokenizer_of(compose(["rollout=hf", "placement=inprocess"])[0])  # imports what a run imports late
+        tiny_model()
+    serve(Connection(int(sys.argv[1])))

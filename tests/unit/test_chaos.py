@@ -1,0 +1,58 @@
+"""The chaos harness itself: what it draws, and that it says so when it strikes nothing."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.chaos.driver import Watcher
+from tests.chaos.runs import Outcome, measure, unnamed
+from tests.chaos.strikes import DAEMONS, PHASES, ROLES, START, STARTS, draw, is_strike, kinds, named
+
+
+def test_every_role_is_struck_in_every_phase_before_any_kind_of_strike_comes_again():
+    strikes = draw(len(kinds()), seed=3)
+    assert {(strike.role, strike.phase) for strike in strikes} == {
+        ("driver", START), *((role, phase) for role in ROLES for phase in PHASES)
+    }  # fmt: skip
+    signals = Counter((strike.role, strike.signal) for strike in strikes)
+    assert signals["driver", "HUP"] == len(PHASES)
+    assert signals["driver", "KILL"] == len(PHASES) + STARTS
+    assert [signals[daemon, "KILL"] for daemon in DAEMONS] == [len(PHASES)] * 2
+    assert all(is_strike(f"{strike.role}:{strike.phase}:{strike.signal}") for strike in strikes)
+    assert len({strike.role for strike in draw(6, seed=0)}) > 2  # few runs are of several kinds too
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["driver:generate:STOP", "raylet:generate:STOP", "actor:start:KILL", "driver:start:HUP", "actor:KILL", "a:b:c"],
+)
+def test_what_is_no_strike_is_refused(text):
+    assert not is_strike(text)
+
+
+def test_a_strike_that_finds_no_process_of_its_role_is_told_with_what_there_was(tmp_path):
+    (strike,) = named(["reference:generate:KILL"])
+    (tmp_path / "processes.json").write_text(json.dumps({"critic rank 0": {"pid": 1, "node": "a"}}))
+    events = tmp_path / "events.jsonl"
+    job = {"strike": vars(strike), "usual_s": {}, "events": str(events)}
+    watcher = Watcher(job, tmp_path)
+    watcher.step = strike.step
+    watcher.enter("generate")
+    outcome = Outcome(strike)
+    measure(outcome, events)
+    assert outcome.wrong == [
+        "nothing was struck: no process of the reference; processes.json has critic rank 0"
+    ]  # fmt: skip
+
+
+def test_a_run_that_does_not_name_the_daemon_that_died_is_wrong(tmp_path):
+    good = (
+        "error: Ray's raylet on node 127.0.0.1 (pid 7) is gone (killed): start the run again with trainer.resume=auto"
+    )
+    events = [{"what": "strike", "time": 0.0, "pid": 7}, {"what": "ends", "time": 5.0}]
+    for line, seconds, count in ((good, 5.0, 0), (good.replace("pid 7", "pid 8"), 5.0, 1), ("", 500.0, 2)):
+        events[1]["time"] = seconds
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        (tmp_path / "log.txt").write_text(f"starting\n{line}\n")
+        assert len(unnamed("raylet", tmp_path)) == count

@@ -1,0 +1,42 @@
+"""The command line before there is a config, and system errors."""
+
+import errno
+import io
+import os
+import sys
+
+import pytest
+
+import rltrain.main
+from rltrain.main import main
+
+
+def test_a_working_directory_that_is_gone_is_said_so(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["trainer.seed=1"]) == 2
+    assert capsys.readouterr().err == "error: the working directory does not exist any more; change to one that does\n"
+
+
+def test_characters_that_the_encoding_of_stdout_lacks_are_shown_as_escapes(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    assert main(["--cfg", 'trainer.output_dir="büro"']) == 0
+    assert b"output_dir: b\\xfcro\n" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "No space left on device (/there/x): free space, or choose another trainer.output_dir"),
+        (errno.EACCES, "Permission denied (/there/x): change that, or name another path"),
+    ],
+)
+def test_an_error_of_the_system_names_its_path_and_its_own_remedy(monkeypatch, capsys, number, remedy):
+    def fail(_):
+        raise OSError(number, os.strerror(number), "/there/x")
+
+    monkeypatch.setattr(rltrain.main, "compose", fail)
+    assert main(["trainer.seed=1"]) == 1
+    assert capsys.readouterr().err == f"error: {remedy}\n"

@@ -1,0 +1,133 @@
+"""The death of one of Ray's daemons is named, and a run that can still save a checkpoint does so first."""
+
+import logging
+import os
+import socket
+import subprocess
+import time
+
+import pytest
+
+from rltrain.errors import ClusterLost
+from workers import daemons
+from workers.daemons import GCS, GRACE_S, RAYLET, Daemons, LocalDaemon, RemoteDaemon
+from workers.progress import began_of
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(daemons.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def running():
+    """Two processes in the places of gcs_server and raylet."""
+    processes = {name: subprocess.Popen(["sleep", "1000"]) for name in (GCS, RAYLET)}
+    yield processes
+    for process in processes.values():
+        with process:
+            process.kill()
+
+
+@pytest.fixture
+def watched(running):
+    return Daemons([
+        LocalDaemon(name, "10.0.0.7", process.pid, began_of(process.pid)) for name, process in running.items()
+    ])  # fmt: skip
+
+
+def end(process):
+    process.kill()
+    process.wait()
+
+
+def test_nothing_is_said_while_all_live(watched):
+    watched.check()
+    watched.check(at_rest=True)
+    assert watched.lost() is None
+
+
+def test_a_dead_raylet_is_named_at_once_with_its_node_and_the_way_out_wherever_the_run_is(watched, running):
+    watched.patient = True
+    end(running[RAYLET])
+    with pytest.raises(ClusterLost) as told:
+        watched.check()
+    assert str(told.value) == (
+        f"Ray's raylet on node 10.0.0.7 (pid {running[RAYLET].pid}) is gone (killed, crashed or out of memory): start "
+        "the run again with trainer.resume=auto"
+    )
+    assert not told.value.can_save
+
+
+def test_without_gcs_server_a_step_may_end_and_then_a_checkpoint_can_be_saved(watched, running, clock, caplog):
+    watched.patient = True
+    end(running[GCS])
+    with caplog.at_level(logging.WARNING):
+        watched.check()
+        watched.check()
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "Ray's gcs_server on node 10.0.0.7"
+    ]
+    with pytest.raises(ClusterLost, match="gcs_server") as told:
+        watched.check(at_rest=True)
+    assert told.value.can_save
+    clock[0] += GRACE_S
+    with pytest.raises(ClusterLost, match="gcs_server") as told:  # before Ray ends the driver itself
+        watched.check()
+    assert not told.value.can_save
+
+
+def test_without_gcs_server_a_run_that_has_nothing_to_save_ends_at_once(watched, running):
+    end(running[GCS])
+    with pytest.raises(ClusterLost, match="gcs_server"):
+        watched.check()
+
+
+def test_of_two_dead_daemons_the_raylet_decides_as_nothing_works_without_it(watched, running):
+    watched.patient = True
+    for process in running.values():
+        end(process)
+    with pytest.raises(ClusterLost, match="raylet"):
+        watched.check()
+
+
+def test_a_gcs_server_elsewhere_counts_as_dead_when_nobody_answers_there_for_a_while(clock):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        daemon = RemoteDaemon(GCS, "127.0.0.1", server.getsockname()[1])
+        for _ in range(5):
+            clock[0] += 10
+            assert not daemon.ended()
+    clock[0] += 60
+    assert not daemon.ended()  # it may have been a moment without a network
+    clock[0] += 5
+    assert not daemon.ended()
+    clock[0] += 5
+    assert daemon.ended()
+    assert "gcs_server on node 127.0.0.1 does not answer" in str(daemon)
+
+
+def test_only_the_gcs_server_of_the_runs_own_ray_session_counts():
+    def gcs_server(session):
+        arguments = ["/ray/gcs_server", "-c", "read", "shell", f"--session-name={session}"]
+        return subprocess.Popen(arguments, executable="/bin/bash", stdin=subprocess.PIPE)
+
+    running = [gcs_server("session_1"), gcs_server("session_12"), subprocess.Popen(["sleep", "1000"])]
+    try:
+        deadline = time.monotonic() + 10
+        while running[1].pid not in found_of("session_12", running) and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the process has its own command line
+        assert found_of("session_1", running) == [running[0].pid]
+        assert found_of("session_12", running) == [running[1].pid]
+        running[0].kill()
+        os.waitid(os.P_PID, running[0].pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+        assert found_of("session_1", running) == []
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def found_of(session, processes):
+    return [process.pid for process in processes if daemons._is_gcs_of(session, process.pid)]

@@ -1,0 +1,229 @@
+"""What correction and rejection take from the actor's loss: the policy term of a token, and nothing else."""
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, columns_of
+from rltrain.algorithms.aggregation import LOSS_AGG_MODES
+from rltrain.compose import compose
+from workers.actor import actor_loss, policy_term
+
+ROWS, TOKENS = 2, 4
+COUNTS = {"num_tokens": ROWS * TOKENS, "num_sequences": ROWS, "max_response_length": 16}
+# A kept token's part of the mean, of two answers of four tokens.
+SHARE = {
+    "token-mean": 1 / 8, "token-sum": 1.0, "seq-mean-token-sum": 1 / 2, "seq-mean-token-mean": 1 / 8,
+    "seq-mean-token-sum-norm": 1 / 32,
+}  # fmt: skip
+# log(engine / actor) of each token that makes the preset drop some; 0 elsewhere. The bounds: weights in [0.5, 5] for
+# icepop and up to 5 for decoupled_ppo, so a log-ratio of -2 (a weight of 7.4) is outside; a mean above 0.5 in a row
+# whose advantage is negative for sequence_masking.
+FAR = {
+    "icepop": [[0, 0, -2, -2], [0, 0, -2, -2]],
+    "decoupled_ppo": [[0, 0, 0, -2], [0, 0, 0, -2]],
+    "sequence_masking": [[0, 0, 0, 0], [1, 1, 1, 1]],
+}
+
+
+@functools.cache
+def algorithm_of(preset, *overrides):
+    return compose([f"algorithm={preset}", *(f"algorithm.{text}" for text in overrides)])[0].algorithm
+
+
+def columns_of_batch(far, *, advantage=1.0):
+    """Two answers at ratio 1; where `far` is not 0 the engine's log-prob is as much above the actor's."""
+    far = torch.tensor(far, dtype=torch.float64)
+    log_probs = torch.full((ROWS, TOKENS), -3.0, dtype=torch.float64, requires_grad=True)
+    old = log_probs.detach()
+    return {
+        "response_mask": torch.ones(ROWS, TOKENS, dtype=torch.bool), "log_probs": log_probs, "old_log_probs": old,
+        "rollout_log_probs": old + far, "ref_log_probs": old - 0.5,
+        "advantages": torch.full_like(old, advantage),
+        "entropy": torch.full_like(old, 0.7).requires_grad_(),
+    }  # fmt: skip
+
+
+def gradients(columns, algorithm, *, entropy_coef=0.0, names=("log_probs",)):
+    loss, _, sums = actor_loss(columns, algorithm, entropy_coef=entropy_coef, **COUNTS)
+    return torch.autograd.grad(loss, [columns[name] for name in names]), sums
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("preset", FAR)
+def test_A4_dropping_some_tokens_leaves_the_gradient_of_a_kept_token_as_it_was(preset, mode):
+    columns = columns_of_batch(FAR[preset], advantage=-1.0)
+    (gradient,), sums = gradients(columns, algorithm_of(preset, f"loss_agg_mode={mode}"))
+    kept = torch.tensor(FAR[preset]) == 0
+    assert torch.allclose(gradient, kept.double() * SHARE[mode], rtol=1e-12)
+    name = "rejection" if preset == "sequence_masking" else "correction"
+    assert sums[f"{name}_dropped_fraction"].item() == (~kept).sum()  # a sum: the share is over all trained tokens
+    assert sums["ratio_mean"].item() == ROWS * TOKENS  # the loss's own metrics are over dropped tokens too
+
+
+@pytest.mark.parametrize("preset", FAR)
+def test_A4_the_presets_own_aggregation_gives_an_eighth_to_each_of_eight_tokens(preset):
+    (gradient,), _ = gradients(columns_of_batch(FAR[preset], advantage=-1.0), algorithm_of(preset))
+    assert sorted(set(gradient.flatten().tolist())) == [0, 0.125]
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("preset", FAR)
+def test_A4_dropped_tokens_keep_their_kl_and_entropy_terms(preset, mode):
+    """k2 at a gap of 0.5 nats: the gradient of a token's term is 0.5."""
+    terms = ["kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=k2", f"loss_agg_mode={mode}"]
+    columns = columns_of_batch(FAR[preset], advantage=-1.0)
+    algorithm = algorithm_of(preset, *terms)
+    (by_log_prob, by_entropy), sums = gradients(columns, algorithm, entropy_coef=0.3, names=("log_probs", "entropy"))
+    kept = torch.tensor(FAR[preset]) == 0
+    assert torch.allclose(by_log_prob, (kept.double() + 0.1 * 0.5) * SHARE[mode], rtol=1e-12)
+    assert torch.allclose(by_entropy, torch.full_like(by_entropy, -0.3 * SHARE[mode]), rtol=1e-12)
+    assert sums["entropy"].item() == pytest.approx(0.7 * ROWS * TOKENS)
+    assert sums["ref_kl"].item() == pytest.approx(0.125 * ROWS * TOKENS)
+
+
+def test_dropping_every_token_leaves_kl_and_entropy_alone():
+    columns = columns_of_batch([[-2] * TOKENS] * ROWS)
+    algorithm = algorithm_of("icepop", "kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=k2")
+    (by_log_prob, by_entropy), _ = gradients(columns, algorithm, entropy_coef=0.3, names=("log_probs", "entropy"))
+    assert torch.allclose(by_log_prob, torch.full_like(by_log_prob, 0.05 / 8), rtol=1e-12)
+    assert torch.allclose(by_entropy, torch.full_like(by_entropy, -0.3 / 8), rtol=1e-12)
+
+
+def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
+    """A loss of one's own may divide by 0 where engine and actor are far apart: NaN times a weight of 0 is NaN."""
+    far = torch.tensor(FAR["icepop"]) != 0
+
+    def broken(log_probs, old_log_probs, advantages, response_mask):
+        return torch.where(far, torch.nan, -advantages * log_probs), {}
+
+    POLICY_LOSSES.register("broken")(broken)
+    try:
+        (gradient,), _ = gradients(columns_of_batch(FAR["icepop"]), algorithm_of("icepop", "loss_mode=broken"))
+    finally:
+        del POLICY_LOSSES._entries["broken"]
+    assert torch.equal(gradient, -(~far).double() / 8)
+
+
+# Off-policy sequence masking, arXiv 2512.02556
+
+
+def test_the_sequence_mask_compares_the_engine_with_the_policy_of_each_update():
+    """Row 1 is near the engine before the update and far in its second mini-batch; row 0 the other way round."""
+    algorithm = algorithm_of("sequence_masking")
+    columns = columns_of_batch([[0.6] * TOKENS, [0.4] * TOKENS], advantage=-1.0)
+    assert gradients(columns, algorithm)[0][0].abs().sum(-1).tolist() == pytest.approx([0, 0.5])
+    moved = columns["log_probs"].detach() + torch.tensor([[0.15], [-0.15]], dtype=torch.float64)
+    (gradient,), sums = gradients({**columns, "log_probs": moved.requires_grad_()}, algorithm)
+    assert gradient[0].abs().sum() > 0
+    assert gradient[1].abs().sum() == 0
+    assert sums["rejection_divergence"].item() == pytest.approx(4 * 0.45 + 4 * 0.55)
+
+
+def test_the_sequence_mask_never_drops_a_good_answer():
+    columns = columns_of_batch([[9.0] * TOKENS, [0.0] * TOKENS])
+    assert bool((gradients(columns, algorithm_of("sequence_masking"))[0][0] != 0).all())
+
+
+def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
+    """As in the report, whose ratio is to the policy that sampled."""
+    algorithm = algorithm_of("sequence_masking", "old_log_probs=rollout")
+    columns = columns_of_batch([[0.1] * TOKENS, [0.6] * TOKENS], advantage=-1.0)
+    columns["old_log_probs"] = columns["rollout_log_probs"]
+    (gradient,), _ = gradients(columns, algorithm)
+    assert gradient[0].tolist() == pytest.approx([torch.tensor(-0.1).exp().item() / 8] * TOKENS)
+    assert gradient[1].tolist() == [0.0] * TOKENS
+
+
+# Stale answers
+
+
+def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two():
+    """One optimizer step on all: the ratio is 1, and only the weight knows the policy that sampled."""
+    stale = compose(["trainer.max_staleness=4"])[0].algorithm
+    columns = columns_of_batch([[0, math.log(2), math.log(4), 0], [0, -math.log(1.5), -math.log(4), 0]])
+    (gradient,), sums = gradients(columns, stale)
+    expected = torch.tensor([[1, 0.5, 0.25, 1], [1, 1.5, 2, 1]], dtype=torch.float64) / -8
+    assert torch.allclose(gradient, expected, rtol=1e-12)
+    assert sums["correction_outside_fraction"].item() == 1
+    (uncorrected,), _ = gradients(columns, algorithm_of("grpo"))
+    assert torch.equal(uncorrected, torch.full_like(expected, -1 / 8))
+
+
+# Any loss, any split
+
+
+SETTINGS = {
+    "icepop": ["correction.level=token", "correction.mode=mask", "correction.lower=0.8", "correction.upper=1.3"],
+    "reject": ["correction.level=geometric", "correction.mode=reject", "correction.upper=1.05"],
+    "weights and rejection": [
+        "correction.level=sequence", "correction.upper=2.0", "rejection.kl_estimator=k1", "rejection.upper=0.02",
+        "rejection.only_negative=true",
+    ],
+    "rejected tokens": ["rejection.kl_estimator=abs", "rejection.level=token", "rejection.upper=0.3"],
+}  # fmt: skip
+
+
+def uneven_batch(name):
+    """Six rows with holes; row 4 has no trained token. The columns that the loss asks for, its selector's included."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(scale=1.0):
+        return scale * torch.randn(6, 5, generator=generator, dtype=torch.float64)
+
+    mask = torch.rand(6, 5, generator=generator) < 0.8
+    mask[:, 0], mask[4] = True, False
+    old = normal() - 3
+    batch = {
+        "response_mask": mask, "old_log_probs": old, "log_probs": old + normal(0.1),
+        "rollout_log_probs": old + normal(0.3), "advantages": normal(), "entropies": normal().abs(),
+        "random_draws": torch.rand(6, 5, generator=generator, dtype=torch.float64),
+    }  # fmt: skip
+    if name in TOKEN_SELECTORS.names():
+        selector = TOKEN_SELECTORS.get(name)
+        batch["selected"] = selector(*(batch[column] for column in columns_of(selector)))
+    return batch
+
+
+def split_gradient(batch, algorithm, parts):
+    """To the log-probs of all rows, added up over micro-batches; the metric sums likewise."""
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    mask, totals = batch["response_mask"], {}
+    counts = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(-1).sum()), "max_response_length": 16}
+    for rows in parts:
+        columns = {name: column[rows] for name, column in {**batch, "log_probs": log_probs}.items()}
+        loss, _, sums = actor_loss(columns, algorithm, entropy_coef=0.0, **counts)
+        loss.backward()
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0) + value
+    return log_probs.grad, totals
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_A1_what_is_dropped_does_not_depend_on_the_split_into_micro_batches(name, settings):
+    batch, chosen = uneven_batch(name), algorithm_of("grpo", f"loss_mode={name}", *SETTINGS[settings])
+    for mode in LOSS_AGG_MODES:
+        algorithm = replace(chosen, loss_agg_mode=mode)
+        whole, expected = split_gradient(batch, algorithm, [torch.arange(6)])
+        assert whole.abs().max() > 1e-4
+        for parts in (torch.arange(6).split(1), torch.tensor([5, 0, 4, 2, 1, 3]).split([2, 3, 1])):
+            gradient, sums = split_gradient(batch, algorithm, parts)
+            assert (gradient - whole).abs().max() <= 1e-10 * whole.abs().max()
+            assert all(sums[key].item() == pytest.approx(value.item(), rel=1e-10) for key, value in expected.items())
+        dropped = sum(value.item() for key, value in expected.items() if key.endswith("dropped_fraction"))
+        assert 0 < dropped < batch["response_mask"].sum()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_A4_a_kept_token_has_the_term_that_it_has_without_rejection(name):
+    """A loss of a whole row, such as gspo, is still that of all its trained tokens."""
+    batch = uneven_batch(name)
+    plain, _ = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}"))
+    some, sums = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}", *SETTINGS["rejected tokens"]))
+    far = batch["response_mask"] & ((batch["log_probs"] - batch["rollout_log_probs"]).abs() > 0.3)
+    assert sums["rejection_dropped_fraction"].item() == far.sum() > 0
+    assert torch.equal(some, torch.where(far, 0, plain))
