@@ -162,7 +162,7 @@ def _listener(path: str) -> int:
 
 
 def _is_gcs_of(session: str, pid: int) -> bool:
-    """Whether a process is the gcs_server of the Ray session of this name; another Ray may run below this process too."""
+    """Whether a process is the gcs_server of this Ray session: another Ray may run below this process too."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
