@@ -1,5 +1,6 @@
 """One run with a strike in it, and what is to be true of it afterwards."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 from tests.chaos.processes import SHARED, below, left_behind, named_processes, state
 from tests.chaos.strikes import DAEMONS, START, STEPS, Strike
-from workers.reward.processes import adopt_orphans
+from workers.reward.processes import adopt_orphans, reap
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0  # no run may take longer
@@ -107,9 +109,8 @@ def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overr
     words = [f"trainer.output_dir={output}", f"placement.share_ranks={'false' if apart else 'true'}"]
     words.append(f"placement.rollout_replicas={strike.replicas if strike else 1}")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    adopt_orphans()
-    before, files = below(os.getpid()), list(SHARED.iterdir())
-    with (folder / "log.txt").open("a") as log:
+    with _adopting_orphans() as before, (folder / "log.txt").open("a") as log:
+        files = list(SHARED.iterdir())
         command = [sys.executable, "-m", "tests.chaos.driver", str(job), *JOB, *words, *overrides]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -123,11 +124,26 @@ def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overr
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    with events.open("a") as file:
-        file.write(json.dumps({"time": time.time(), "what": "ends", "step": 0}) + "\n")
-    left = left_behind(process.pid, before, files, within_s=LEFT_S)
+        with events.open("a") as file:
+            file.write(json.dumps({"time": time.time(), "what": "ends", "step": 0}) + "\n")
+        left = left_behind(process.pid, before, files, within_s=LEFT_S)
     said = " | ".join((folder / "log.txt").read_text().strip().splitlines()[-2:])[-300:]
     return Life(status, said, [f"left behind: {what}" for what in left])
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[list[int]]:
+    """Processes that a run leaves behind become children of this one, so that they are found; yields those from before.
+
+    The ones that have ended are waited for: as zombies they would stay until this process ends.
+    """
+    before = below(os.getpid())
+    adopt_orphans()
+    try:
+        yield before
+    finally:
+        adopt_orphans(False)
+        reap(before)
 
 
 def _listen_to_hang_ups() -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +294,23 @@ def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_on
     with pytest.raises(WorkerLost, match=r"lost its engine: VLLM::EngineCore \(pid \d+\) is gone"):
         load(apart, buckets(new, version=10))
     ray.kill(apart.actors[0])
+
+
+def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypatch):
+    """vLLM itself says "Call to pause_scheduler method failed: Executor failed." before it has noticed the death."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from workers.rollout.vllm_engine import Family
+
+    with subprocess.Popen(["sleep", "1000"]) as worker:
+        monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [psutil.Process(worker.pid)])
+        family, raised = Family(), RuntimeError("Executor failed.")
+        assert family.reason(raised) is raised
+        assert str(family.reason(EngineDeadError())) == "lost its engine: the core of vLLM ended"
+        worker.kill()
+        reason = family.reason(raised)
+    assert isinstance(reason, WorkerLost)
+    assert str(reason).startswith(f"lost its engine: sleep 1000 (pid {worker.pid}) is gone")
 
 
 def shared_by(processes: list[psutil.Process], prefix: str, suffix: str) -> list[str]:

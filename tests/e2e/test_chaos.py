@@ -1,7 +1,10 @@
 """Eight of the runs of `make chaos`: one process struck in each, and nothing is lost."""
 
+import os
+
 import pytest
 
+from tests.chaos.processes import below
 from tests.chaos.runs import ASYNCHRONOUS, run, start, usual
 from tests.chaos.strikes import named
 
@@ -14,8 +17,10 @@ STRIKES = named([
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chaos") / "undisturbed"
+    before = below(os.getpid())
     life = start(folder, None, {})
     assert (life.status, life.left) == (0, []), life.said
+    assert below(os.getpid()) == before, "what the run left was adopted and not waited for"
     return folder
 
 

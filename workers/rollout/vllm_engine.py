@@ -220,12 +220,19 @@ class Family:
 
     def error(self) -> WorkerLost:
         """What the engine raises when it is of no more use: then another process takes the place of this one."""
-        deadline = time.monotonic() + PROOF_S
-        while not self.lost and time.monotonic() < deadline:
-            time.sleep(PROOF_S / 50)
         error = WorkerLost(f"lost its engine: {self.lost or 'the core of vLLM ended'}")
         error.process = announced()
         return error
+
+    def reason(self, raised: Exception) -> Exception:
+        """Why a call to the engine failed: the death of a process, if one has died, and else what was raised.
+
+        vLLM raises EngineDeadError once it has noticed the death; a call that comes earlier fails in its own way.
+        """
+        deadline = time.monotonic() + PROOF_S
+        while not self.lost and time.monotonic() < deadline:
+            time.sleep(PROOF_S / 50)
+        return self.error() if self.lost or isinstance(raised, EngineDeadError) else raised
 
 
 class AsyncVLLM:
@@ -240,7 +247,7 @@ class AsyncVLLM:
         self.stop_ids = list(stop_ids)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.keys: dict[str, tuple[int, int]] = {}  # by request id, which no later request has, unlike its key
-        self.answers: queue.Queue[tuple[str, Completion | BaseException]] = queue.Queue()
+        self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
         self.pulse: ConcurrentFuture[Any] | None = None  # a question to the core, which answers between two steps
         self.loop = asyncio.new_event_loop()
@@ -259,16 +266,20 @@ class AsyncVLLM:
         while True:
             try:
                 return future.result(timeout=LOOK_S)
-            except EngineDeadError as error:
-                raise self._lost() from error
             except TimeoutError:
                 if future.done():  # in this very moment, or the coroutine's own
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None
+            except Exception as error:
+                reason = self._reason(error)
+                raise reason from (None if reason is error else error)
 
-    def _lost(self) -> WorkerLost:
-        return self.family.error() if self.family else WorkerLost("did not start: the core of vLLM ended")
+    def _reason(self, raised: Exception) -> Exception:
+        if self.family is None:
+            dead = isinstance(raised, EngineDeadError)
+            return WorkerLost("did not start: the core of vLLM ended") if dead else raised
+        return self.family.reason(raised)
 
     async def _start(self, arguments: AsyncEngineArgs) -> AsyncLLM:
         return AsyncLLM.from_engine_args(arguments)
@@ -307,10 +318,10 @@ class AsyncVLLM:
             name, item = self.answers.get(timeout=0.05)
             while True:
                 if isinstance(item, EngineDeadError):
-                    raise self._lost() from item
+                    raise self._reason(item)
                 if self.keys.pop(name, None):  # else it was dropped: vLLM ends what is aborted with an answer too
-                    if isinstance(item, BaseException):
-                        raise item
+                    if isinstance(item, Exception):
+                        raise self._reason(item)
                     found.append(item)
                 name, item = self.answers.get_nowait()
         except queue.Empty:
