@@ -4,8 +4,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rltrain.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
-from rltrain.typed import require
+from rltrain.base.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
+from rltrain.settings.typed import require
 
 LONGEST = 1000  # characters of an error that are shown
 USAGE = (
@@ -46,12 +46,12 @@ def export(checkpoint: str, out: str) -> int:
         CheckpointError: the checkpoint is damaged.
         ConfigError: there is none, the output folder is not empty, or the weights below its adapters are not whole.
     """
-    from rltrain.checkpoint import read
-    from rltrain.checks import checked_folder
-    from rltrain.model_weights import check_weights, skeleton
-    from workers.checkpoint import MODEL, STATE, reason
-    from workers.model_export import ADAPTER_CONFIG, export_model
-    from workers.state_files import StateFiles
+    from rltrain.data.model_weights import check_weights, skeleton
+    from rltrain.run.checkpoints import read
+    from rltrain.run.checks import checked_folder
+    from workers.models.policy_export import ADAPTER_CONFIG, export_model
+    from workers.models.state_files import StateFiles
+    from workers.training.rank_state import MODEL, STATE, reason
 
     source, target = (checked_folder(name, name) for name in (checkpoint, out))
     require(not target.names(), f"{out}: is not empty; name a new folder")

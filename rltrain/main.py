@@ -16,18 +16,18 @@ from typing import Any
 
 from rich.console import Console
 
-from rltrain.algorithm_checks import check_algorithm, needs_critic
-from rltrain.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
-from rltrain.compose import compose, parse_args, to_yaml, usage
-from rltrain.cores import cpu_cores, openmp_settings
-from rltrain.errors import ClusterLost, ConfigError, RLTrainError, Stopped, described, one_line
-from rltrain.home_folder import ensure_home
-from rltrain.run_lock import RunLock
-from rltrain.schema import Config
-from rltrain.secret_values import hide_in_logs, redacted
-from rltrain.storage import Folder, absolute
-from rltrain.streams import open_closed_streams, outlive_readers
-from workers.host import quiet
+from rltrain.base.cpu_threads import cpu_cores, openmp_settings
+from rltrain.base.errors import ClusterLost, ConfigError, RLTrainError, Stopped, described, one_line
+from rltrain.base.home_folder import ensure_home
+from rltrain.base.secret_values import hide_in_logs, redacted
+from rltrain.base.standard_streams import open_closed_streams, outlive_readers
+from rltrain.base.storage import Folder, absolute
+from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
+from rltrain.run.lock import RunLock
+from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
+from rltrain.settings.compose import compose, parse_args, to_yaml, usage
+from rltrain.settings.schema import Config
+from workers.cluster.worker_process import quiet
 
 LONGEST = 4000  # characters of an error that are shown: it may repeat what was typed, or a row of the data
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143, SIGHUP 129
@@ -125,9 +125,9 @@ def _traceback() -> str:
 
 def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLock) -> int:
     """Load the data, show the plan, start the workers, train, and say what came of it."""
-    from rltrain.console import summary
-    from rltrain.credit import with_all_knobs
-    from rltrain.resume import beginning, require_usable
+    from rltrain.monitoring.console import summary
+    from rltrain.run.resume import beginning, require_usable
+    from rltrain.trajectories.token_rewards import with_all_knobs
 
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, val_prompts = load_data(config, tokenizer)
@@ -180,14 +180,14 @@ def train(
 
     Returns (tracker, learning curve, exit status).
     """
-    from rltrain.checkpoint import Checkpoints
-    from rltrain.collector import Collector
-    from rltrain.console import ConsoleDisplay
-    from rltrain.reward_models import reward_models
-    from rltrain.signals import Signals
-    from rltrain.sources import sources
-    from rltrain.tracking import Tracker
+    from rltrain.monitoring.console import ConsoleDisplay
+    from rltrain.monitoring.tracking import Tracker
+    from rltrain.run.checkpoints import Checkpoints
+    from rltrain.run.signals import Signals
+    from rltrain.run.source_fingerprints import sources
     from rltrain.trainer import Trainer
+    from rltrain.trajectories.collector import Collector
+    from rltrain.trajectories.reward_models import reward_models
     from workers.placement import start
 
     own = config.trainer
@@ -263,15 +263,15 @@ def saved_at_least(trainer: Any, lost: ClusterLost) -> str:
 
 def resolved_yaml(config: Config) -> str:
     """The config as YAML, with the knobs of loss and estimator that keep their defaults."""
-    from rltrain.credit import with_all_knobs
+    from rltrain.trajectories.token_rewards import with_all_knobs
 
     return to_yaml(with_all_knobs(config))
 
 
 def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     """The tokenizer, and the ids that end an answer; the built-in model's are known before it is made."""
-    from rltrain.model_files import check_vocabulary, end_token_ids, load_tokenizer
-    from rltrain.model_weights import BUILTIN_MODEL
+    from rltrain.data.model_directory import check_vocabulary, end_token_ids, load_tokenizer
+    from rltrain.data.model_weights import BUILTIN_MODEL
 
     if config.model.path == BUILTIN_MODEL:
         from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
@@ -285,7 +285,7 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
 
 def model_directory(config: Config, display: Any) -> str:
     """The model to start from; the built-in one is made on the spot the first time."""
-    from rltrain.model_weights import BUILTIN_MODEL
+    from rltrain.data.model_weights import BUILTIN_MODEL
 
     if config.model.path != BUILTIN_MODEL:
         return str(Path(config.model.path).expanduser().absolute())
@@ -297,9 +297,9 @@ def model_directory(config: Config, display: Any) -> str:
 
 def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     """Training and validation prompts, with the reward functions' columns checked against them."""
-    from rltrain.data import load_prompts
-    from rltrain.model_files import check_prompt_ids
-    from rltrain.model_weights import BUILTIN_MODEL
+    from rltrain.data.model_directory import check_prompt_ids
+    from rltrain.data.model_weights import BUILTIN_MODEL
+    from rltrain.data.prompts import load_prompts
     from rltrain.rewards.loading import check_columns, load_function
 
     data = config.data
@@ -334,13 +334,13 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
     from transformers import AutoModelForSequenceClassification
 
     from rltrain.algorithms import POLICY_LOSSES
-    from rltrain.model_weights import parameter_count
-    from rltrain.plan import Facts, show_plan
+    from rltrain.data.model_weights import parameter_count
+    from rltrain.run.plan import Facts, show_plan
 
     loss = POLICY_LOSSES.metadata(config.algorithm.loss_mode)
     adapters = None
     if config.model.lora is not None:
-        from workers.lora import adapter_parameters
+        from workers.models.lora import adapter_parameters
 
         adapters = adapter_parameters(config.model.path, config.model.lora)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

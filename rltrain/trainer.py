@@ -12,11 +12,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rltrain.alarms import Alarms
-from rltrain.batching import minibatches
-from rltrain.checkpoint import Checkpoint, Checkpoints
-from rltrain.collector import Collector
-from rltrain.credit import (
+from rltrain.base.errors import EstimatorError, LogProbError, NumericsError, RewardError, WorkerLost
+from rltrain.batch.data_proto import DataProto
+from rltrain.batch.row_assignment import minibatches
+from rltrain.data.prompts import Prompt
+from rltrain.monitoring.alarms import Alarms
+from rltrain.monitoring.step_metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
+from rltrain.monitoring.tracking import Tracker
+from rltrain.run.checkpoints import Checkpoint, Checkpoints
+from rltrain.run.recovery import Restarts
+from rltrain.settings.schema import Config
+from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.token_rewards import (
     assign_rewards,
     choose_trained,
     entropy_controller,
@@ -27,15 +34,8 @@ from rltrain.credit import (
     with_critic_values,
     with_random_draws,
 )
-from rltrain.data import Prompt
-from rltrain.errors import EstimatorError, LogProbError, NumericsError, RewardError, WorkerLost
-from rltrain.metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
-from rltrain.protocol import DataProto
-from rltrain.recovery import Restarts
-from rltrain.schema import Config
-from rltrain.tracking import Tracker
-from workers.dispatch import PLAN_METRICS
-from workers.group import WorkerGroup
+from workers.training.dispatch import PLAN_METRICS
+from workers.training.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RAY_USAGE_
 import pytest
 import torch
 
-from rltrain.compose import compose
-from rltrain.protocol import DataProto, jagged
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def reward_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def process_group():
     """A process group of one rank in this process."""
-    from workers.process_group import join
+    from workers.cluster.torch_process_group import join
 
     join(0, 1, None, 60.0)
 

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from rltrain.errors import SyncError, WorkerLost
-from workers.group import Hosts
+from rltrain.base.errors import SyncError, WorkerLost
+from workers.cluster.host_groups import Hosts
 from workers.rollout import pool as pool_module
 from workers.rollout.messages import Completion, Request
 from workers.rollout.pool import RolloutPool

@@ -11,27 +11,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rltrain.cores import cpu_cores, openmp_settings
-from rltrain.errors import ConfigError, WorkerError, one_line
-from rltrain.model_files import text_config
-from rltrain.schema import REWARD_MODEL, Config
-from rltrain.signals import hangups_ignored
-from rltrain.work import RowWork, row_work
-from workers import daemons
-from workers.daemons import Daemons
-from workers.devices import SharedDevices
-from workers.group import Hosts, LocalHosts, RayHosts, WorkerGroup
-from workers.host import Host
-from workers.ray_guard import Guard
+from rltrain.base.cpu_threads import cpu_cores, openmp_settings
+from rltrain.base.errors import ConfigError, WorkerError, one_line
+from rltrain.batch.row_costs import RowWork, row_work
+from rltrain.data.model_directory import text_config
+from rltrain.settings.schema import REWARD_MODEL, Config
+from workers.cluster import ray_daemons
+from workers.cluster.hangups import hangups_ignored
+from workers.cluster.host_groups import Hosts, LocalHosts, RayHosts
+from workers.cluster.liveness import Watch
+from workers.cluster.ray_daemons import Daemons
+from workers.cluster.ray_guard import Guard
+from workers.cluster.shared_devices import SharedDevices
+from workers.cluster.worker_process import Host
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
-from workers.watch import Watch
+from workers.training.worker_group import WorkerGroup
 
 ROLES = {
-    "actor": "workers.actor:ActorWorker",
-    "reference": "workers.reference:ReferenceWorker",
-    "critic": "workers.critic:CriticWorker",
-    REWARD_MODEL: "workers.reward_model:RewardModelWorker",
+    "actor": "workers.training.actor:ActorWorker",
+    "reference": "workers.training.reference:ReferenceWorker",
+    "critic": "workers.training.critic:CriticWorker",
+    REWARD_MODEL: "workers.training.reward_model:RewardModelWorker",
 }
 _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
@@ -160,7 +161,7 @@ def connect(config: Config) -> dict[str, float]:
         token = _own_token() if local else contextlib.nullcontext()
         with hangups_ignored(), token, _connection.guard.marking():
             ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
-        session, found = daemons.find()
+        session, found = ray_daemons.find()
     except BaseException as error:
         disconnect()
         if isinstance(error, Exception):

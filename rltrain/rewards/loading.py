@@ -24,9 +24,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from rltrain.errors import ConfigError, RLTrainError, described, one_line
+from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
+from rltrain.base.storage import local_path
 from rltrain.rewards.result import RewardResult
-from rltrain.storage import local_path
 
 BUILTIN = {  # short names
     "final_answer": "final_answer", "exact_answer": "final_answer", "exact_match": "exact_match",

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rltrain.errors import RLTrainError
+from rltrain.base.errors import RLTrainError
 from rltrain.rewards.sandbox_command import command, counts_processes_per_namespace, environment
 
 logger = logging.getLogger(__name__)

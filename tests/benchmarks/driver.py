@@ -22,15 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rltrain.batching import minibatches
-from rltrain.compose import compose
-from rltrain.credit import assign_rewards, choose_trained, estimate_advantages, kl_controller
-from rltrain.protocol import DataProto, jagged, offsets_of
-from rltrain.schema import Config
+from rltrain.batch.data_proto import DataProto, jagged, offsets_of
+from rltrain.batch.row_assignment import minibatches
+from rltrain.settings.compose import compose
+from rltrain.settings.schema import Config
+from rltrain.trajectories.token_rewards import assign_rewards, choose_trained, estimate_advantages, kl_controller
 from tests.benchmarks.row import Row
-from workers.dispatch import Minibatch, UpdateResult
-from workers.group import Hosts, RayHosts, WorkerGroup
-from workers.host import Host
+from workers.cluster.host_groups import Hosts, RayHosts
+from workers.cluster.worker_process import Host
+from workers.training.dispatch import Minibatch, UpdateResult
+from workers.training.worker_group import WorkerGroup
 
 COMMAND = "python -m tests.benchmarks.driver"
 RANKS, RAY_RANKS = (1, 8, 64, 256), (1, 8)

@@ -1,8 +1,8 @@
 """Training, generation and weight sync of two Qwen2 shapes on one GPU: tokens/s, MFU, peak memory, and what costs most.
 
 Weights are random and made on the spot, so nothing is fetched; torch and transformers are all that is needed, and
-without vLLM the rows that generate are left out. MFU counts the multiply-adds that `rltrain.work` estimates, forward
-and backward once each, against the data sheet's peak for dense bfloat16; what is computed again counts nothing.
+without vLLM the rows that generate are left out. MFU counts the multiply-adds that `rltrain.batch.row_costs` estimates,
+forward and backward once each, against the data sheet's peak for dense bfloat16; what is computed again counts nothing.
 
 python -m tests.benchmarks.gpu                  # JSON lines as they come, and in $OUT/gpu.jsonl where OUT is set
 python -m tests.benchmarks.gpu --tiny           # on a CPU, to see that it runs
@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from rltrain.work import row_work
+from rltrain.batch.row_costs import row_work
 from tests.benchmarks.gpu_parts import (
     TINY,
     Bench,
@@ -46,9 +46,9 @@ from tests.benchmarks.gpu_parts import (
     train_pass,
 )
 from tests.benchmarks.row import Row
-from workers import forward, varlen
-from workers.host import quiet
-from workers.process_group import join
+from workers.cluster.torch_process_group import join
+from workers.cluster.worker_process import quiet
+from workers.models import packed_forward, varlen_attention
 from workers.sync.buckets import join as whole_bucket
 from workers.sync.memory import new_path
 from workers.sync.sender import Sender
@@ -91,17 +91,17 @@ def mixed(bench: Bench, name: str, tokens: int) -> None:
         packed, work = rows.pack(), row_work(config_of(name).to_dict(), head=True)
         found.update(speed(3 * rows.work(work), tokens, seconds(lambda: train_pass(model, packed))), rows=len(lengths))
         found["kernel"] = kernel_name()
-        usual, forward.kernel_for = forward.kernel_for, lambda query, value: None
+        usual, packed_forward.kernel_for = packed_forward.kernel_for, lambda query, value: None
         try:
             found["seconds_in_buckets"] = seconds(lambda: train_pass(model, packed))
         finally:
-            forward.kernel_for = usual
+            packed_forward.kernel_for = usual
 
 
 def kernel_name() -> str:
     """Which kernel attends on this device."""
     heads = torch.empty(1, 1, 64, device=device(), dtype=torch.bfloat16)
-    kernel = varlen.kernel_for(heads, heads)
+    kernel = varlen_attention.kernel_for(heads, heads)
     return "buckets" if kernel is None else kernel.__qualname__.partition(".")[0].removeprefix("of_")
 
 

@@ -28,9 +28,9 @@ except ImportError:  # a bare machine: modules name its class, and nothing here 
 
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rltrain.work import RowWork
-from workers.forward import PACKED, Pack, pack, policy_output, to_device
-from workers.fsdp import Optimizer, shard
+from rltrain.batch.row_costs import RowWork
+from workers.models.fsdp import Optimizer, shard
+from workers.models.packed_forward import PACKED, Pack, pack, policy_output, to_device
 
 TINY = "tiny"
 QWEN2 = {

@@ -46,8 +46,8 @@ def watched_run(
     Raises RuntimeError if the run fails.
     """
     from rltrain import main as program
-    from rltrain.tracking import Tracker
-    from workers.host import Host
+    from rltrain.monitoring.tracking import Tracker
+    from workers.cluster.worker_process import Host
 
     watched, now, began = Watched(), dict[str, float](), time.process_time()
     call, log_step = Host.call, Tracker.log_step

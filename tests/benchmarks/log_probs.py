@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rltrain.algorithms import full_kl
 from tests.benchmarks.row import Row
-from workers.head import token_log_probs
+from workers.models.fused_head import token_log_probs
 
 VOCABULARY, HIDDEN, TOKENS, TEMPERATURE = 151_936, 896, 2048, 0.7
 COMMAND = "python -m tests.benchmarks.log_probs"

@@ -24,7 +24,7 @@ from statistics import mean, median, stdev
 from unittest.mock import patch
 
 from rltrain import main as program
-from rltrain.prompt_groups import PromptGroups
+from rltrain.trajectories.prompt_groups import PromptGroups
 from tests.benchmarks.job import Job, Run, Side, tree, watch
 from tests.benchmarks.rambling import rambling_start
 from tests.benchmarks.row import Row

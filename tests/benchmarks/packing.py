@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rltrain.batching import plan_minibatch
-from rltrain.partition import least_largest_sum
-from rltrain.protocol import DataProto, jagged
-from rltrain.work import RowWork, causal_pairs, row_work
+from rltrain.base.balanced_parts import least_largest_sum
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.row_assignment import plan_minibatch
+from rltrain.batch.row_costs import RowWork, causal_pairs, row_work
 from tests.benchmarks.row import Row
-from workers.dispatch import Minibatch, plan_metrics, split_rows
-from workers.forward import PACKED, pack, policy_output
-from workers.group import row_lengths
+from workers.models.packed_forward import PACKED, pack, policy_output
+from workers.training.dispatch import Minibatch, plan_metrics, split_rows
+from workers.training.worker_group import row_lengths
 
 COMMAND = "python -m tests.benchmarks.packing"
 ROWS, PROMPT, SHORTEST, SPREAD, BUDGET = 32, 16, 32, 16, 8192  # the budget is the default of the config

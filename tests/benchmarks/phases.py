@@ -112,10 +112,10 @@ def generation_row(watched: Watched, model: Any) -> Row:
 
 def vllm_row(path: str) -> Row:
     """Our vLLM worker against vLLM's own loop, same requests and sampling parameters."""
-    from rltrain.compose import compose
-    from rltrain.data import Prompt
-    from rltrain.prompt_groups import PromptGroups, requests_of
+    from rltrain.data.prompts import Prompt
+    from rltrain.settings.compose import compose
     from rltrain.tasks import TASKS
+    from rltrain.trajectories.prompt_groups import PromptGroups, requests_of
     from workers.rollout.vllm_engine import sampling_params
     from workers.rollout.worker import RolloutWorker
 

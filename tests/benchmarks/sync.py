@@ -17,12 +17,12 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rltrain.compose import compose
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.benchmarks.row import Row
 from workers.placement import Workers, connect, disconnect
 from workers.placement import start as start_workers
-from workers.sync.drive import sync
+from workers.sync.weight_sync import sync
 
 COMMAND = "python -m tests.benchmarks.sync"
 ROUNDS, PAIRS = 15, 100

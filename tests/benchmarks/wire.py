@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 
-from rltrain.batching import balance
-from rltrain.protocol import DataProto, offsets_of
+from rltrain.batch.data_proto import DataProto, offsets_of
+from rltrain.batch.row_assignment import balance
 from tests.benchmarks.row import Row
-from workers.dispatch import collect_rows
-from workers.group import RayHosts
-from workers.host import Host
+from workers.cluster.host_groups import RayHosts
+from workers.cluster.worker_process import Host
+from workers.training.dispatch import collect_rows
 
 COMMAND = "VERL_PATH=FOLDER python -m tests.benchmarks.wire"
 ROWS, SLOTS, ACTORS, ROUNDS, HIDDEN = 512, 16_384, 8, 5, 13

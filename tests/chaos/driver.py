@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rltrain import checks
-from rltrain.checkpoint import Checkpoints
 from rltrain.main import main
-from rltrain.metrics import Timer
+from rltrain.monitoring.step_metrics import Timer
+from rltrain.run import checks
+from rltrain.run.checkpoints import Checkpoints
 from rltrain.trainer import Trainer
 from tests.chaos.processes import named_processes, victim
 from tests.chaos.strikes import START, Strike
 from workers import placement
-from workers.watch import PROCESSES
+from workers.cluster.liveness import PROCESSES
 
 SHORT_S = 0.02  # phases shorter than this are struck at their beginning
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.chaos.processes import SHARED, below, left_behind, named_processes, state
 from tests.chaos.strikes import DAEMONS, START, STEPS, Strike
-from workers.reward.processes import adopt_orphans, reap
+from workers.cluster.process_tree import adopt_orphans, reap
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0  # no run may take longer

@@ -5,12 +5,13 @@ import itertools
 
 import torch
 
-from rltrain.compose import compose
-from rltrain.protocol import DataProto, jagged
-from rltrain.schema import Config
-from workers.group import Hosts, LocalHosts, WorkerGroup
-from workers.host import Host
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
+from rltrain.settings.schema import Config
+from workers.cluster.host_groups import Hosts, LocalHosts
+from workers.cluster.worker_process import Host
 from workers.placement import ROLES, build, meet, ray_hosts
+from workers.training.worker_group import WorkerGroup
 
 STEPS = 10
 ENTROPY_COEF = 0.001

@@ -6,14 +6,15 @@ from ranks import hosts_of, replayed, weights_of
 from transformers import AutoModelForCausalLM
 
 from rltrain.algorithms import TOKEN_SELECTORS, required_columns
-from rltrain.batching import minibatches
-from rltrain.compose import compose
-from rltrain.credit import with_random_draws
-from rltrain.protocol import DataProto
-from rltrain.schema import Config
-from workers.dispatch import PLAN_METRICS
-from workers.group import Hosts, WorkerGroup
+from rltrain.batch.data_proto import DataProto
+from rltrain.batch.row_assignment import minibatches
+from rltrain.settings.compose import compose
+from rltrain.settings.schema import Config
+from rltrain.trajectories.token_rewards import with_random_draws
+from workers.cluster.host_groups import Hosts
 from workers.placement import ROLES, build
+from workers.training.dispatch import PLAN_METRICS
+from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # ranks, token budget

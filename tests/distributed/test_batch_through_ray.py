@@ -4,8 +4,8 @@ import pytest
 import ray
 import torch
 
-from rltrain.columns import Stored
-from rltrain.protocol import DataProto, jagged
+from rltrain.batch.columns import Stored
+from rltrain.batch.data_proto import DataProto, jagged
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 

@@ -7,7 +7,7 @@ import torch
 from ranks import ENTROPY_COEF, LORA, config_of, group, replayed
 from safetensors.torch import load_file
 
-from rltrain.batching import minibatches
+from rltrain.batch.row_assignment import minibatches
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SAVED_AFTER, STEPS = 2, 4

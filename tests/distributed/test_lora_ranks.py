@@ -5,13 +5,13 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.compose import compose
-from rltrain.errors import SyncError
+from rltrain.base.errors import SyncError
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from tests.distributed.test_checkpoint_ranks import save
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
-from workers.sync import drive
+from workers.sync import weight_sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 REQUEST = Request((0, 0), char_tokenizer()("2299907=")["input_ids"], 1.0, 8, 0)
@@ -43,7 +43,7 @@ def shaken(host):
     """Other adapters, the same however they are sharded."""
     import torch
 
-    from workers.lora import adapter_tensors
+    from workers.models.lora import adapter_tensors
 
     generator = torch.Generator().manual_seed(7)
     for tensor in adapter_tensors(host.roles["actor"].model).values():
@@ -54,7 +54,8 @@ def shaken(host):
 
 def onto_merged_weights(host):
     """From now on the engine takes what it made in one sync for its base weights in the next."""
-    from workers.sync.adapters import Adapters, BaseWeights
+    from workers.models.adapter_weights import BaseWeights
+    from workers.sync.adapters import Adapters
 
     merged, tensor, held = Adapters.merged, BaseWeights.tensor, {}
 
@@ -91,7 +92,7 @@ def test_E5_E6_adapters_of_all_ranks_are_applied_once_however_many_syncs_there_a
     for version, share in enumerate([True, True, False, True]):  # the first with B = 0, the last twice the same
         if version in (1, 2):
             on(workers.actor.hosts, shaken)
-        drive.sync(workers.actor, hosts, version, check=True, share=share)
+        weight_sync.sync(workers.actor, hosts, version, check=True, share=share)
         got = answer(workers)
         expected = merged_log_probs(workers, tmp_path / str(version), got.token_ids)
         assert got.log_probs == pytest.approx(expected, abs=1e-4)
@@ -102,6 +103,6 @@ def test_E5_E6_adapters_of_all_ranks_are_applied_once_however_many_syncs_there_a
 @pytest.mark.parametrize("workers", ["inprocess"], indirect=True)
 def test_E5_a_merge_onto_merged_weights_is_caught(workers):
     on(workers.rollout.hosts, onto_merged_weights)
-    drive.sync(workers.actor, workers.rollout.hosts, 5, check=True)
+    weight_sync.sync(workers.actor, workers.rollout.hosts, 5, check=True)
     with pytest.raises(SyncError, match=r"does not compute with the actor's 'model\.layers"):
-        drive.sync(workers.actor, workers.rollout.hosts, 6, check=True)
+        weight_sync.sync(workers.actor, workers.rollout.hosts, 6, check=True)

@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 
-from rltrain.compose import compose
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID
 from workers.placement import start as start_workers
 

@@ -5,10 +5,10 @@ import torch
 from ranks import hosts_of
 from transformers import AutoModelForSequenceClassification
 
-from rltrain.compose import compose
-from rltrain.data import Prompt
-from rltrain.reward_models import reward_models
+from rltrain.data.prompts import Prompt
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
+from rltrain.trajectories.reward_models import reward_models
 from workers.placement import ROLES, build, group_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from rltrain.compose import compose
-from rltrain.errors import WorkerError
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.base.errors import WorkerError
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import ray
 
-from rltrain.compose import compose
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 

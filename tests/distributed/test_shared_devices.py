@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 BEGIN = """
 import functools, json, os, sys, time
 import ray
-from rltrain.compose import compose
-from rltrain.errors import WorkerError
+from rltrain.settings.compose import compose
+from rltrain.base.errors import WorkerError
 from rltrain.tasks.tokenizer import EOS_ID
 from workers import placement
 from workers.placement import connect, ray_hosts, shared_devices

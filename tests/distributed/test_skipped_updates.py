@@ -6,9 +6,9 @@ import pytest
 import torch
 from ranks import ENTROPY_COEF, config_of, group, prepared, weights_of
 
-from rltrain.errors import NumericsError
-from rltrain.protocol import DataProto
-from workers.group import WorkerGroup
+from rltrain.base.errors import NumericsError
+from rltrain.batch.data_proto import DataProto
+from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 HALVES = [list(range(12)), list(range(12, 24))]
@@ -80,7 +80,7 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_those_between_good_o
 def test_a_loss_that_is_not_finite_is_enough_though_its_gradient_is(start, process_group):
     from torch import nn
 
-    from workers.fsdp import Optimizer
+    from workers.models.fsdp import Optimizer
 
     parameter = nn.Parameter(torch.ones(3))
     optimizer = Optimizer([parameter], config_of().actor, 10, max_skipped=1)

@@ -9,10 +9,11 @@ import psutil
 import pytest
 import ray
 
-from rltrain.errors import WorkerError, WorkerLost
-from workers.group import RayHosts, WorkerGroup
-from workers.host import Host
-from workers.watch import PROCESSES, STACKS, Watch
+from rltrain.base.errors import WorkerError, WorkerLost
+from workers.cluster.host_groups import RayHosts
+from workers.cluster.liveness import PROCESSES, STACKS, Watch
+from workers.cluster.worker_process import Host
+from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
@@ -78,7 +79,7 @@ def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):
     def ticking(host):  # in here it crosses as it is: by its name a worker would import this file
         from time import sleep
 
-        from workers.progress import tick
+        from workers.cluster.progress import tick
 
         for _ in range(6):
             sleep(1)
@@ -100,8 +101,8 @@ def test_every_process_is_named_as_soon_as_any_group_of_the_run_is_waited_for(gr
 
 def test_a_process_that_says_that_it_is_of_no_more_use_is_ended_and_named_with_its_reason(group):
     def give_up(host):  # in here it crosses as it is
-        from rltrain.errors import WorkerLost
-        from workers.progress import announced
+        from rltrain.base.errors import WorkerLost
+        from workers.cluster.progress import announced
 
         error = WorkerLost("lost its engine")
         error.process = announced()

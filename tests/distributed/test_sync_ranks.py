@@ -6,12 +6,12 @@ import os
 import pytest
 import ray
 
-from rltrain.compose import compose
-from rltrain.errors import SyncError, WorkerLost
+from rltrain.base.errors import SyncError, WorkerLost
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
-from workers.sync import drive
+from workers.sync import weight_sync
 from workers.sync.memory import FOLDER, PREFIX
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -104,9 +104,9 @@ def is_abandoned(path) -> bool:
 def test_E5_E6_both_ways_leave_every_engine_with_the_weights_of_all_ranks(workers, nothing_left):
     before = answers(workers)
     on(workers.actor.hosts, shaken)
-    drive.sync(workers.actor, workers.rollout.hosts, 1, check=True, share=True)
+    weight_sync.sync(workers.actor, workers.rollout.hosts, 1, check=True, share=True)
     shared = answers(workers)
-    drive.sync(workers.actor, workers.rollout.hosts, 2, check=True, share=False)
+    weight_sync.sync(workers.actor, workers.rollout.hosts, 2, check=True, share=False)
     called = answers(workers)
     assert shared[0] == shared[1] == called[0] == called[1]
     assert shared[0][1] != before[0][1]
@@ -117,12 +117,12 @@ def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next_sync_
     on(workers.actor.hosts, failing("raise"), ranks=[1])
     on(workers.actor.hosts, shaken)
     with pytest.raises(SyncError, match="weight sync 3 broke off: a worker failed: RuntimeError: a bug"):
-        drive.sync(workers.actor, workers.rollout.hosts, 3, check=True)
+        weight_sync.sync(workers.actor, workers.rollout.hosts, 3, check=True)
     hosts = workers.rollout.hosts
     hosts.call("rollout", "submit", [([REQUEST],)], ranks=[0])  # may be on its way when a sync fails
     with pytest.raises(SyncError, match="weight sync 3 failed"):
         hosts.call("rollout", "poll", [(0.1,)], ranks=[0])
-    drive.sync(workers.actor, hosts, 4, check=True)
+    weight_sync.sync(workers.actor, hosts, 4, check=True)
     (late,) = hosts.call("rollout", "poll", [(60.0,)], ranks=[0])[0]
     now = answers(workers)
     assert (late.token_ids, late.log_probs) == now[0] == now[1]
@@ -132,6 +132,6 @@ def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next_sync_
 def test_the_death_of_a_rank_is_named_and_leaves_no_file(workers, nothing_left):
     on(workers.actor.hosts, failing("die"), ranks=[0])
     with pytest.raises(WorkerLost, match=r"training rank 0 \(pid .* is gone"):
-        drive.sync(workers.actor, workers.rollout.hosts, 5, check=True)
+        weight_sync.sync(workers.actor, workers.rollout.hosts, 5, check=True)
     with pytest.raises(SyncError, match="weight sync 5 failed"):
         workers.rollout.hosts.call("rollout", "poll", [(0.1,)], ranks=[1])

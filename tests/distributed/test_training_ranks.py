@@ -10,9 +10,9 @@ import pytest
 import torch
 from ranks import ENTROPY_COEF, LORA, STEPS, config_of, group, prepared, replayed, weights_of
 
-from rltrain.batching import minibatches
-from rltrain.schema import Config
-from workers.dispatch import PLAN_METRICS
+from rltrain.batch.row_assignment import minibatches
+from rltrain.settings.schema import Config
+from workers.training.dispatch import PLAN_METRICS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
@@ -109,8 +109,8 @@ def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start,
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    from workers.forward import load_model
-    from workers.fsdp import Optimizer, full, shard
+    from workers.models.fsdp import Optimizer, full, shard
+    from workers.models.packed_forward import load_model
 
     config = dataclasses.replace(config_of().actor, lr=1e-6, lr_schedule="constant", max_grad_norm=1e9)
     model = shard(load_model(AutoModelForCausalLM, start), config_of())
@@ -158,7 +158,7 @@ def test_D7_the_reference_never_changes_and_step_0_has_kl_zero(one_rank, start):
 
 
 def test_D1_old_log_probs_of_other_weights_are_caught_before_the_first_step(start):
-    from rltrain.errors import LogProbError
+    from rltrain.base.errors import LogProbError
 
     workers = group(config_of(), start, 0)
     batch = replayed(0)

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError, SyncError, WorkerLost
-from rltrain.prompt_groups import stream_seed
+from rltrain.base.errors import ConfigError, SyncError, WorkerLost
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from workers.group import RayHosts
-from workers.leftovers import shared_files
+from rltrain.trajectories.prompt_groups import stream_seed
+from workers.cluster.host_groups import RayHosts
+from workers.cluster.leftovers import shared_files
 from workers.placement import build, ray_hosts
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket, join

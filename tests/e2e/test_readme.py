@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rltrain.algorithm_checks import check_algorithm
-from rltrain.compose import choices, compose, parse_args
 from rltrain.main import main
+from rltrain.settings.algorithm_rules import check_algorithm
+from rltrain.settings.compose import choices, compose, parse_args
 
 ROOT = Path(__file__).parents[2]
 PRESETS = "config/algorithm/README.md"

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parent))
 
 from harness import Outcome, read_once, status_of
 
-from rltrain.compose import compose
 from rltrain.main import tokenizer_of
+from rltrain.settings.compose import compose
 from rltrain.tasks.tiny_model import tiny_model
 
 

@@ -14,9 +14,9 @@ from unittest import mock
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hypothesis import HealthCheck, settings
 
-import rltrain.data
+import rltrain.data.prompts
 import rltrain.main
-from rltrain.errors import ConfigError
+from rltrain.base.errors import ConfigError
 
 # Cases of one test; its share of all is fixed, so that COUNT says how many there are altogether.
 COUNT = int(os.environ.get("FUZZ_COUNT", "0"))
@@ -48,7 +48,7 @@ def read_once() -> Iterator[None]:
 
     with (
         mock.patch.object(FileConfigSource, "load_config", load_config),
-        mock.patch.object(rltrain.data, "BUILTIN_TRAIN_ROWS", ROWS),
+        mock.patch.object(rltrain.data.prompts, "BUILTIN_TRAIN_ROWS", ROWS),
     ):
         yield
 

@@ -8,9 +8,9 @@ from harness import cases, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rltrain.data
-from rltrain.chat_templates import ChatTemplates
-from rltrain.data import load_prompts
+import rltrain.data.prompts
+from rltrain.data.chat_templates import ChatTemplates
+from rltrain.data.prompts import load_prompts
 from tests.made_tokenizers import BOS_TEMPLATE, CHATML, KINDS, made
 
 OPAQUE = [
@@ -66,7 +66,7 @@ class Kept(ChatTemplates):
 def kept_templates():
     with pytest.MonkeyPatch.context() as patch:
         kept = Kept(chat_seconds=1, memory_mb=100)
-        patch.setattr(rltrain.data, "ChatTemplates", lambda: kept)
+        patch.setattr(rltrain.data.prompts, "ChatTemplates", lambda: kept)
         yield
         kept.close()
 

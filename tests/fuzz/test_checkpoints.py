@@ -19,14 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from rltrain.checkpoint import MANIFEST, Checkpoints
-from rltrain.compose import compose, to_yaml
-from rltrain.credit import with_all_knobs
+from rltrain.base.storage import FileStart, Folder
 from rltrain.main import load_data, tokenizer_of
-from rltrain.resume import beginning, require_usable
-from rltrain.sources import sources
-from rltrain.storage import FileStart, Folder
-from workers.checkpoint import Saved
+from rltrain.run.checkpoints import MANIFEST, Checkpoints
+from rltrain.run.resume import beginning, require_usable
+from rltrain.run.source_fingerprints import sources
+from rltrain.settings.compose import compose, to_yaml
+from rltrain.trajectories.token_rewards import with_all_knobs
+from workers.training.rank_state import Saved
 
 QUICK = ["rollout=hf", "placement=inprocess", "data.val=null", "trainer.total_steps=8"]
 RUN, STEPS = "saved", (2, 4)

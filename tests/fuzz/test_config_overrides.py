@@ -10,9 +10,9 @@ from harness import cases, check_refusal, command, nothing_written_over, read_on
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.compose import choices, compose, group_names
-from rltrain.schema import Config
-from rltrain.typed import keys, parse
+from rltrain.settings.compose import choices, compose, group_names
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import keys, parse
 
 QUICK = ["rollout=hf", "placement=inprocess", "data.val=null", "trainer.output_dir=new_run"]
 KEYS = sorted(keys(Config))

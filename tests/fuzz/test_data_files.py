@@ -13,9 +13,9 @@ from harness import cases, check_refusal, command, files, nothing_written_over, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.compose import compose
+from rltrain.data.model_directory import load_tokenizer
 from rltrain.main import load_data
-from rltrain.model_files import load_tokenizer
+from rltrain.settings.compose import compose
 
 letters = st.text(st.characters(), max_size=8)
 scalar = st.one_of(

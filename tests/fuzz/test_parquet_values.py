@@ -11,9 +11,9 @@ from harness import cases, read_once, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.compose import compose
+from rltrain.data.model_directory import load_tokenizer
 from rltrain.main import load_data
-from rltrain.model_files import load_tokenizer
+from rltrain.settings.compose import compose
 
 ROWS = 3
 UNITS = ["s", "ms", "us", "ns"]

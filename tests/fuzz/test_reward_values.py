@@ -22,12 +22,12 @@ from harness import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.compose import compose
-from rltrain.errors import RewardError
+from rltrain.base.errors import RewardError
 from rltrain.rewards.loading import load_function
 from rltrain.rewards.result import RewardResult
-from rltrain.schema import Config
-from rltrain.scoring import combined_scores
+from rltrain.settings.compose import compose
+from rltrain.settings.schema import Config
+from rltrain.trajectories.scoring import combined_scores
 from workers.reward.messages import RewardRequest
 from workers.reward.pool import RewardPool
 

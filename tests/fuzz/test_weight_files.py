@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rltrain.checks import check
-from rltrain.compose import compose
-from workers.forward import load_model
+from rltrain.run.checks import check
+from rltrain.settings.compose import compose
+from workers.models.packed_forward import load_model
 
 ONE, PARTS, TORCH, TORCH_PARTS, TIED = "one file", "shards", "torch file", "torch shards", "tied"
 FORMS = [ONE, PARTS, TORCH, TORCH_PARTS, TIED]
@@ -350,7 +350,7 @@ def test_weights_are_loaded_whole_or_refused_in_one_line(here_once, forms, form,
 @cases(0.04, 12)
 def test_a_loader_that_nothing_was_checked_for_takes_no_random_parameter_either(here_once, forms, form, done):
     folder = spoiled(forms[form], done, here_once / "weights")
-    with mock.patch("rltrain.model_weights.check_weights"):
+    with mock.patch("rltrain.data.model_weights.check_weights"):
         try:
             model = load_model(AutoModelForCausalLM, str(folder))
         except Exception:  # what the files make transformers raise is no run at all

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rltrain.compose import compose
-from rltrain.errors import SyncError
-from rltrain.prompt_groups import stream_seed
-from rltrain.protocol import DataProto, jagged
+from rltrain.base.errors import SyncError
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, VOCAB_SIZE, char_tokenizer
-from workers.forward import load_model, pack, policy_output, to_device
-from workers.fsdp import device
-from workers.group import RayHosts
+from rltrain.trajectories.prompt_groups import stream_seed
+from workers.cluster.host_groups import RayHosts
+from workers.models.fsdp import device
+from workers.models.packed_forward import load_model, pack, policy_output, to_device
 from workers.placement import build, ray_hosts
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import join

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from rltrain.compose import compose
-from rltrain.protocol import DataProto, jagged
-from workers import forward
-from workers.forward import PACKED, pack, policy_output, to_device
-from workers.fsdp import Optimizer, device, full, shard
-from workers.head import token_log_probs
-from workers.varlen import kernel_for
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
+from workers.models import packed_forward
+from workers.models.fsdp import Optimizer, device, full, shard
+from workers.models.fused_head import token_log_probs
+from workers.models.packed_forward import PACKED, pack, policy_output, to_device
+from workers.models.varlen_attention import kernel_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,7 +83,7 @@ def test_B6_the_kernel_of_all_rows_gives_what_buckets_give_in_float64(heads, wid
     kernel = kernel_for(inputs[0], inputs[2])
     assert kernel is not None, "this GPU and this torch have no kernel"
     got = kernel(*inputs, packed.offsets.to(device()), packed.longest, 0.1)
-    wanted = forward._in_buckets(*exact, packed, scaling=0.1, dropout=0.0)
+    wanted = packed_forward._in_buckets(*exact, packed, scaling=0.1, dropout=0.0)
     weights = torch.randn(wanted.shape, generator=source, dtype=torch.float64)
     (got * weights.to(got)).sum().backward()
     (wanted * weights).sum().backward()
@@ -110,7 +110,7 @@ def test_grouped_heads_in_float32_never_hold_all_scores():
     q, k, v = (torch.randn(length, n, 64, device=device(), requires_grad=True) for n in (heads, 2, 2))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    forward._in_buckets(q, k, v, to_device(row, device()), scaling=None, dropout=0.0).sum().backward()
+    packed_forward._in_buckets(q, k, v, to_device(row, device()), scaling=None, dropout=0.0).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < heads * length**2 * 4 / 4
 
 

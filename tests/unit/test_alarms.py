@@ -1,7 +1,7 @@
 import pytest
 
-from rltrain.alarms import COLLAPSED_SHARE, PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS, Alarms
-from rltrain.compose import compose
+from rltrain.monitoring.alarms import COLLAPSED_SHARE, PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS, Alarms
+from rltrain.settings.compose import compose
 
 
 def alarms(*overrides: str) -> Alarms:

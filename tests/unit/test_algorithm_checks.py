@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from rltrain.algorithm_checks import ALIASES, check_algorithm, needs_critic
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, columns_of
-from rltrain.compose import choices, compose
-from rltrain.errors import ConfigError
+from rltrain.base.errors import ConfigError
+from rltrain.settings.algorithm_rules import ALIASES, check_algorithm, needs_critic
+from rltrain.settings.compose import choices, compose
 
 
 def config_of(*overrides):
@@ -182,7 +182,7 @@ def test_a_loss_that_reads_what_no_batch_holds_for_it_is_refused(column):
     with registered(POLICY_LOSSES, "reads", made["reads"]):
         assert refusal("loss_mode=reads") == (
             f"algorithm.loss_mode=reads, advantage_estimator=grpo: one reads the column '{column}', which is not there "
-            "for it; the columns are in rltrain/protocol.py"
+            "for it; the columns are in rltrain/batch/data_proto.py"
         )
 
 

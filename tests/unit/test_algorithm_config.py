@@ -2,8 +2,8 @@
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
+from rltrain.base.errors import ConfigError
+from rltrain.settings.compose import compose
 
 
 def algorithm(*overrides):

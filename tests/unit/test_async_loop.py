@@ -5,10 +5,10 @@ import random
 import pytest
 from test_trainer import FakeGroup
 
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.data import Prompt
+from rltrain.data.prompts import Prompt
+from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Collector
 from tests.fakes import Immortal, NoCheckpoints
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion

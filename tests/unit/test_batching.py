@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain import batching
-from rltrain.batching import balance, microbatches, minibatches, plan_minibatch
-from rltrain.work import RowWork
+from rltrain.batch import row_assignment
+from rltrain.batch.row_assignment import balance, microbatches, minibatches, plan_minibatch
+from rltrain.batch.row_costs import RowWork
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
@@ -198,4 +198,4 @@ def test_micro_batches_are_at_least_half_full_on_average_but_for_one(lengths, bu
 
 
 def test_the_module_is_pure():
-    assert not {"torch", "ray", "numpy"} & set(vars(batching))
+    assert not {"torch", "ray", "numpy"} & set(vars(row_assignment))

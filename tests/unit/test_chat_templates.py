@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rltrain.chat_templates import ChatTemplates, TemplateError
+from rltrain.data.chat_templates import ChatTemplates, TemplateError
 from tests.made_tokenizers import BOS_TEMPLATE, CHATML, made
 
 CHATS = [

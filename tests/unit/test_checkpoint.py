@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.checkpoint import MANIFEST, Checkpoints, read, require_own, steps_in
-from rltrain.errors import CheckpointError, ConfigError
-from rltrain.storage import FileStart, Folder
-from workers.checkpoint import Saved
+from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.base.storage import FileStart, Folder
+from rltrain.run.checkpoints import MANIFEST, Checkpoints, read, require_own, steps_in
+from workers.training.rank_state import Saved
 
 HISTORY = {
     "metrics.jsonl": b'{"step": 1, "reward/mean": 0.5, "rollout/length_mean": 3.0}\n', "ledger.jsonl": b"",

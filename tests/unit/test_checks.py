@@ -1,18 +1,18 @@
 import pytest
 
-import rltrain.checks
-from rltrain.checks import RAY_JOB, builtin_task, check, check_cluster, needs_critic
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
-from rltrain.model_files import check_critic
+import rltrain.run.checks
+from rltrain.base.errors import ConfigError
+from rltrain.data.model_directory import check_critic
+from rltrain.run.checks import RAY_JOB, builtin_task, check, check_cluster, needs_critic
+from rltrain.settings.compose import compose
 
 
 @pytest.fixture(autouse=True)
 def _two_cores_without_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(rltrain.checks, "cpu_cores", lambda: 2)
-    monkeypatch.setattr(rltrain.checks, "_gpu_nodes", lambda: False)
-    monkeypatch.setattr(rltrain.checks, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(rltrain.checks, "_is_installed", lambda module: True)
+    monkeypatch.setattr(rltrain.run.checks, "cpu_cores", lambda: 2)
+    monkeypatch.setattr(rltrain.run.checks, "_gpu_nodes", lambda: False)
+    monkeypatch.setattr(rltrain.run.checks, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(rltrain.run.checks, "_is_installed", lambda module: True)
     monkeypatch.delenv(RAY_JOB, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -107,7 +107,7 @@ def test_one_sample_a_prompt_is_enough_where_nothing_is_compared():
 
 
 def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
-    monkeypatch.setattr(rltrain.checks, "_is_installed", lambda module: False)
+    monkeypatch.setattr(rltrain.run.checks, "_is_installed", lambda module: False)
     assert (
         refusal()
         == "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])"
@@ -133,7 +133,9 @@ def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     assert refusal(f"trainer.output_dir={tmp_path}").endswith(
         f"holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto"
     )
-    check(config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto"))  # whose it is `rltrain.resume` looks at
+    check(
+        config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto")
+    )  # whose it is `rltrain.run.resume` looks at
 
 
 def test_an_output_folder_that_is_there_and_holds_no_run_is_fine(tmp_path):
@@ -148,7 +150,7 @@ def test_an_output_folder_that_is_a_file_or_lies_in_one_is_refused(tmp_path):
 
 
 def test_an_output_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rltrain.checks.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(rltrain.run.checks.os, "access", lambda path, mode: False)
     assert refusal(f"trainer.output_dir={tmp_path}/new").endswith(
         f"{tmp_path} cannot be written to; name another folder"
     )
@@ -180,8 +182,8 @@ def test_only_estimators_that_read_values_need_a_critic():
 
 
 def test_on_a_machine_with_gpus_they_are_what_ranks_need(monkeypatch):
-    monkeypatch.setattr(rltrain.checks, "_gpu_nodes", lambda: True)
-    monkeypatch.setattr(rltrain.checks, "_gpu_count", lambda: 4)
+    monkeypatch.setattr(rltrain.run.checks, "_gpu_nodes", lambda: True)
+    monkeypatch.setattr(rltrain.run.checks, "_gpu_count", lambda: 4)
     check(config_of("placement.actor_ranks=4"))
     assert "placement.actor_ranks=5: more than the 4 GPUs of this machine" in refusal("placement.actor_ranks=5")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rltrain.algorithms import TOKEN_SELECTORS, columns_of, required_columns, uniform_draws
-from rltrain.compose import compose
-from rltrain.credit import choose_trained, needs_actor_pass, with_random_draws
-from rltrain.protocol import DataProto, jagged
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
+from rltrain.trajectories.token_rewards import choose_trained, needs_actor_pass, with_random_draws
 
 LENGTHS = [3, 2, 1]
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rltrain import pace
-from rltrain.collector import EVAL_SEED, Collector, place_scores, to_batch
-from rltrain.compose import compose
-from rltrain.data import Prompt
-from rltrain.errors import RewardError
-from rltrain.prompt_groups import Group, State, stream_seed
-from rltrain.protocol import DataProto, jagged
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.base import poll_interval
+from rltrain.base.errors import RewardError
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.data.prompts import Prompt
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardFunctionConfig
+from rltrain.trajectories.collector import EVAL_SEED, Collector, place_scores, to_batch
+from rltrain.trajectories.prompt_groups import Group, State, stream_seed
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
@@ -160,7 +160,7 @@ def test_who_waits_for_answers_wakes_for_the_reward_workers_and_looks_more_rarel
     made.rollout.poll = poll
     made.collect(0)
     made.collect(1)
-    assert waits == pytest.approx(2 * [0.05, 0.06, *10 * [pace.MOST_S]])
+    assert waits == pytest.approx(2 * [0.05, 0.06, *10 * [poll_interval.MOST_S]])
 
 
 def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait():
@@ -187,7 +187,7 @@ def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_nam
 
 
 def test_failures_past_the_limit_are_not_waited_for_to_the_end(monkeypatch):
-    monkeypatch.setattr("rltrain.collector.PATIENCE_S", 0.0)
+    monkeypatch.setattr("rltrain.trajectories.collector.PATIENCE_S", 0.0)
     made = collector(some_fail)
     with pytest.raises(RewardError, match=r"above reward\.max_failed_fraction=0\.5: error") as caught:
         made.collect(version=0)

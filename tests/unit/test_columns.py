@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.columns import Column, Stored, column_of, gather, memory_of, same, share_offsets
-from rltrain.jagged import jagged
+from rltrain.batch.columns import Column, Stored, column_of, gather, memory_of, same, share_offsets
+from rltrain.batch.jagged import jagged
 
 
 def stored(column: Column) -> Column:

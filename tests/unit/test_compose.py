@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-import rltrain.compose
-from rltrain.algorithm_config import CorrectionConfig
-from rltrain.checks import check
-from rltrain.compose import Args, choices, compose, config_dir, group_names, parse_args, usage
-from rltrain.credit import with_all_knobs
-from rltrain.errors import ConfigError
-from rltrain.schema import Config, LoRAConfig
-from rltrain.typed import keys
+import rltrain.settings.compose
+from rltrain.base.errors import ConfigError
+from rltrain.run.checks import check
+from rltrain.settings.algorithm_config import CorrectionConfig
+from rltrain.settings.compose import Args, choices, compose, config_dir, group_names, parse_args, usage
+from rltrain.settings.schema import Config, LoRAConfig
+from rltrain.settings.typed import keys
+from rltrain.trajectories.token_rewards import with_all_knobs
 
 
 def refusal(*overrides):
@@ -407,7 +407,7 @@ def test_overrides_do_not_depend_on_the_working_directory(tmp_path, monkeypatch)
 def test_an_installed_package_reads_the_yaml_inside_it(tmp_path, monkeypatch):
     package = tmp_path / "rltrain"
     shutil.copytree(config_dir(), package / "config")
-    monkeypatch.setattr(rltrain.compose, "__file__", str(package / "compose.py"))
+    monkeypatch.setattr(rltrain.settings.compose, "__file__", str(package / "compose.py"))
     assert config_dir() == package / "config"
     assert compose([])[0].trainer.total_steps == 120
 
@@ -435,7 +435,7 @@ def test_the_help_names_every_group_and_choice_and_fits_a_terminal():
 
 
 def test_every_example_of_the_help_composes():
-    for overrides, _ in rltrain.compose.EXAMPLES:
+    for overrides, _ in rltrain.settings.compose.EXAMPLES:
         compose(overrides.split())
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from rltrain.console import ConsoleDisplay, next_command, sample_text, step_text, summary
-from rltrain.protocol import DataProto
+from rltrain.batch.data_proto import DataProto
+from rltrain.monitoring.console import ConsoleDisplay, next_command, sample_text, step_text, summary
 
 METRICS = {
     "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 12.3, "perf/tokens_per_s": 12345.6,

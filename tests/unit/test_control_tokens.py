@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import ByT5Tokenizer
 
-from rltrain.control_tokens import ControlTokenError, ControlTokens
+from rltrain.data.control_tokens import ControlTokenError, ControlTokens
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.made_tokenizers import KINDS, made
 

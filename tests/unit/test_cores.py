@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain import cores
+from rltrain.base import cpu_threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,8 +18,8 @@ def machine(monkeypatch, tmp_path):
     """64 cores, without limits until a test writes some below the folder that is returned."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(cores, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(cores, "_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(cpu_threads, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cpu_threads, "_MOUNT", tmp_path / "mount")
     return tmp_path
 
 
@@ -32,28 +32,28 @@ def write(machine, groups, **files):
 
 
 def test_without_limits_they_are_all(machine):
-    assert cores.cpu_cores() == 64  # a system without control groups
+    assert cpu_threads.cpu_cores() == 64  # a system without control groups
     write(machine, "0::/\n", **{"cpu.max": "max 100000\n"})
-    assert cores.cpu_cores() == 64
+    assert cpu_threads.cpu_cores() == 64
     write(machine, "4:cpu,cpuacct:/\n", **{"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"})
-    assert cores.cpu_cores() == 64
+    assert cpu_threads.cpu_cores() == 64
 
 
 def test_a_cpuset_is_what_the_affinity_mask_says(machine, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 17, 18, 40} if pid == 0 else set())
-    assert cores.cpu_cores() == 4
+    assert cpu_threads.cpu_cores() == 4
     write(machine, "0::/\n", **{"cpu.max": "800000 100000\n"})
-    assert cores.cpu_cores() == 4
+    assert cpu_threads.cpu_cores() == 4
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(400_000, 4), (150_000, 2), (1_000, 1), (90_000_000, 64)])
 def test_a_quota_is_rounded_up(machine, quota, expected):
     write(machine, "0::/\n", **{"cpu.max": f"{quota} 100000\n"})
-    assert cores.cpu_cores() == expected
+    assert cpu_threads.cpu_cores() == expected
     (machine / "mount" / "cpu.max").unlink()
     v1 = {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
     write(machine, "9:name=systemd:/\n4:cpu,cpuacct:/\n0::/\n", **v1)
-    assert cores.cpu_cores() == expected
+    assert cpu_threads.cpu_cores() == expected
 
 
 def test_the_smallest_quota_of_a_group_and_its_parents_counts(machine):
@@ -61,34 +61,34 @@ def test_the_smallest_quota_of_a_group_and_its_parents_counts(machine):
         "slurm/cpu.max": "1600000 100000", "slurm/job_7/cpu.max": "300000 100000",
         "slurm/job_7/step_0/cpu.max": "max 100000", "slurm/job_8/cpu.max": "100000 100000",
     })  # fmt: skip
-    assert cores.cpu_cores() == 3
+    assert cpu_threads.cpu_cores() == 3
 
 
 def test_in_a_container_the_mount_is_its_own_group(machine):
     write(machine, "4:cpu,cpuacct:/docker/0af3\n3:cpuset:/docker/0af3\n", **{
         "cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000",
     })  # fmt: skip
-    assert cores.cpu_cores() == 2
+    assert cpu_threads.cpu_cores() == 2
 
 
 def test_a_quota_of_another_controller_is_none_of_the_cores(machine):
     write(machine, "3:cpuset:/a\n", **{"a/cpu.max": "100000 100000", "cpu/a/cpu.cfs_quota_us": "100000"})
-    assert cores.cpu_cores() == 64
+    assert cpu_threads.cpu_cores() == 64
 
 
 def test_openmp_has_the_threads_asked_for_then_those_of_the_environment_and_then_the_cores(machine, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert cores.openmp_settings()["OMP_NUM_THREADS"] == "64"
+    assert cpu_threads.openmp_settings()["OMP_NUM_THREADS"] == "64"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert cores.openmp_settings()["OMP_NUM_THREADS"] == "5"
-    assert cores.openmp_settings(7)["OMP_NUM_THREADS"] == "7"
+    assert cpu_threads.openmp_settings()["OMP_NUM_THREADS"] == "5"
+    assert cpu_threads.openmp_settings(7)["OMP_NUM_THREADS"] == "7"
 
 
 def test_idle_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert cores.openmp_settings()["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert cpu_threads.openmp_settings()["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert cores.openmp_settings()["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert cpu_threads.openmp_settings()["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 @pytest.mark.parametrize(

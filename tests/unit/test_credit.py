@@ -9,8 +9,10 @@ from rltrain.algorithms import (
     FixedEntropyController,
     FixedKLController,
 )
-from rltrain.compose import compose
-from rltrain.credit import (
+from rltrain.base.errors import EstimatorError, NumericsError
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
+from rltrain.trajectories.token_rewards import (
     assign_rewards,
     entropy_controller,
     estimate_advantages,
@@ -20,8 +22,6 @@ from rltrain.credit import (
     with_all_knobs,
     with_critic_values,
 )
-from rltrain.errors import EstimatorError, NumericsError
-from rltrain.protocol import DataProto, jagged
 
 
 def config_of(*overrides):

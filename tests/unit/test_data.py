@@ -18,8 +18,8 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from rltrain.data import PromptOrder, load_prompts
-from rltrain.errors import ConfigError
+from rltrain.base.errors import ConfigError
+from rltrain.data.prompts import PromptOrder, load_prompts
 from tests.made_tokenizers import byte_level
 
 BOS, EOS = 1, 2
@@ -358,7 +358,7 @@ def test_an_unknown_ending_and_a_folder_are_refused(tmp_path):
 
 
 def test_importing_it_does_not_import_torch():
-    script = "import sys, rltrain.data; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+    script = "import sys, rltrain.data.prompts; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

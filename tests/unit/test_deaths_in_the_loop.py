@@ -6,7 +6,7 @@ import pytest
 from test_async_loop import PROMPTS, Busy, G, Judges, P, collector, facts, settings, step, varied
 from test_async_loop import Engines as Dawdling
 
-from rltrain.errors import WorkerError, WorkerLost
+from rltrain.base.errors import WorkerError, WorkerLost
 from rltrain.trainer import Trainer
 from tests.fakes import FakeCheckpoints
 
@@ -151,7 +151,7 @@ class AbortingJudges(Judges):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr("rltrain.recovery.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("rltrain.run.recovery.time.sleep", lambda seconds: None)
 
 
 @pytest.mark.parametrize("deaths", [(1,), (2,), (3,), (2, 3, 5)])

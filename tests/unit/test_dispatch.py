@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.protocol import DataProto, jagged
-from workers.dispatch import (
+from rltrain.batch.data_proto import DataProto, jagged
+from workers.training.dispatch import (
     PLAN_METRICS,
     Minibatch,
     UpdateResult,

@@ -1,6 +1,6 @@
 """The benchmark of the driver's work fakes the ranks: it must go on speaking their language."""
 
-from rltrain.compose import compose
+from rltrain.settings.compose import compose
 from tests.benchmarks.driver import OVERRIDES, PickledHosts, measured, rollouts
 
 

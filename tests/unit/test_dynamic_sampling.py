@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.data import Prompt
-from rltrain.errors import RewardError
+from rltrain.base.errors import RewardError
+from rltrain.data.prompts import Prompt
+from rltrain.settings.compose import compose
+from rltrain.trajectories.collector import Collector
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion

@@ -2,11 +2,11 @@
 
 import pytest
 
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.credit import estimate_advantages
-from rltrain.data import Prompt
-from rltrain.errors import EstimatorError, NumericsError, RewardError
+from rltrain.base.errors import EstimatorError, NumericsError, RewardError
+from rltrain.data.prompts import Prompt
+from rltrain.settings.compose import compose
+from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.token_rewards import estimate_advantages
 from tests.fakes import Immortal
 from tests.unit.test_trainer import BASE, FakeCollector, samples, trainer
 from workers.reward.messages import RewardResult

@@ -5,12 +5,13 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
-from rltrain import errors
-from rltrain.protocol import DataProto, jagged
-from rltrain.work import RowWork
-from workers.dispatch import PLAN_METRICS, UpdateResult
-from workers.group import LOOK_S, Hosts, LocalHosts, RayHosts, WorkerGroup, row_lengths
-from workers.host import Host
+from rltrain.base import errors
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.row_costs import RowWork
+from workers.cluster.host_groups import LOOK_S, Hosts, LocalHosts, RayHosts
+from workers.cluster.worker_process import Host
+from workers.training.dispatch import PLAN_METRICS, UpdateResult
+from workers.training.worker_group import WorkerGroup, row_lengths
 
 
 def batch(rows: int = 5) -> DataProto:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.home_folder import ensure_home
+from rltrain.base.home_folder import ensure_home
 
 VARIABLES = ("HOME", "HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR")
 NOT_WRITABLE = "/proc/self"  # for root too

@@ -1,6 +1,6 @@
 import torch
 
-from rltrain.jagged import jagged, offsets_in, offsets_of, positions, row_numbers, values_in
+from rltrain.batch.jagged import jagged, offsets_in, offsets_of, positions, row_numbers, values_in
 
 
 def test_a_jagged_column_is_values_and_offsets():

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.checkpoint import Checkpoints
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.data import load_prompts
-from rltrain.storage import Folder
+from rltrain.base.storage import Folder
+from rltrain.data.prompts import load_prompts
+from rltrain.run.checkpoints import Checkpoints
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Collector
 from workers.placement import start as start_workers
 
 STEPS = 12

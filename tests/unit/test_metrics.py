@@ -4,8 +4,8 @@ import time
 import pytest
 import torch
 
-from rltrain.metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
-from rltrain.protocol import DataProto, jagged
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.monitoring.step_metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 
 NAN = math.nan
 

@@ -7,9 +7,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
-from rltrain.model_files import (
+from rltrain.base.errors import ConfigError
+from rltrain.data.model_directory import (
     check_directory,
     check_limits,
     check_vocabulary,
@@ -19,6 +18,7 @@ from rltrain.model_files import (
     model_config,
     text_config,
 )
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 
 WITHOUT_END = SimpleNamespace(eos_token_id=None)

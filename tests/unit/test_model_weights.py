@@ -10,8 +10,8 @@ import transformers.modeling_utils
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
 
-from rltrain.errors import ConfigError
-from rltrain.model_weights import (
+from rltrain.base.errors import ConfigError
+from rltrain.data.model_weights import (
     check_engine_files,
     check_weights,
     load_whole,
@@ -396,7 +396,7 @@ def test_vllm_must_read_the_files_that_transformers_reads(folder):
 
 
 def test_what_the_loader_did_not_find_is_refused_by_name_too(folder, monkeypatch):
-    monkeypatch.setattr("rltrain.model_weights.check_weights", lambda *_, **__: None)
+    monkeypatch.setattr("rltrain.data.model_weights.check_weights", lambda *_, **__: None)
     tensor = load_file(folder / "model.safetensors")[DOWN]
     changed(folder, **{DOWN: None, "extra": tensor, "model.norm.weight": torch.ones(3)})
     with pytest.raises(ConfigError) as error:

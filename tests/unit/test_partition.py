@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.partition import CLOSE, least_largest_sum, partition, refined
+from rltrain.base.balanced_parts import CLOSE, least_largest_sum, partition, refined
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7)
 OF_A_PLAN = 1.05  # how far the largest may be above a bound below which none can be

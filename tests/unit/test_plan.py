@@ -5,8 +5,8 @@ import pytest
 from rich.console import Console
 
 from rltrain.algorithms import POLICY_LOSSES
-from rltrain.compose import compose
-from rltrain.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
+from rltrain.run.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
+from rltrain.settings.compose import compose
 
 FACTS = Facts(path="/models/m", parameters=412_928, train_prompts=8192, val_prompts=256, devices="2 CPU cores")
 

@@ -1,7 +1,7 @@
 import pytest
 
-from rltrain.data import Prompt
-from rltrain.prompt_groups import PromptGroups, State, requests_of, stream_seed
+from rltrain.data.prompts import Prompt
+from rltrain.trajectories.prompt_groups import PromptGroups, State, requests_of, stream_seed
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 

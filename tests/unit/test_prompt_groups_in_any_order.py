@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_prompt_groups import completion, prompt, score
 
-from rltrain.prompt_groups import PromptGroups
+from rltrain.trajectories.prompt_groups import PromptGroups
 
 
 class Life(RuleBasedStateMachine):

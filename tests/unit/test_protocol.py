@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.protocol import DataProto, jagged
+from rltrain.batch.data_proto import DataProto, jagged
 
 PROMPTS = [[7], [8, 8], [9], [10, 10]]
 RESPONSES = [[1, 2], [], [3], [4, 5, 6]]

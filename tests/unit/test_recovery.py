@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from rltrain import recovery
-from rltrain.errors import WorkerError, WorkerLost
-from rltrain.recovery import PAUSES_S, Restarts
+from rltrain.base.errors import WorkerError, WorkerLost
+from rltrain.run import recovery
+from rltrain.run.recovery import PAUSES_S, Restarts
 
 LOST = WorkerLost("actor.update: training rank 1 is gone")
 

@@ -8,14 +8,14 @@ import shutil
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
-from rltrain.compose import compose, to_yaml
-from rltrain.credit import with_all_knobs
-from rltrain.data import Prompt
-from rltrain.errors import ConfigError
-from rltrain.resume import FREE, beginning, require_usable
-from rltrain.schema import Config
-from rltrain.sources import sources
-from rltrain.typed import keys
+from rltrain.base.errors import ConfigError
+from rltrain.data.prompts import Prompt
+from rltrain.run.resume import FREE, beginning, require_usable
+from rltrain.run.source_fingerprints import sources
+from rltrain.settings.compose import compose, to_yaml
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import keys
+from rltrain.trajectories.token_rewards import with_all_knobs
 from tests.unit.test_checkpoint import Ranks, made, save
 
 

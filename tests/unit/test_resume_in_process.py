@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.checkpoint import Checkpoints
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.data import load_prompts
-from rltrain.errors import RewardError, Stopped
-from rltrain.storage import Folder
+from rltrain.base.errors import RewardError, Stopped
+from rltrain.base.storage import Folder
+from rltrain.data.prompts import load_prompts
+from rltrain.monitoring.tracking import Tracker
+from rltrain.run.checkpoints import Checkpoints
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from rltrain.tracking import Tracker
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Collector
 from tests.unit.test_trainer_in_process import BASE, REWARD
 from workers.placement import start as start_workers
 

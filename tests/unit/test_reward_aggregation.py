@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from rltrain.collector import to_batch
-from rltrain.compose import compose
-from rltrain.data import Prompt
-from rltrain.errors import ConfigError, RewardError
-from rltrain.metrics import sample_metrics
-from rltrain.prompt_groups import Group, State
+from rltrain.base.errors import ConfigError, RewardError
+from rltrain.data.prompts import Prompt
+from rltrain.monitoring.step_metrics import sample_metrics
 from rltrain.rewards.loading import check_aggregation
-from rltrain.scoring import shaped_scores
+from rltrain.settings.compose import compose
+from rltrain.trajectories.collector import to_batch
+from rltrain.trajectories.prompt_groups import Group, State
+from rltrain.trajectories.scoring import shaped_scores
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 

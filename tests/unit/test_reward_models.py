@@ -5,15 +5,15 @@ import random
 import pytest
 import torch
 
-from rltrain.collector import Collector, to_batch
-from rltrain.compose import compose
-from rltrain.data import Prompt
-from rltrain.errors import ConfigError, RewardError
-from rltrain.prompt_groups import Group, State
-from rltrain.protocol import DataProto
-from rltrain.reward_config import RewardFunctionConfig, RewardModelConfig
-from rltrain.reward_models import RewardModel, with_model_scores
+from rltrain.base.errors import ConfigError, RewardError
+from rltrain.batch.data_proto import DataProto
+from rltrain.data.prompts import Prompt
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from rltrain.trajectories.collector import Collector, to_batch
+from rltrain.trajectories.prompt_groups import Group, State
+from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from tests.fakes import Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
@@ -255,8 +255,8 @@ def test_models_that_cannot_be_are_refused(models, message):
 
 
 def test_an_estimator_that_weighs_components_by_itself_gets_the_models_weights():
-    from rltrain.algorithm_checks import check_algorithm
-    from rltrain.credit import with_all_knobs
+    from rltrain.settings.algorithm_rules import check_algorithm
+    from rltrain.trajectories.token_rewards import with_all_knobs
 
     config, _ = compose(["algorithm=gdpo", "reward.models=[{path: m, weight: 0.25}]"])
     check_algorithm(config)
@@ -264,7 +264,7 @@ def test_an_estimator_that_weighs_components_by_itself_gets_the_models_weights()
 
 
 def test_the_plan_names_models_and_their_memory():
-    from rltrain.plan import Facts, plan_lines
+    from rltrain.run.plan import Facts, plan_lines
 
     config, _ = compose(["reward.models=[m]", "placement.actor_ranks=2"])
     facts = Facts(path="p", parameters=2**30, reward_models={"m": 2**29})
@@ -277,7 +277,7 @@ def test_the_plan_names_models_and_their_memory():
 def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
     import json
 
-    from rltrain.model_files import check_reward_model
+    from rltrain.data.model_directory import check_reward_model
 
     for file in ("model.safetensors", "tokenizer.json"):
         (tmp_path / file).write_text("")
@@ -304,7 +304,7 @@ def test_a_reward_model_is_accepted_as_a_whole_and_refused_without_its_head(tmp_
     from safetensors.torch import load_file, save_file
     from transformers import MistralConfig, MistralForSequenceClassification
 
-    from rltrain.model_files import check_reward_model, longest_row
+    from rltrain.data.model_directory import check_reward_model, longest_row
 
     config = MistralConfig(
         vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer
 
-from rltrain.round_trip import loss
+from rltrain.data.tokenizer_round_trip import loss
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.made_tokenizers import KINDS, made
 

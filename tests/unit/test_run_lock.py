@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
-from rltrain.run_lock import RunLock
+from rltrain.base.errors import ConfigError
+from rltrain.run.lock import RunLock
+from rltrain.settings.compose import compose
 
 HOLD = """
 import os, sys, time
-from rltrain.compose import compose
-from rltrain.run_lock import RunLock
+from rltrain.settings.compose import compose
+from rltrain.run.lock import RunLock
 with RunLock(compose(sys.argv[1:])[0].trainer) as lock:
     lock.take()
     if not os.fork():  # a child keeps nothing

@@ -8,15 +8,15 @@ SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / f
 # Pickles whose bytes come from a process that this run started, or that can name nothing.
 PICKLES = {
     # The driver sends its own data to the process that renders chat templates, and gets JSON back.
-    ("rltrain/chat_templates.py", "pickle.dumps"),
-    ("rltrain/template_process.py", "pickle.loads"),
+    ("rltrain/data/chat_templates.py", "pickle.dumps"),
+    ("rltrain/data/template_process.py", "pickle.loads"),
     ("rltrain/rewards/code_tests_link.py", "pickle.Pickler"),
     ("rltrain/rewards/code_tests_link.py", "pickle.Unpickler"),
     ("rltrain/rewards/code_tests_link.py", "pickle.UnpicklingError"),
-    ("rltrain/wire.py", "pickle.PickleBuffer"),
+    ("rltrain/batch/serialization.py", "pickle.PickleBuffer"),
     ("workers/rollout/vllm_engine.py", "pickle.dumps"),
-    ("workers/state_files.py", "pickle.Unpickler"),
-    ("workers/state_files.py", "pickle.UnpicklingError"),
+    ("workers/models/state_files.py", "pickle.Unpickler"),
+    ("workers/models/state_files.py", "pickle.UnpicklingError"),
     ("workers/rollout/vllm_worker.py", "pickle.loads"),
 }
 # Model-written programs are what the sandbox is for; a file of the user's rewards is imported.
@@ -113,7 +113,7 @@ def test_models_are_loaded_in_one_place_which_refuses_weights_that_are_not_whole
         named(path) for path in SOURCES for name, _ in calls(path)
         if name.endswith(".from_pretrained") and name.startswith(("AutoModel", "kind."))
     }  # fmt: skip
-    assert places == {"rltrain/model_weights.py"}
+    assert places == {"rltrain/data/model_weights.py"}
 
 
 def test_a_torch_file_that_would_run_code_is_not_loaded(tmp_path):
@@ -122,7 +122,7 @@ def test_a_torch_file_that_would_run_code_is_not_loaded(tmp_path):
     import pytest
     import torch
 
-    from rltrain.protocol import DataProto
+    from rltrain.batch.data_proto import DataProto
 
     class Trap:
         def __reduce__(self):

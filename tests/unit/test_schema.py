@@ -11,10 +11,10 @@ from rltrain.algorithms import (
     rollout_correction,
     rollout_rejection,
 )
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
-from rltrain.schema import Config
-from rltrain.typed import keys, parse, unknown_key
+from rltrain.base.errors import ConfigError
+from rltrain.settings.compose import compose
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[2]
 # These say what the config holds, or refuse it: a key that only they read would have no effect.

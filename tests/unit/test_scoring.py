@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from rltrain.compose import compose
-from rltrain.protocol import DataProto, jagged
-from rltrain.scoring import flat_rows, on_last_token, shaped_scores, truncated_rows, zero_spread
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
+from rltrain.trajectories.scoring import flat_rows, on_last_token, shaped_scores, truncated_rows, zero_spread
 
 LIMIT = 16  # rollout.max_response_length of the default config
 

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError, described, one_line
+from rltrain.base.errors import ConfigError, described, one_line
+from rltrain.base.secret_values import hide_in_logs, redacted, secret_in
 from rltrain.main import fail
-from rltrain.secret_values import hide_in_logs, redacted, secret_in
+from rltrain.settings.compose import compose
 
 KEY = "sk-" + "a1B2" * 6
 ENVIRONMENT = {

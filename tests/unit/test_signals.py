@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from rltrain.errors import Stopped
-from rltrain.signals import Signals, hangups_ignored
+from rltrain.base.errors import Stopped
+from rltrain.run.signals import Signals
+from workers.cluster.hangups import hangups_ignored
 
 
 @pytest.fixture(autouse=True)

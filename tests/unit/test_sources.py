@@ -2,8 +2,8 @@
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.sources import ENDS_BYTES, sources
+from rltrain.run.source_fingerprints import ENDS_BYTES, sources
+from rltrain.settings.compose import compose
 
 
 class Prompts:

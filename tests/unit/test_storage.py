@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.errors import ConfigError
-from rltrain.storage import local_path
+from rltrain.base.errors import ConfigError
+from rltrain.base.storage import local_path
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 LATIN_1 = b"caf\xe9".decode("utf-8", "surrogateescape")
@@ -61,7 +61,9 @@ def test_a_name_that_is_not_utf8_is_refused_also_if_it_is_that_of_the_working_di
 
 
 def test_under_an_encoding_that_is_not_utf8_other_names_than_ascii_are_refused_with_the_remedy(tmp_path):
-    code = "import sys; from rltrain.storage import local_path; print(*(local_path(p, 'key') for p in sys.argv[1:]))"
+    code = (
+        "import sys; from rltrain.base.storage import local_path; print(*(local_path(p, 'key') for p in sys.argv[1:]))"
+    )
     command, environment = [sys.executable, "-c", code], os.environ | ASCII
     done = subprocess.run([*command, "plain", "~/x"], capture_output=True, env=environment | {"HOME": "/h"}, check=True)
     assert done.stdout == b"plain /h/x\n"

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 LONG = """
 import logging, sys
 from rich.console import Console
-from rltrain.streams import open_closed_streams, outlive_readers
+from rltrain.base.standard_streams import open_closed_streams, outlive_readers
 open_closed_streams()
 outlive_readers()
 for number in range(20_000):
@@ -60,7 +60,7 @@ def test_a_full_disk_below_stdout_loses_the_output_alone(tmp_path):
 def test_a_program_that_starts_without_streams_opens_no_file_in_their_place(tmp_path):
     script = """
 import os, subprocess, sys
-from rltrain.streams import open_closed_streams
+from rltrain.base.standard_streams import open_closed_streams
 open_closed_streams()
 file = open(sys.argv[1], "w")
 file.write(str(file.fileno() > 2))

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rltrain.compose import compose
-from rltrain.errors import SyncError, WorkerError
-from rltrain.protocol import DataProto, jagged
+from rltrain.base.errors import SyncError, WorkerError
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
-from workers.group import Hosts
+from workers.cluster.host_groups import Hosts
 from workers.rollout.messages import Request
 from workers.rollout.pool import RolloutPool
 from workers.sync.buckets import Bucket, Piece, Place

@@ -6,9 +6,9 @@ import pytest
 from tokenizers import normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer
 
-from rltrain import token_bound
+from rltrain.data.prompts import token_bound
+from rltrain.data.token_bound import TokenBound
 from rltrain.tasks.tokenizer import char_tokenizer
-from rltrain.token_bound import TokenBound
 from tests.made_tokenizers import KINDS, made
 
 PIECES = [

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rltrain.protocol import DataProto, jagged
-from rltrain.tracking import Tracker, draw_learning_curve, ledger_line, sample_table
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.monitoring.tracking import Tracker, draw_learning_curve, ledger_line, sample_table
 
 NAN = math.nan
 PARTS = ["right", "short"]

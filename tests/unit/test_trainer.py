@@ -3,12 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rltrain.collector import place_scores
-from rltrain.compose import compose
-from rltrain.data import Prompt
-from rltrain.errors import LogProbError
-from rltrain.protocol import DataProto, jagged
+from rltrain.base.errors import LogProbError
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.data.prompts import Prompt
+from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import place_scores
 from tests.fakes import FakeCheckpoints
 
 

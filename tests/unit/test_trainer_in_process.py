@@ -5,17 +5,17 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS
-from rltrain.batching import minibatches
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.data import load_prompts
-from rltrain.prompt_groups import stream_seed
-from rltrain.protocol import DataProto, jagged
-from rltrain.scoring import zero_spread
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.row_assignment import minibatches
+from rltrain.data.prompts import load_prompts
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.prompt_groups import stream_seed
+from rltrain.trajectories.scoring import zero_spread
 from tests.fakes import NoCheckpoints
-from workers.fsdp import full
+from workers.models.fsdp import full
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
 

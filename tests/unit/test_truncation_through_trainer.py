@@ -9,17 +9,18 @@ import itertools
 import pytest
 import torch
 
-from rltrain.algorithm_config import NormalizationConfig
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.data import Prompt
+from rltrain.data.prompts import Prompt
+from rltrain.settings.algorithm_config import NormalizationConfig
+from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Collector
 from tests.fakes import Immortal, NoCheckpoints
-from workers.group import LocalHosts, WorkerGroup
-from workers.host import Host
+from workers.cluster.host_groups import LocalHosts
+from workers.cluster.worker_process import Host
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
+from workers.training.worker_group import WorkerGroup
 
 PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
 LENGTHS = [2, 4, 3]  # of the answers to one prompt; answer 1 is cut, though others might be longer
@@ -239,12 +240,12 @@ def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppresse
     found = []
     for score in (1.0, 100.0):
         hosts = LocalHosts(Host({}, verbose=True))
-        hosts.host.build("actor", "workers.actor:ActorWorker", BASE, start)
+        hosts.host.build("actor", "workers.training.actor:ActorWorker", BASE, start)
         actor = WorkerGroup(hosts, "actor")
         trained(two_groups(score), actor=actor)
         weights = actor.wait(actor.start("weights"))[0]
         found.append({name: tensor.clone() for name, tensor in weights.items()})
-    hosts.host.build("actor", "workers.actor:ActorWorker", BASE, start)
+    hosts.host.build("actor", "workers.training.actor:ActorWorker", BASE, start)
     first = actor.wait(actor.start("weights"))[0]
     untrained = {name: tensor.clone() for name, tensor in first.items()}
     assert all(torch.equal(found[0][name], found[1][name]) for name in untrained)

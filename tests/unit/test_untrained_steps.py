@@ -3,7 +3,7 @@
 import pytest
 from test_trainer import FakeCollector, samples, trainer
 
-from rltrain.errors import LogProbError, NumericsError
+from rltrain.base.errors import LogProbError, NumericsError
 
 ENTROPY = [
     "algorithm.entropy_target=0.5",

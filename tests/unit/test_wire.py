@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.columns import Stored
-from rltrain.protocol import DataProto, jagged
-from rltrain.wire import Text, send
+from rltrain.batch.columns import Stored
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.serialization import Text, send
 
 
 def example(rows: int = 4, *, tokens: int = 3) -> DataProto:

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from rltrain.work import RowWork, causal_pairs, row_work
+from rltrain.batch.row_costs import RowWork, causal_pairs, row_work
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

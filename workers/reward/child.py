@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rltrain.limits import limit_memory
-from workers.reward import processes
+from rltrain.base.process_limits import limit_memory
+from workers.cluster import process_tree
 from workers.reward.messages import RewardResult
 from workers.reward.worker import RewardWorker
 
@@ -22,9 +22,9 @@ def serve(descriptor: int, parent: int) -> None:
         descriptor: of the socket. The first message is (functions, options of `RewardWorker`, memory_mb).
         parent: the process that started this one; this one ends with it.
     """
-    processes.end_with_parent(parent)
+    process_tree.end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that a KeyboardInterrupt is a function's own
-    processes.adopt_orphans()
+    process_tree.adopt_orphans()
     connection, own = Connection(descriptor), os.getpid()
     functions, options, memory_mb = connection.recv()
     try:
@@ -32,7 +32,7 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = processes.descendants(own)  # what the import of a function's file started stays
+    helpers = process_tree.descendants(own)  # what the import of a function's file started stays
     limit_memory(memory_mb)
     connection.send(READY)
     while True:
@@ -42,7 +42,7 @@ def serve(descriptor: int, parent: int) -> None:
             return
         report = _reporter(connection, own) if stepwise else None
         connection.send(_answer(worker, requests, limits | {"report": report}, own))
-        if processes.has_children():
+        if process_tree.has_children():
             _clean_up(own, helpers)
 
 
@@ -67,10 +67,10 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
 
 def _clean_up(own: int, helpers: Sequence[int]) -> None:
     """End what calls have left behind; what they started ends with them."""
-    if not processes.descendants(own, spare=helpers):
+    if not process_tree.descendants(own, spare=helpers):
         return
-    processes.end_descendants(own, spare=helpers)
+    process_tree.end_descendants(own, spare=helpers)
     until = time.monotonic() + 1.0
-    while processes.descendants(own, spare=helpers) and time.monotonic() < until:
-        processes.reap(helpers)
+    while process_tree.descendants(own, spare=helpers) and time.monotonic() < until:
+        process_tree.reap(helpers)
         time.sleep(0.001)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rltrain.errors import WorkerError
-from rltrain.reward_config import RewardFunctionConfig
-from workers.progress import Process, announce, began_of, state_of
-from workers.reward import processes
+from rltrain.base.errors import WorkerError
+from rltrain.settings.reward_config import RewardFunctionConfig
+from workers.cluster import process_tree
+from workers.cluster.progress import Process, announce, began_of, state_of
 from workers.reward.child import READY
 from workers.reward.messages import RewardRequest, RewardResult
 
@@ -118,7 +118,7 @@ class GuardedWorker:
         self._first = (list(functions), options, memory_mb)
         self._directory = directory
         self._stopped = False
-        processes.adopt_orphans()
+        process_tree.adopt_orphans()
         self._start()
 
     def ping(self) -> bool:
@@ -230,7 +230,7 @@ class GuardedWorker:
         while not self._connection.poll(max(0.0, min(_LOOK_S, until - _now()))):
             if self._process.poll() is not None or _now() >= until:
                 return None
-            if processes.shared_memory_mb(self._process.pid) > self._first[2]:
+            if process_tree.shared_memory_mb(self._process.pid) > self._first[2]:
                 raise _LostError("ended its process (shared memory beyond reward.memory_mb)")
         _wait_at_most(self._connection, _PIECE_S if deadline is None else deadline - _now())
         try:
@@ -262,11 +262,11 @@ class GuardedWorker:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGSTOP)
-        processes.end_descendants(self._process.pid)
+        process_tree.end_descendants(self._process.pid)
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        processes.end_descendants(os.getpid(), spare=_GUARDED)  # what it left is ours now
+        process_tree.end_descendants(os.getpid(), spare=_GUARDED)  # what it left is ours now
 
 
 class Guard:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rltrain.reward_config import RewardConfig
 from rltrain.rewards.loading import is_async, is_batched, load_function
+from rltrain.settings.reward_config import RewardConfig
+from workers.cluster.liveness import Watch
 from workers.reward.messages import Key, RewardRequest, RewardResult
 from workers.reward.transport import Answer, Call, Held, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed
-from workers.watch import Watch
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import ray
 
-from rltrain.errors import WorkerError
-from rltrain.reward_config import RewardConfig
+from rltrain.base.errors import WorkerError
+from rltrain.base.secret_values import redacted
 from rltrain.rewards.loading import absolute
-from rltrain.secret_values import redacted
+from rltrain.settings.reward_config import RewardConfig
+from workers.cluster.liveness import Vigil, Watch
 from workers.reward.guard import Ended, Guard, Overdue
 from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
-from workers.watch import Vigil, Watch
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rltrain.reward_config import RewardConfig
+from rltrain.settings.reward_config import RewardConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.worker import RewardWorker
 

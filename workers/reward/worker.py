@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rltrain.errors import described, one_line
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.base.errors import described, one_line
+from rltrain.base.secret_values import redacted
 from rltrain.rewards.loading import (
     ScoreError,
     as_score,
@@ -22,7 +22,7 @@ from rltrain.rewards.loading import (
     is_batched,
     load_function,
 )
-from rltrain.secret_values import redacted
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 
 _CANCEL_S = 2.0  # that a cancelled call may take to end; a guarded process is replaced before

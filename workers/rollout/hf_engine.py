@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rltrain.algorithms.draws import stream_draws
-from rltrain.errors import ConfigError, one_line
-from rltrain.model_weights import load_whole
-from rltrain.schema import Config, RolloutConfig
-from workers.progress import tick
+from rltrain.base.errors import ConfigError, one_line
+from rltrain.data.model_weights import load_whole
+from rltrain.settings.schema import Config, RolloutConfig
+from workers.cluster.progress import tick
 from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
 from workers.rollout.messages import Completion, Request
 from workers.sync.adapters import Adapters

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from rltrain.errors import SyncError, WorkerError, WorkerLost
-from workers.group import Hosts
+from rltrain.base.errors import SyncError, WorkerError, WorkerLost
+from workers.cluster.host_groups import Hosts
 from workers.rollout.messages import Completion, Request
-from workers.sync.drive import Ranks, sync
+from workers.sync.weight_sync import Ranks, sync
 
 logger = logging.getLogger(__name__)
 

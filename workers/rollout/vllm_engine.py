@@ -28,11 +28,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rltrain.errors import ConfigError, SyncError, WorkerLost, one_line
-from rltrain.model_weights import check_weights
-from rltrain.schema import Config, RolloutConfig
-from workers import leftovers
-from workers.progress import announced, tick
+from rltrain.base.errors import ConfigError, SyncError, WorkerLost, one_line
+from rltrain.data.model_weights import check_weights
+from rltrain.settings.schema import Config, RolloutConfig
+from workers.cluster import leftovers
+from workers.cluster.progress import announced, tick
 from workers.rollout.messages import Completion, Request
 from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from rltrain.pace import pause
-from rltrain.schema import Config
+from rltrain.base.poll_interval import pause
+from rltrain.settings.schema import Config
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver

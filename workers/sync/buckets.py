@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.errors import SyncError
+from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
 
 BUCKET_BYTES = 64 << 20  # a larger tensor has a bucket of its own

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.errors import SyncError
+from rltrain.base.errors import SyncError
 
 RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest output, between engine and trainer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rltrain.errors import SyncError
+from rltrain.base.errors import SyncError
 from workers.sync.buckets import Bucket
 
 FOLDER = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())

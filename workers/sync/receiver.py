@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from rltrain.errors import SyncError, described
-from workers.progress import tick
+from rltrain.base.errors import SyncError, described
+from workers.cluster.progress import tick
 from workers.sync.buckets import Bucket, join
 from workers.sync.memory import whereabouts
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from workers.fsdp import full, tied_names
-from workers.lora import adapter_tensors, adapters_of, plain_parameters
-from workers.progress import tick
-from workers.sync.adapters import merge
+from workers.cluster.progress import tick
+from workers.models.adapter_weights import merge
+from workers.models.fsdp import full, tied_names
+from workers.models.lora import adapter_tensors, adapters_of, plain_parameters
 from workers.sync.buckets import Bucket, Piece, Place, aligned, end, plan
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import sys
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.guard import GuardedWorker
 from workers.reward.messages import RewardRequest
 
@@ -43,7 +43,7 @@ def score(response):
 
 BESIDE = """
 import sys, threading
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.guard import Guard
 from workers.reward.messages import RewardRequest
 

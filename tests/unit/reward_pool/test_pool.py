@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
-from rltrain.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
+from rltrain.base.errors import ConfigError
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Held, Lost

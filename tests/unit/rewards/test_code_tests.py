@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.compose import compose
 from rltrain.rewards import sandbox
 from rltrain.rewards.code_tests import code_tests, extract_program
 from rltrain.rewards.loading import bind, check_columns, load_function
 from rltrain.rewards.sandbox import SandboxError
+from rltrain.settings.compose import compose
 from workers.reward.messages import RewardRequest
 from workers.reward.transport import settings
 from workers.reward.worker import RewardWorker

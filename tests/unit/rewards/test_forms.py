@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.base.errors import ConfigError
 from rltrain.rewards import loading
 from rltrain.rewards.result import RewardResult as Said
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker

@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.base.errors import ConfigError
 from rltrain.rewards import loading
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 

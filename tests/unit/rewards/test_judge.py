@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rltrain.compose import compose
-from rltrain.reward_config import RewardFunctionConfig
 from rltrain.rewards.judge import judge
 from rltrain.rewards.loading import check_columns, finish, load_function
+from rltrain.settings.compose import compose
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 

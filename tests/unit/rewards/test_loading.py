@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy
 import pytest
 
-from rltrain.errors import ConfigError
-from rltrain.reward_config import RewardFunctionConfig
+from rltrain.base.errors import ConfigError
 from rltrain.rewards.loading import BUILTIN as BUILTIN_NAMES
 from rltrain.rewards.loading import ScoreError, absolute, bind, call, check_aggregation, check_columns, load_function
+from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from rltrain import checks, main
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
+from rltrain import main
+from rltrain.base.errors import ConfigError
 from rltrain.rewards import sandbox
 from rltrain.rewards.sandbox import run
+from rltrain.run import checks
+from rltrain.settings.compose import compose
 
 WHY_NOT = sandbox.why_not_strong()
 needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from rltrain.algorithms import TOKEN_SELECTORS, columns_of
-from rltrain.compose import compose
-from rltrain.protocol import DataProto
-from workers.actor import with_selected
-from workers.group import LocalHosts, WorkerGroup
-from workers.host import Host
+from rltrain.batch.data_proto import DataProto
+from rltrain.settings.compose import compose
+from workers.cluster.host_groups import LocalHosts
+from workers.cluster.worker_process import Host
 from workers.placement import ROLES
+from workers.training.actor import with_selected
+from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
 ALL = [list(range(12))]
@@ -190,7 +191,7 @@ def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, sampled
 
 def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():
     """The two tokens of highest entropy of rows 0 and 2 are chosen, though row 1 has higher ones."""
-    from rltrain.protocol import jagged
+    from rltrain.batch.data_proto import jagged
 
     config = compose(["algorithm.loss_mode=top_entropy", "algorithm.loss.entropy_fraction=0.4"])[0].algorithm
     batch = DataProto.from_dict({"responses": jagged([[1, 1], [1], [1, 1, 1]], torch.int64)}).with_values(

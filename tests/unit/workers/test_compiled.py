@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.utils import _apply_to_tensors
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rltrain.compose import compose
-from rltrain.protocol import DataProto, jagged
-from workers.forward import PACKED, pack, policy_output
-from workers.fsdp import prepare
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
+from workers.models.fsdp import prepare
+from workers.models.packed_forward import PACKED, pack, policy_output
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,7 +49,9 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
     """Else they are compiled for the first eight counts of buckets, and then, in silence, no more."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:
-        monkeypatch.setattr("workers.forward.kernel_for", lambda *_: lambda *arguments: attend(*arguments[:5]))
+        monkeypatch.setattr(
+            "workers.models.packed_forward.kernel_for", lambda *_: lambda *arguments: attend(*arguments[:5])
+        )
     model, plain = (AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation=PACKED) for _ in "12")
     model.load_state_dict(plain.state_dict())
     counter, graphs = CompileCounter(), set()

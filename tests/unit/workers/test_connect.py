@@ -5,8 +5,8 @@ import socket
 import pytest
 import ray
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError, WorkerError
+from rltrain.base.errors import ConfigError, WorkerError
+from rltrain.settings.compose import compose
 from workers.placement import connect
 
 UNASKED = AssertionError("not to be asked")

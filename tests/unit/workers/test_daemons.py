@@ -8,16 +8,16 @@ import time
 
 import pytest
 
-from rltrain.errors import ClusterLost
-from workers import daemons
-from workers.daemons import GCS, GRACE_S, RAYLET, Daemons, LocalDaemon, RemoteDaemon
-from workers.progress import began_of
+from rltrain.base.errors import ClusterLost
+from workers.cluster import ray_daemons
+from workers.cluster.progress import began_of
+from workers.cluster.ray_daemons import GCS, GRACE_S, RAYLET, Daemons, LocalDaemon, RemoteDaemon
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(daemons.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray_daemons.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -130,4 +130,4 @@ def test_only_the_gcs_server_of_the_runs_own_ray_session_counts():
 
 
 def found_of(session, processes):
-    return [process.pid for process in processes if daemons._is_gcs_of(session, process.pid)]
+    return [process.pid for process in processes if ray_daemons._is_gcs_of(session, process.pid)]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rltrain.protocol import DataProto, jagged
+from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.tasks.tiny_model import tiny_model
-from workers.forward import PACKED, microbatch, pack, packed_attention, policy_output, row_pass, unpack
+from workers.models.packed_forward import PACKED, microbatch, pack, packed_attention, policy_output, row_pass, unpack
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -194,6 +194,6 @@ def test_attention_that_the_kernel_does_not_compute_is_refused(setting):
 
 
 def test_models_load_with_packed_attention(start):
-    from workers.forward import load_model
+    from workers.models.packed_forward import load_model
 
     assert load_model(AutoModelForCausalLM, start).config._attn_implementation == PACKED

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from rltrain.algorithms.chunks import CHUNK_SIZES, MAX_ROWS, chunks
-from rltrain.protocol import DataProto, jagged
-from workers.forward import PACKED, pack, policy_output
-from workers.head import replaced_head, token_log_probs
+from rltrain.batch.data_proto import DataProto, jagged
+from workers.models.fused_head import replaced_head, token_log_probs
+from workers.models.packed_forward import PACKED, pack, policy_output
 
 ROOT = Path(__file__).parents[3]
 SIZES = {

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from rltrain.algorithms.draws import stream_draws
-from rltrain.compose import compose
-from rltrain.errors import ConfigError, SyncError
+from rltrain.base.errors import ConfigError, SyncError
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.rollout.hf_engine import HFEngine, make, sample
 from workers.rollout.messages import Completion, Request

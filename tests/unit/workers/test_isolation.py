@@ -12,16 +12,16 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError
+from rltrain.base.errors import ConfigError
+from rltrain.settings.compose import compose
 from rltrain.tasks.tiny_model import tiny_model
-from workers.actor import ActorWorker
-from workers.critic import CriticWorker
-from workers.forward import PACKED, policy_output
-from workers.isolation import check_rows_apart
-from workers.reference import ReferenceWorker
-from workers.reward_model import RewardModelWorker
+from workers.models.packed_forward import PACKED, policy_output
+from workers.models.row_isolation import check_rows_apart
 from workers.rollout.hf_engine import make as make_hf_engine
+from workers.training.actor import ActorWorker
+from workers.training.critic import CriticWorker
+from workers.training.reference import ReferenceWorker
+from workers.training.reward_model import RewardModelWorker
 
 LACKING = "model.layers.1.mlp.down_proj.weight"
 SIZES = {

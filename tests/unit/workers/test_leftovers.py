@@ -9,9 +9,9 @@ from multiprocessing.shared_memory import SharedMemory
 import psutil
 import pytest
 
-from workers import leftovers
-from workers.leftovers import MARK
-from workers.progress import began_of, state_of
+from workers.cluster import leftovers
+from workers.cluster.leftovers import MARK
+from workers.cluster.progress import began_of, state_of
 
 # A process that starts another one, and then gives itself a title that overwrites its environment.
 FAMILY = """

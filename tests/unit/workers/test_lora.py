@@ -10,20 +10,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rltrain.compose import compose
-from rltrain.errors import ConfigError, SyncError
-from rltrain.schema import LoRAConfig
+from rltrain.base.errors import ConfigError, SyncError
+from rltrain.settings.compose import compose
+from rltrain.settings.schema import LoRAConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from workers.group import LocalHosts, WorkerGroup
-from workers.host import Host
-from workers.lora import adapt, adapted_layers, adapter_parameters, adapters_of, is_adapter
+from workers.cluster.host_groups import LocalHosts
+from workers.cluster.worker_process import Host
+from workers.models.adapter_weights import BaseWeights
+from workers.models.lora import adapt, adapted_layers, adapter_parameters, adapters_of, is_adapter
 from workers.placement import ROLES
 from workers.rollout.hf_engine import HFEngine, make
 from workers.rollout.messages import Request
 from workers.sync import adapters, buckets
-from workers.sync.adapters import BaseWeights
 from workers.sync.buckets import Bucket, join
 from workers.sync.checks import probe
+from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LORA = "model.lora={rank:4}"

@@ -9,10 +9,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, aggregate_loss, value_loss
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
-from rltrain.compose import compose
-from rltrain.protocol import DataProto, jagged
-from workers.actor import actor_loss, with_selected
-from workers.forward import PACKED, microbatch, pack, policy_output, response_values, unpack
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.settings.compose import compose
+from workers.models.packed_forward import PACKED, microbatch, pack, policy_output, response_values, unpack
+from workers.training.actor import actor_loss, with_selected
 
 pytestmark = pytest.mark.usefixtures("process_group")
 SIZES = {

@@ -7,11 +7,11 @@ import pytest
 import ray
 import torch
 
-from rltrain.compose import compose
-from rltrain.errors import WorkerError
+from rltrain.base.errors import WorkerError
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID
 from workers import placement
-from workers.devices import SharedDevices
+from workers.cluster.shared_devices import SharedDevices
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 
 from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, columns_of
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
-from rltrain.compose import compose
-from workers.actor import actor_loss, policy_term
+from rltrain.settings.compose import compose
+from workers.training.actor import actor_loss, policy_term
 
 ROWS, TOKENS = 2, 4
 COUNTS = {"num_tokens": ROWS * TOKENS, "num_sequences": ROWS, "max_response_length": 16}

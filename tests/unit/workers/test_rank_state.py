@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain import export
-from rltrain.checkpoint import Checkpoints
-from rltrain.compose import compose
-from rltrain.errors import CheckpointError
-from rltrain.storage import Folder
-from workers import model_export
-from workers.actor import ActorWorker
-from workers.critic import CriticWorker
-from workers.fsdp import full
-from workers.state_files import INDEX, StateFiles, _Unpickler, read_index
+from rltrain.base.errors import CheckpointError
+from rltrain.base.storage import Folder
+from rltrain.run.checkpoints import Checkpoints
+from rltrain.settings.compose import compose
+from workers.models import policy_export
+from workers.models.fsdp import full
+from workers.models.state_files import INDEX, StateFiles, _Unpickler, read_index
+from workers.training.actor import ActorWorker
+from workers.training.critic import CriticWorker
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LORA = "model.lora={rank:4,targets:[q_proj,down_proj]}"
@@ -74,7 +74,7 @@ def same(one, other):
 def test_each_tensor_that_is_loaded_counts_as_progress(start, tmp_path, monkeypatch):
     made, ticks = actor(start), []
     write(made, tmp_path)
-    monkeypatch.setattr("workers.checkpoint.tick", lambda: ticks.append(1))
+    monkeypatch.setattr("workers.training.rank_state.tick", lambda: ticks.append(1))
     made.load_state(str(tmp_path))
     assert len(ticks) >= len(made.state.tensors()) > 100
 
@@ -142,7 +142,7 @@ def test_what_is_saved_is_the_moment_of_the_call_however_the_weights_move_while_
 def test_the_export_is_the_model_for_transformers_in_one_file_or_several(
     start, tmp_path, overrides, shard_bytes, monkeypatch
 ):
-    monkeypatch.setattr(model_export, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(policy_export, "SHARD_BYTES", shard_bytes)
     made = actor(start, *overrides)
     learn(made)
     files = write(made, tmp_path)

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from workers.progress import began_of, state_of
+from workers.cluster.progress import began_of, state_of
 
 # A driver with a guard, one process that bears its mark, and one beside it that does not.
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
-from workers.daemons import RAYLET, LocalDaemon
-from workers.progress import began_of
-from workers.ray_guard import Guard
+from workers.cluster.ray_daemons import RAYLET, LocalDaemon
+from workers.cluster.progress import began_of
+from workers.cluster.ray_guard import Guard
 def sleeper():
     return subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 guard = Guard("a mark of this test" + sys.argv[1])

@@ -9,18 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rltrain.collector import Collector
-from rltrain.compose import compose
-from rltrain.data import Prompt, load_prompts
-from rltrain.errors import ConfigError
-from rltrain.reward_models import RewardModel, reward_models
+from rltrain.base.errors import ConfigError
+from rltrain.data.prompts import Prompt, load_prompts
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.reward_models import RewardModel, reward_models
 from tests.fakes import NoCheckpoints
-from workers.group import LocalHosts, WorkerGroup
-from workers.host import Host
+from workers.cluster.host_groups import LocalHosts
+from workers.cluster.worker_process import Host
 from workers.placement import ROLES
 from workers.placement import start as start_workers
+from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
 # Of several lengths, and one whose answer spells padding tokens, which are text.

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rltrain.errors import SyncError, WorkerLost
+from rltrain.base.errors import SyncError, WorkerLost
 from tests.fake_replicas import ACTOR, Call, fail_syncs, pool_of, request
 from workers.rollout import pool as pool_module
 from workers.rollout.pool import State

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rltrain.errors import SyncError, WorkerError, WorkerLost
+from rltrain.base.errors import SyncError, WorkerError, WorkerLost
 from tests.fake_replicas import ACTOR, fail_syncs, pool_of, request
 from workers.rollout import pool as pool_module
 from workers.rollout.pool import REPLACEMENTS, State

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rltrain.errors import WorkerError
-from workers.group import Hosts
+from rltrain.base.errors import WorkerError
+from workers.cluster.host_groups import Hosts
 from workers.rollout.messages import Completion, Request
 from workers.rollout.pool import LONG_POLL_S, RolloutPool
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rltrain.compose import compose
+from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from workers.rollout import worker as module
 from workers.rollout.messages import Completion

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rltrain.errors import ClusterLost, RLTrainError, SyncError, WorkerError
-from workers.sync import drive
+from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, WorkerError
+from workers.sync import weight_sync
 from workers.sync.buckets import Bucket, Piece, Place
 from workers.sync.receiver import Receiver
 from workers.sync.sender import Offer
@@ -105,7 +105,7 @@ class Replicas:
 def test_a_bucket_is_written_when_all_engines_have_loaded_the_one_whose_room_it_takes(monkeypatch):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
-    drive.sync(Ranks(log), Replicas([Engine(log), Engine(log)]), 7, check=True)
+    weight_sync.sync(Ranks(log), Replicas([Engine(log), Engine(log)]), 7, check=True)
     assert log == [
         "start", "start", "write 0 to file after 0", "load 0", "load 0", "write 1 to file after 0", "load 1", "load 1",
         "write 2 to file after 2", "load 2", "load 2", "finish 7", "finish 7", "end",
@@ -122,7 +122,7 @@ def test_a_bucket_is_written_when_all_engines_have_loaded_the_one_whose_room_it_
 def test_the_file_is_used_where_all_see_the_same_memory(monkeypatch, actors, engines, kind):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
-    drive.sync(Ranks(log, buckets=1, wheres=actors), Replicas([Engine(log)], engines), 7, check=True)
+    weight_sync.sync(Ranks(log, buckets=1, wheres=actors), Replicas([Engine(log)], engines), 7, check=True)
     assert f"write 0 to {kind} after 0" in log
 
 
@@ -133,13 +133,13 @@ def test_an_engine_whose_sync_failed_generates_nothing_until_one_succeeds(monkey
     good, bad = Engine(log), Engine(log, fail)
     replicas = Replicas([good, bad])
     with pytest.raises(SyncError, match=f"cannot {fail}"):
-        drive.sync(Ranks(log), replicas, 7, check=True)
+        weight_sync.sync(Ranks(log), replicas, 7, check=True)
     assert log[-1] == "end"
     assert not replicas.receivers[1].whole
     with pytest.raises(SyncError, match=rf"weight sync 7 failed \(SyncError: cannot {fail}\)"):
         replicas.receivers[1].require()
     bad.fail = ""
-    drive.sync(Ranks(log), replicas, 8, check=True)
+    weight_sync.sync(Ranks(log), replicas, 8, check=True)
     assert [receiver.whole for receiver in replicas.receivers] == [True, True]
 
 
@@ -148,7 +148,7 @@ def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_engines
     log: list[str] = []
     replicas = Replicas([Engine(log), Engine(log)])
     with pytest.raises(SyncError, match="weight sync 7 broke off: a worker process died"):
-        drive.sync(Ranks(log, fail="write 1"), replicas, 7, check=True)
+        weight_sync.sync(Ranks(log, fail="write 1"), replicas, 7, check=True)
     assert [receiver.whole for receiver in replicas.receivers] == [False, False]
     with pytest.raises(RLTrainError, match="has weights of two versions"):
         replicas.receivers[0].require()
@@ -159,7 +159,7 @@ def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     with pytest.raises(ClusterLost):
-        drive.sync(Ranks(log, fail="write 1", error=ClusterLost), Replicas([Engine(log)]), 7, check=True)
+        weight_sync.sync(Ranks(log, fail="write 1", error=ClusterLost), Replicas([Engine(log)]), 7, check=True)
 
 
 def test_a_bucket_of_a_sync_that_was_given_up_is_not_loaded(monkeypatch):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from rltrain.protocol import DataProto, jagged
-from workers import varlen
-from workers.forward import PACKED, pack, policy_output
+from rltrain.batch.data_proto import DataProto, jagged
+from workers.models import varlen_attention
+from workers.models.packed_forward import PACKED, pack, policy_output
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -59,9 +59,9 @@ def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scal
 
 
 KERNELS = {
-    "flash-attn": varlen.of_flash_attn(types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)),
-    "torch": varlen.of_torch(types.SimpleNamespace(varlen_attn=new_varlen_attn)),
-    "torch that shares no heads": varlen.of_torch(types.SimpleNamespace(varlen_attn=old_varlen_attn)),
+    "flash-attn": varlen_attention.of_flash_attn(types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)),
+    "torch": varlen_attention.of_torch(types.SimpleNamespace(varlen_attn=new_varlen_attn)),
+    "torch that shares no heads": varlen_attention.of_torch(types.SimpleNamespace(varlen_attn=old_varlen_attn)),
 }
 
 
@@ -82,7 +82,9 @@ def test_B6_a_kernel_of_all_rows_gives_the_log_probs_and_gradients_of_the_bucket
     model.set_attn_implementation(PACKED)
     expected, wanted = outputs(model, ROWS)
     used = []
-    monkeypatch.setattr("workers.forward.kernel_for", lambda query, value: used.append(query.shape) or KERNELS[name])
+    monkeypatch.setattr(
+        "workers.models.packed_forward.kernel_for", lambda query, value: used.append(query.shape) or KERNELS[name]
+    )
     got, grads = outputs(model, ROWS)
     assert len(used) == SIZES["num_hidden_layers"]
     assert torch.allclose(got, expected, atol=1e-6)
@@ -101,17 +103,17 @@ def on(device, dtype, width):
      ("cuda", torch.float32, 64, False), ("cuda", torch.bfloat16, 288, False), ("cuda", torch.bfloat16, 60, False)],
 )  # fmt: skip
 def test_only_what_the_kernels_take_goes_to_them(device, dtype, width, fits, monkeypatch):
-    monkeypatch.setattr(varlen, "kernel", lambda: slow)
-    monkeypatch.setattr(varlen, "_is_new", lambda device: True)
+    monkeypatch.setattr(varlen_attention, "kernel", lambda: slow)
+    monkeypatch.setattr(varlen_attention, "_is_new", lambda device: True)
     heads = on(device, dtype, width)
-    assert (varlen.kernel_for(heads, heads) is slow) is fits
-    assert varlen.kernel_for(heads, on(device, dtype, width + 8)) is None
-    monkeypatch.setattr(varlen, "_is_new", lambda device: False)
-    assert varlen.kernel_for(heads, heads) is None
+    assert (varlen_attention.kernel_for(heads, heads) is slow) is fits
+    assert varlen_attention.kernel_for(heads, on(device, dtype, width + 8)) is None
+    monkeypatch.setattr(varlen_attention, "_is_new", lambda device: False)
+    assert varlen_attention.kernel_for(heads, heads) is None
 
 
 def test_this_torchs_own_kernel_has_the_signature_that_is_used():
-    assert varlen.kernel() is not None
+    assert varlen_attention.kernel() is not None
 
 
 def test_a_torch_that_is_too_old_has_no_kernel():
@@ -119,4 +121,4 @@ def test_a_torch_that_is_too_old_has_no_kernel():
         """Knows no window."""
 
     with pytest.raises(NotImplementedError, match="no window"):
-        varlen.of_torch(types.SimpleNamespace(varlen_attn=varlen_attn))
+        varlen_attention.of_torch(types.SimpleNamespace(varlen_attn=varlen_attn))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rltrain.compose import compose
+from rltrain.settings.compose import compose
 from workers.rollout.messages import Completion, Request
 
 vllm_engine = pytest.importorskip("workers.rollout.vllm_engine", reason="needs vLLM", exc_type=ImportError)

@@ -9,13 +9,13 @@ import time
 import psutil
 import pytest
 
-from workers import progress, watch
-from workers.progress import Process
-from workers.watch import LOOK_EVERY_S, STOPPED_S, Observer, Sight, Vigil, innermost
+from workers.cluster import liveness, progress
+from workers.cluster.liveness import LOOK_EVERY_S, STOPPED_S, Observer, Sight, Vigil, innermost
+from workers.cluster.progress import Process
 
 CHILD = """
 import subprocess, sys, time
-from workers import progress
+from workers.cluster import progress
 announced = progress.announce("here")
 def work():
     print(*vars(announced).values(), flush=True)
@@ -100,8 +100,8 @@ STACKS = """Thread 0x00007f (most recent call first):
 
 Current thread 0x00007e (most recent call first):
   File "/a/torch/_ops.py", line 1 in all_reduce
-  File "/a/workers/actor.py", line 80 in update
-  File "/a/workers/host.py", line 44 in call
+  File "/a/workers/training/actor.py", line 80 in update
+  File "/a/workers/cluster/worker_process.py", line 44 in call
   File "/a/ray/worker.py", line 9 in main
 """
 
@@ -129,7 +129,7 @@ class Eyes:
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
     return now
 
 

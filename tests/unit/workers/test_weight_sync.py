@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from rltrain.errors import SyncError
+from rltrain.base.errors import SyncError
 from workers.sync import buckets, memory
 from workers.sync.buckets import Bucket, join, plan, tensors_of, verify
 from workers.sync.checks import check_outputs, checksum, probe, probe_vector

@@ -1,0 +1,360 @@
+"""`DataProto`: the batch that travels through a training step, and the table of its columns.
+
+Shapes, everywhere in this project: P prompts in a step, G samples of one prompt (a group), B = P * G sequences,
+T response tokens (padded view), N tokens of a packed batch, V vocabulary.
+
+Variable-length columns are *jagged*: the values of all rows one after the other, (N,), and offsets, (B + 1,), so that
+row i is `values[offsets[i]:offsets[i + 1]]`. Columns of one family (all response columns, say) share one offsets
+tensor. Nothing is padded at rest or on the wire; `padded(column)` gives the (B, T) view that the algorithms read.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rltrain.batch.columns import Column, column_of, gather, same, share_offsets
+from rltrain.batch.jagged import jagged, offsets_of, positions, row_numbers
+from rltrain.batch.serialization import Packet, Text, objects, receive, send
+
+__all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
+
+# column -> (family, meaning). A family is one offsets tensor; "row" is one value per row, dense.
+COLUMNS: dict[str, tuple[str, str]] = {
+    "prompts": ("prompt", "token ids of the prompt, int64"),
+    "responses": ("response", "token ids as the engine returned them, int64"),
+    "response_mask": ("response", "bool; True = sampled by the policy and trained on"),
+    "rollout_log_probs": ("response", "engine's log-prob of each token when it was sampled, nats"),
+    "old_log_probs": ("response", "actor's log-prob before the update, nats"),
+    "ref_log_probs": ("response", "reference's log-prob, nats"),
+    "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
+    "ref_hidden": ("response", "(N, H): the reference's last hidden state where the token is predicted"),
+    "full_kl": ("response", "exact KL of the actor before the update to the reference, nats"),
+    "selected": ("response", "bool; chosen by the loss's token selector from its mini-batch"),
+    "random_draws": ("response", "uniform in [0, 1), keyed by (seed, step, row, token)"),
+    "policy_version": ("response", "weight version (step) that sampled the token, int64"),
+    "token_level_scores": ("response", "raw reward on the last trained token, 0 elsewhere"),
+    "token_level_rewards": ("response", "scores after shaping, normalisation and KL-in-reward"),
+    "values": ("response", "critic's value of the state in which the token was chosen"),
+    "bootstrap_values": ("row", "critic's value of the state after the last token of a cut answer, 0 for others"),
+    "advantages": ("response", "advantage of the token"),
+    "returns": ("response", "regression target of the value"),
+    "uid": ("row", "prompt group of the row, int64"),
+    "valid": (
+        "row",
+        "bool; False = the row is in no statistic: it has no score, or its answer was cut and is excluded",
+    ),
+    "failed": ("row", "bool; True = a reward function or model failed on the row, so it is not valid"),
+    "failed_function": ("row", "number of the component that failed on the row, -1 if none did"),
+    "scores": ("row", "weighted sum of the row's rewards, gates applied"),
+    "outcomes": ("row", "the same without the functions that score the form alone; NaN = none of the rest applies"),
+    "model_scores": ("row", "a reward model's score of the row, before its weight"),
+    "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
+    "reward_components": (
+        "row",
+        "(B, K), a score of each reward function, then model; NaN = it failed or did not apply",
+    ),
+}
+
+
+class DataProto:
+    """A batch of B rows: tensors, Python objects and facts about the whole. Methods return new batches.
+
+    A batch that came from another process still lies in memory that other readers share. It is read there, and never
+    written: `[rows]` copies these rows of every column, `values` and the like copy their column, `batch` copies all.
+
+    Attributes:
+        meta_info: facts about the batch as a whole.
+    """
+
+    def __init__(self, batch: TensorDict, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]) -> None:
+        rows = {len(column) for column in non_tensor_batch.values()} | {int(batch.batch_size[0])}
+        if len(rows) != 1:
+            raise ValueError(f"columns have {sorted(rows)} rows: all columns of a batch must have the same number")
+        columns = share_offsets({key: column_of(cast(Tensor, column)) for key, column in batch.items()})
+        self._fill(columns, dict(non_tensor_batch), rows.pop(), meta_info)
+
+    def _fill(
+        self, columns: dict[str, Column], others: dict[str, np.ndarray | Text], rows: int, meta_info: dict[str, Any]
+    ) -> None:
+        self._columns, self._others, self._rows, self.meta_info = columns, others, rows, meta_info
+        self._table: TensorDict | None = None
+
+    @classmethod
+    def _of(
+        cls, columns: Mapping[str, Column], others: Mapping[str, Any], rows: int, meta_info: Mapping[str, Any]
+    ) -> Self:
+        made = cls.__new__(cls)
+        made._fill(dict(columns), dict(others), rows, dict(meta_info))
+        return made
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A batch from columns. Raises ValueError when they differ in their number of rows."""
+        tensors, non_tensors = dict(tensors or {}), dict(non_tensors or {})
+        sizes = {name: len(c) if not c.is_nested else c.size(0) for name, c in tensors.items()}
+        sizes |= {name: len(c) for name, c in non_tensors.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"columns differ in rows: {sizes}; all columns of a batch must have the same number")
+        if twice := tensors.keys() & non_tensors.keys():
+            raise ValueError(f"{sorted(twice)} are tensors and objects at once; give each column its own name")
+        columns = share_offsets({name: column_of(column) for name, column in tensors.items()})
+        others = {name: objects(column) for name, column in non_tensors.items()}
+        return cls._of(columns, others, next(iter(sizes.values()), 0), meta_info or {})
+
+    @property
+    def batch(self) -> TensorDict:
+        """The tensors by column name, each (B, ...) dense or (B, j) jagged. What is set in it is set in this batch."""
+        if self._table is None:
+            tensors = {key: column.whole() for key, column in self._columns.items()}
+            self._table = TensorDict(tensors, batch_size=[self._rows])
+        return self._table
+
+    @property
+    def non_tensor_batch(self) -> dict[str, Any]:
+        """The object arrays (B,) by column name. What is set in it is set in this batch."""
+        for key, column in self._others.items():
+            if isinstance(column, Text):
+                self._others[key] = column.strings()
+        return self._others
+
+    @property
+    def _tensors(self) -> dict[str, Column]:
+        """The columns of `batch`, also after something was set in it."""
+        if self._table is not None:
+            known = {id(column.tensor): column for column in self._columns.values()}
+            found = {
+                key: known.get(id(tensor)) or column_of(cast(Tensor, tensor)) for key, tensor in self._table.items()
+            }
+            if found != self._columns:  # columns are equal when they are the same object
+                self._columns = share_offsets(found)
+        return self._columns
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __repr__(self) -> str:
+        return f"DataProto({len(self)} rows; {', '.join(self.keys())})"
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors or key in self._others
+
+    def keys(self) -> list[str]:
+        """Names of all columns."""
+        return [*self._tensors, *self._others]
+
+    def offsets(self, column: str) -> Tensor:
+        """Offsets (B + 1,) of a jagged column."""
+        return self._jagged(column)[1]
+
+    def values(self, column: str) -> Tensor:
+        """All rows of a jagged column one after the other, (N,)."""
+        return self._jagged(column)[0].own()
+
+    def lengths(self, column: str) -> Tensor:
+        """Row lengths (B,) of a jagged column."""
+        return self.offsets(column).diff()
+
+    def with_values(self, like: str, **columns: Tensor) -> Self:
+        """This batch with further jagged columns, given as values (N,) in the rows of the column `like`.
+
+        Raises ValueError when there are more or fewer values than in `like`.
+        """
+        column, offsets = self._jagged(like)
+        for name, values in columns.items():
+            if len(values) != len(column.values):
+                raise ValueError(
+                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one a token"
+                )
+        return self._with({name: Column(values, offsets) for name, values in columns.items()})
+
+    def with_padded(self, like: str, **columns: Tensor) -> Self:
+        """This batch with further jagged columns, given as (B, T) in the padded view of the column `like`."""
+        mask = self.padding_mask(like)
+        return self.with_values(like, **{name: padded[mask] for name, padded in columns.items()})
+
+    def padded(self, column: str, *, padding: float = 0) -> Tensor:
+        """The (B, T) view of a jagged column: rows on the left, `padding` behind them."""
+        values, mask = self.values(column), self.padding_mask(column)
+        return torch.full(mask.shape, padding, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+    def padding_mask(self, column: str) -> Tensor:
+        """(B, T) bool: True where `padded(column)` holds a value."""
+        lengths = self.lengths(column)
+        width = int(lengths.max()) if len(self) else 0
+        return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+    def select(self, keys: Iterable[str]) -> Self:
+        """Only these columns. Raises KeyError for one that is not there."""
+        keys, columns = self._known(keys), self._tensors
+        others = {key: column for key, column in self._others.items() if key in keys}
+        return self._of({key: columns[key] for key in keys if key in columns}, others, len(self), self.meta_info)
+
+    def pop(self, keys: Iterable[str]) -> tuple[Self, Self]:
+        """(taken, rest): the batch with these columns, and the batch without them."""
+        keys = self._known(keys)
+        return self.select(keys), self.select([key for key in self.keys() if key not in keys])
+
+    def rename(self, names: Mapping[str, str]) -> Self:
+        """Columns under new names, `{old: new}`."""
+        self._known(names)
+        if len({names.get(key, key) for key in self.keys()}) != len(self.keys()):
+            raise ValueError(f"rename {dict(names)} gives two columns one name; columns are {self.keys()}")
+        columns = {names.get(key, key): column for key, column in self._tensors.items()}
+        others = {names.get(key, key): column for key, column in self._others.items()}
+        return self._of(columns, others, len(self), self.meta_info)
+
+    def union(self, other: "DataProto") -> Self:
+        """Both batches' columns. Raises ValueError when rows differ, or one column or fact has different values."""
+        if len(self) != len(other):
+            raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same rows")
+        for key in set(self.keys()) & set(other.keys()):
+            if not self._same(other, key):
+                raise ValueError(f"union: column '{key}' differs between the two; rename or pop one of them first")
+        for key in set(self.meta_info) & set(other.meta_info):
+            ours, theirs = self.meta_info[key], other.meta_info[key]
+            if ours != theirs:
+                raise ValueError(f"union: meta_info['{key}'] is {ours} in one and {theirs} in the other")
+        merged = self._with({key: column for key, column in other._tensors.items() if key not in self})
+        merged._others.update(other._others)
+        merged.meta_info.update(other.meta_info)
+        return merged
+
+    @classmethod
+    def concat(cls, parts: Sequence["DataProto"], *, rows: Tensor | None = None) -> Self:
+        """The rows of all parts, in order; with `rows`, int64, these of them, in this order. Copies them once.
+
+        Raises ValueError when the parts' columns differ or there is no part.
+        """
+        if not parts:
+            raise ValueError("concat of no batches: give at least one")
+        kinds = parts[0]._kinds()
+        for part in parts:
+            if part._kinds() != kinds:
+                raise ValueError(f"concat: columns differ, {kinds} and {part._kinds()}")
+        total = sum(map(len, parts))
+        index = None if rows is None else row_numbers(rows, total).numpy()
+        columns = gather([part._tensors for part in parts], index)
+        others = {key: np.concatenate([p.non_tensor_batch[key] for p in parts]) for key in parts[0]._others}
+        if index is not None:
+            others, total = {key: column[index] for key, column in others.items()}, len(index)
+        meta_info = {key: value for part in parts for key, value in part.meta_info.items()}
+        return cls._of(share_offsets(columns), others, total, meta_info)
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """`chunks` batches whose sizes differ by at most one row; raises ValueError when there are fewer rows."""
+        if not 1 <= chunks <= max(len(self), 1):
+            raise ValueError(f"{len(self)} rows do not make {chunks} chunks; use 1 to {len(self)}")
+        return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
+
+    def split(self, size: int) -> list[Self]:
+        """Batches of `size` rows; the last may be smaller."""
+        if size < 1:
+            raise ValueError(f"split size must be >= 1, got {size}")
+        return [self[start : start + size] for start in range(0, len(self), size)]
+
+    def repeat(self, times: int, *, interleave: bool = True) -> Self:
+        """Each row `times` times: a a b b with `interleave`, else a b a b."""
+        rows = torch.arange(len(self))
+        return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]
+
+    def reorder(self, rows: Tensor | Sequence[int]) -> Self:
+        """The rows in this order."""
+        return self[torch.as_tensor(rows, dtype=torch.int64)]
+
+    def __getitem__(self, rows: slice | int | Tensor | np.ndarray | Sequence[int] | Sequence[bool]) -> Self:
+        index = row_numbers(rows, len(self)).numpy()
+        others = {key: c.take(index) if isinstance(c, Text) else c[index] for key, c in self._others.items()}
+        return self._of(share_offsets(gather([self._tensors], index)), others, len(index), self.meta_info)
+
+    def to(self, device: str | torch.device) -> Self:
+        """This batch with its tensors on `device`."""
+        families: dict[int, Tensor] = {}
+        moved = {}
+        for key, column in self._tensors.items():
+            offsets = column.offsets
+            if offsets is not None:
+                offsets = families.setdefault(id(offsets), offsets.to(device))
+            moved[key] = Column(column.own().to(device), offsets)
+        return self._of(moved, self._others, len(self), self.meta_info)
+
+    def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
+        """(batch, added): rows repeated from the start until the number of rows is a multiple of `divisor`."""
+        added = -len(self) % divisor
+        return self[torch.arange(len(self) + added) % max(len(self), 1)], added
+
+    def unpad(self, added: int) -> Self:
+        """The batch without the last `added` rows."""
+        return self[: len(self) - added]
+
+    def save(self, path: str | Path) -> None:
+        """Write tensors, and objects and facts as JSON, to one file that `load` reads without unpickling code."""
+        families: dict[int, Tensor] = {}
+        tensors = {}
+        for key, column in self._tensors.items():
+            family = -1
+            if column.offsets is not None:
+                families[id(column.offsets)] = column.offsets
+                family = list(families).index(id(column.offsets))
+            tensors[key] = (column.own(), family)
+        others = json.dumps({key: column.tolist() for key, column in self.non_tensor_batch.items()})
+        torch.save({"tensors": tensors, "families": list(families.values()), "rows": len(self), "others": others,
+                    "meta": json.dumps(self.meta_info)}, path)  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote."""
+        stored = torch.load(path, weights_only=True)
+        families = stored["families"]
+        columns = {
+            key: Column(values, families[family] if family >= 0 else None)
+            for key, (values, family) in stored["tensors"].items()
+        }
+        others = {key: objects(column) for key, column in json.loads(stored["others"]).items()}
+        return cls._of(columns, others, stored["rows"], json.loads(stored["meta"]))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (type(self), len(self), self.meta_info, *send(self._tensors, self._others, protocol))
+
+    def _with(self, columns: Mapping[str, Column]) -> Self:
+        return self._of(share_offsets({**self._tensors, **columns}), self._others, len(self), self.meta_info)
+
+    def _kinds(self) -> dict[str, str]:
+        kinds = {key: "dense" if column.offsets is None else "jagged" for key, column in self._tensors.items()}
+        return kinds | dict.fromkeys(self._others, "objects")
+
+    def _known(self, keys: Iterable[str]) -> list[str]:
+        keys = list(keys)
+        for key in keys:
+            if key not in self:
+                raise KeyError(f"no column '{key}'; there are {', '.join(self.keys())}")
+        return keys
+
+    def _same(self, other: "DataProto", key: str) -> bool:
+        if key in self._tensors and key in other._tensors:
+            return same(self._tensors[key], other._tensors[key])
+        if key in self._tensors or key in other._tensors:
+            return False
+        ours, theirs = self.non_tensor_batch[key], other.non_tensor_batch[key]
+        return ours is theirs or ours.tolist() == theirs.tolist()
+
+    def _jagged(self, key: str) -> tuple[Column, Tensor]:
+        self._known([key])
+        column = self._tensors.get(key)
+        if column is None or column.offsets is None:
+            raise ValueError(f"column '{key}' is not jagged")
+        return column, column.offsets
+
+
+def _rebuild(kind: type[DataProto], rows: int, meta_info: dict[str, Any], *packet: Any) -> DataProto:
+    return kind._of(*receive(Packet(*packet)), rows, meta_info)

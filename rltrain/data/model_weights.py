@@ -1,0 +1,382 @@
+"""The weights of a model directory: the files that hold them, and the proof that they are the whole model.
+
+Transformers gives a parameter that the files lack random numbers, and no more than logs it. Here the names and shapes
+in the files' headers go through transformers' own loading, with its renaming, tying and merging, on the meta device: no
+weight is read, no memory is taken, and every tensor that is missing, left over or of another shape is known by name.
+"""
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError, one_line
+from rltrain.settings.typed import require
+
+BUILTIN_MODEL = "builtin"
+SAFETENSORS, TORCH, INDEX = ".safetensors", ".bin", ".index.json"
+NAMES = (f"model{SAFETENSORS}", f"model{SAFETENSORS}{INDEX}", f"pytorch_model{TORCH}", f"pytorch_model{TORCH}{INDEX}")
+NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # vLLM passes over these
+AGAIN = "copy or download it again, or save the model again with save_pretrained"
+_FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
+_EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
+_CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)  # a row of transformers' report
+# Causal masks, positions and frequencies, which older versions of transformers saved and computed anew nevertheless.
+_OLD_BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|attn\.(attention\.)?(masked_)?bias)$")
+_SHOWN = 3  # names of each kind in an error
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file's header says of one tensor.
+
+    Attributes:
+        file: where it is.
+        dtype: as the file spells it, such as F32 or torch.int8.
+        shape: its sizes.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in one of a model's files; {} where there is no such file.
+
+    Raises:
+        ConfigError: it is not a JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not readable JSON ({error}); save the model again") from None
+    require(isinstance(content, dict), f"{file}: not a JSON object; save the model again")
+    return content
+
+
+def weight_files(folder: Path, where: str) -> list[Path]:
+    """The files that transformers reads a model's weights from; other files that lie there hold none of them.
+
+    Args:
+        folder: the model's directory.
+        where: the key and the path, which errors begin with.
+
+    Raises:
+        ConfigError: there are none, or an index is broken or names a file that is not there.
+    """
+    own = read_json(folder / "config.json").get("transformers_weights")
+    require(
+        own is None or (isinstance(own, str) and own.endswith((SAFETENSORS, SAFETENSORS + INDEX)) and ".." not in own),
+        f"{where}: transformers_weights in its config.json is {one_line(str(own))}, which names no safetensors file of "
+        "the folder; remove it there",
+    )
+    names = NAMES if own is None else (own,)
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise ConfigError(f"{where}: holds no weights (looked for {', '.join(names)}); save the model's there")
+    return shards(found, where) if found.name.endswith(INDEX) else [found]
+
+
+def shards(index: Path, where: str) -> list[Path]:
+    """The files that an index names, in the order in which they are read.
+
+    Raises:
+        ConfigError: it is no index, or one of its files is not there.
+    """
+    content = read_json(index)
+    named = content.get("weight_map")
+    good = isinstance(named, dict) and named and all(isinstance(name, str) for name in named.values())
+    require(
+        bool(good) and isinstance(content.get("metadata"), dict),
+        f"{where}: {index.name} lacks the objects 'metadata' and 'weight_map' (of tensors and their files); {AGAIN}",
+    )
+    suffix, names = Path(index.name.removesuffix(INDEX)).suffix, sorted(set(named.values())) if named else []
+    for name in names:
+        require(name.endswith(suffix), f"{where}: {index.name} names {one_line(name)}, no {suffix} file; {AGAIN}")
+        require(
+            (index.parent / name).is_file(),
+            f"{where}: {index.name} names {one_line(name)}, which is not there; copy or download that file too",
+        )
+    return [index.parent / name for name in names]
+
+
+def stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
+    """What the headers of a model's weight files say, by the names that the tensors have there.
+
+    Raises:
+        ConfigError: a file is broken, or a tensor is in two of them.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in weight_files(folder, where):
+        for name, tensor in (_safetensors if file.suffix == SAFETENSORS else _torch_file)(file, where).items():
+            require(
+                name not in found,
+                f"{where}: {file.name} and {found[name].file.name if name in found else ''} both hold "
+                f"{one_line(name)}; save the model again with save_pretrained",
+            )
+            found[name] = tensor
+    return found
+
+
+def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
+    """The file as `safetensors.safe_open` opens it for a framework: its header read, its tensors not.
+
+    Raises:
+        ConfigError: it is cut short, garbled or unreadable.
+    """
+    from safetensors import safe_open
+
+    try:
+        return safe_open(file, framework)
+    except Exception as error:  # SafetensorError, OSError
+        reason = one_line(" ".join(str(error).split()), 160)
+        raise ConfigError(f"{where}: {file.name} is no whole safetensors file ({reason}); {AGAIN}") from None
+
+
+def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
+    # For torch the whole file would be mapped for writing, which a machine with less memory refuses.
+    with open_safetensors(file, where, "numpy") as content:
+        parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (it is no mapping)
+        return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+
+
+def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
+    import torch
+
+    try:
+        content = torch.load(file, map_location="meta", weights_only=True)
+    except Exception as error:  # whatever a garbled pickle makes of the reader; its advice would be to run the pickle
+        raise ConfigError(
+            f"{where}: {file.name} is no whole torch file of plain tensors ({type(error).__name__}); copy or download "
+            "it again, or save the model again with save_pretrained, which writes safetensors"
+        ) from None
+    good = isinstance(content, dict) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
+    )
+    require(good, f"{where}: {file.name} holds something else than tensors by name; {AGAIN}")
+    return {name: StoredTensor(file, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in content.items()}
+
+
+def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
+    """The model of a directory, or the built-in one, without weights: on the meta device.
+
+    Args:
+        path: the directory, or "builtin".
+        kind: one of transformers' Auto classes; a causal language model if left out. Classifiers get one output.
+        where: the key and the path, which errors begin with; `model.path=PATH` if left out.
+
+    Raises:
+        ConfigError: transformers makes no such model of its config.json.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rltrain.tasks.tiny_model import tiny_model
+
+    with torch.device("meta"):
+        if path == BUILTIN_MODEL:
+            return tiny_model()
+        kind = kind or AutoModelForCausalLM
+        try:
+            folder, heads = Path(path).expanduser(), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
+            return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
+        except Exception as error:  # configs of a kind that it does not know, or that do not fit their kind
+            raise ConfigError(
+                f"{where or f'model.path={path}'}: transformers makes no {kind.__name__} of its config.json "
+                f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
+                "the installed transformers knows"
+            ) from error
+
+
+def parameter_count(path: str, kind: Any = None) -> int:
+    """Count the parameters of the model that a directory's config.json describes, tied ones once."""
+    return sum(parameter.numel() for parameter in skeleton(path, kind).parameters())
+
+
+def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = False) -> None:
+    """Refuse weights that are not exactly the model of their config.json, before any of them is read.
+
+    Args:
+        path: the model's directory.
+        where: the key and the path, which errors begin with.
+        kind: one of transformers' Auto classes; a causal language model if left out.
+        new_head: what is not of the base model is made anew: it may be absent, and another model's may be there.
+
+    Raises:
+        ConfigError: naming the broken file, or the tensors that are missing, unexpected or of another shape or type.
+    """
+    folder = Path(path).expanduser()
+    require(
+        not (folder / "adapter_config.json").is_file(),
+        f"{where}: holds adapter_config.json, an adapter that engines would not apply; merge it into the model "
+        "(merge_and_unload in peft) and save that",
+    )
+    require(
+        not read_json(folder / "config.json").get("quantization_config"),
+        f"{where}: its config.json has a quantization_config; only plain weights can be trained: use the model that "
+        "was quantised",
+    )
+    tensors = stored_tensors(folder, where)
+    _check_experts(tensors, where)
+    model = skeleton(path, kind, where)
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    other = [n for n, t in tensors.items() if t.dtype not in _FLOATS and n.rpartition(".")[2] not in buffers]
+    other = sorted(name for name in other if not _OLD_BUFFER.search(name))
+    require(
+        not other,
+        f"{where}: stores {_some(f'{name} as {tensors[name].dtype}' for name in other)}, and only floating-point "
+        "weights can be trained; use the model that was quantised, or save the model again with save_pretrained",
+    )
+    require_whole(model, _loaded_without_weights(model, tensors, where), where, new_head=new_head)
+
+
+def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
+    """Refuse gaps in the numbers of experts: transformers stacks those that are there, whatever their numbers."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for match in filter(None, map(_EXPERT.match, tensors)):
+        numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
+    for (before, after), found in numbers.items():
+        missing = sorted(set(range(max(found) + 1)) - set(found)) if max(found) < 2 * len(found) + 8 else found
+        require(
+            not missing,
+            f"{where}: its weights lack {_some(f'{before}{number}{after}' for number in missing)}, of experts that are "
+            f"numbered up to {max(found)}; {AGAIN}",
+        )
+
+
+def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], where: str) -> dict[str, Any]:
+    """What transformers' loading says of tensors of these names and shapes."""
+    import torch
+
+    state = {name: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for name, tensor in tensors.items()}
+    with reported(where):
+        _, found = type(model).from_pretrained(
+            None, config=model.config, state_dict=state, device_map={"": "meta"}, dtype=torch.float32,
+            attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    return found
+
+
+def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kwargs: Any) -> Any:
+    """The model of a directory, each of whose parameters is the one in the files. Nothing else loads models.
+
+    Args:
+        kind: one of transformers' Auto classes.
+        path: the model's directory.
+        where: the key and the path, which errors begin with.
+        new_head: as of `check_weights`.
+        **kwargs: for `from_pretrained`.
+
+    Raises:
+        ConfigError: as `check_weights`; what it finds is compared with what was loaded.
+    """
+    check_weights(path, where, kind, new_head=new_head)
+    with reported(where):
+        model, found = kind.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, **kwargs,
+        )  # fmt: skip
+    require_whole(model, found, where, new_head=new_head)
+    return model
+
+
+def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head: bool = False) -> None:
+    """Refuse what was not loaded exactly.
+
+    Args:
+        model: what was loaded.
+        found: as from `from_pretrained(output_loading_info=True)`.
+        where: the key and the path, which errors begin with.
+        new_head: as of `check_weights`.
+
+    Raises:
+        ConfigError: naming tensors that are missing, unexpected or of another shape.
+    """
+    body = f"{model.base_model_prefix}."
+
+    def counts(name: str) -> bool:
+        return not new_head or name.startswith(body)
+
+    missing = sorted(filter(counts, found["missing_keys"]))
+    shapes = sorted(
+        f"{name} of the shape {list(stored)} for {list(wanted)}"
+        for name, stored, wanted in found["mismatched_keys"]
+        if counts(name)
+    )
+    unexpected = [] if new_head else sorted(name for name in found["unexpected_keys"] if not _OLD_BUFFER.search(name))
+    kinds = (("lack", missing), ("have", shapes), ("hold the surplus", unexpected))
+    said = ", and ".join(f"{verb} {_some(names)}" for verb, names in kinds if names)
+    require(
+        not said,
+        f"{where}: its weights {said}: they are not the whole {type(model).__name__} of its config.json; copy or "
+        "download all files of the model again, or save it again with save_pretrained",
+    )
+
+
+@contextlib.contextmanager
+def reported(where: str) -> Iterator[None]:
+    """What transformers logs while it loads stays in here; tensors that it fails to join become a ConfigError."""
+    from transformers.utils import logging as progress
+
+    said: list[str] = []
+    logger, bar = logging.getLogger("transformers.modeling_utils"), progress.is_progress_bar_enabled()
+    level = logger.level
+
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False
+
+    logger.addFilter(keep)
+    logger.setLevel(logging.INFO)
+    progress.disable_progress_bar()
+    try:
+        yield
+    except RuntimeError as error:
+        names = [name for text in said for name in _CONVERSION.findall(text)]
+        if not names:
+            raise
+        raise ConfigError(
+            f"{where}: its weights for {_some(names)} cannot be put together: one of their parts is missing or has "
+            "another shape; copy or download all files of the model again, or save it again with save_pretrained"
+        ) from error
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(level)
+        if bar:
+            progress.enable_progress_bar()
+
+
+def check_engine_files(path: str, where: str) -> None:
+    """Refuse a directory of which vLLM would read other files than transformers.
+
+    Raises:
+        ConfigError: naming the files.
+    """
+    folder = Path(path).expanduser()
+    read, index = set(weight_files(folder, where)), folder / NAMES[1]
+    engine = next((found for end in (SAFETENSORS, TORCH) if (found := set(folder.glob(f"*{end}")))), set())
+    if any(file.suffix == SAFETENSORS for file in engine):
+        engine &= set(shards(index, where)) if index.is_file() else engine
+    else:
+        engine = {file for file in engine if file.name not in NOT_FOR_ENGINES}
+    other = _some(sorted(one_line(file.name) for file in engine ^ read))
+    require(
+        engine == read,
+        f"{where}: vLLM and transformers would read the weights from different files ({other}); leave only one form of "
+        "the weights there, with no index or with its own, or use rollout=hf",
+    )
+
+
+def _some(names: Any) -> str:
+    """The first few of these names, and how many others there are."""
+    names = [one_line(str(name)) for name in names]
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

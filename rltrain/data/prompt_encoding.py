@@ -1,0 +1,182 @@
+"""Prompts, text or chat messages, made into token ids."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.chat_templates import ChatTemplates, TemplateError
+from rltrain.data.control_tokens import ControlTokenError, ControlTokens
+from rltrain.data.token_bound import TokenBound
+from rltrain.settings.typed import require
+
+SpecialTokens = Literal["text", "refuse", "allow"]
+ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] under prompt'
+_ALLOW = "set data.special_tokens=allow to make control tokens of such text"
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """A prompt that is too long.
+
+    Attributes:
+        tokens: how many it has; a lower bound unless `exact`.
+    """
+
+    tokens: int
+    exact: bool
+
+
+class PromptEncoder:
+    """Encodes prompts with a tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        special_tokens: what becomes of text in the data that spells a control token: text, an error, or that token.
+        templates: renders the tokenizer's chat template.
+
+    Attributes:
+        spelling: number of prompts so far that spell a control token and were encoded as text.
+        first_spelling: where the first of them is, and the token.
+    """
+
+    def __init__(self, tokenizer: Any, *, special_tokens: SpecialTokens, templates: ChatTemplates) -> None:
+        self.tokenizer, self.special_tokens, self._templates = tokenizer, special_tokens, templates
+        self.spelling, self.first_spelling = 0, ("", "")
+        self._control, self._bound = ControlTokens(tokenizer), TokenBound(tokenizer)
+        self._after = _tokens_added_after(tokenizer)
+
+    def encode(
+        self, prompts: Mapping[int, Any], place: Callable[[int], str], max_length: int
+    ) -> Iterator[tuple[int, list[int] | Overlong]]:
+        """Yield (row, ids) of each prompt, in order; no prompt is cut.
+
+        Args:
+            prompts: text or chat messages as the data has them, by row.
+            place: says where a row is.
+            max_length: in tokens; a longer prompt has an `Overlong` in the place of its ids.
+
+        Raises:
+            ConfigError: one line that names a row that cannot be encoded.
+        """
+        for row, prompt in prompts.items():
+            _require_prompt(prompt, self.tokenizer, place(row))
+        spelled, texts = self._spelled(prompts, place), {}
+        found: dict[int, list[int] | Overlong] = {}
+        for row, text in self._texts(prompts, place):
+            if (least := self._bound.least(text)) > max_length:
+                found[row] = Overlong(least, exact=False)
+            else:
+                texts[row] = text
+        ordinary = {row: text for row, text in texts.items() if row not in spelled}
+        for chat in (False, True):
+            batch = {row: text for row, text in ordinary.items() if isinstance(prompts[row], list) == chat}
+            found |= self._encoded(batch, add_special_tokens=not chat)  # a template has written its own
+        for row in spelled.keys() & texts.keys():
+            found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt spells {spelled[row]}")
+        for row, prompt in prompts.items():
+            yield row, self._finished(found[row], prompt, place(row), max_length)
+
+    def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
+        """Return the first control token that a prompt spells, of all that spell any, unless that is allowed."""
+        if self.special_tokens == "allow":
+            return {}
+        names = {row: self._control.first_in(prompt) for row, prompt in prompts.items()}
+        spelled = {row: name for row, name in names.items() if name is not None}
+        for row, name in spelled.items():
+            require(
+                self.special_tokens == "text",
+                f"{place(row)}: the prompt spells the control token {name}, which data.special_tokens=refuse forbids; "
+                f"change it, set data.special_tokens=text to encode it as text, or {_ALLOW}",
+            )
+            self.first_spelling = self.first_spelling if self.spelling else (place(row), name)
+            self.spelling += 1
+        return spelled
+
+    def _texts(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> Iterator[tuple[int, str]]:
+        """Yield the text of each row: the prompt itself, or its messages put through the chat template once."""
+        chats = {row: prompt for row, prompt in prompts.items() if isinstance(prompt, list)}
+        rendered = self._templates.render(self.tokenizer, list(chats.values()), add_generation_prompt=True)
+        for row, prompt in prompts.items():
+            try:
+                text = next(rendered) if row in chats else prompt
+            except TemplateError as error:
+                raise ConfigError(f"{place(list(chats)[error.chat])}: the chat template {error}") from error
+            yield row, unicode(text, place(row))
+
+    def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
+        if not texts:
+            return {}
+        # A saved tokenizer may have truncation switched on: say no (E10).
+        batch = self.tokenizer(
+            list(texts.values()),
+            add_special_tokens=add_special_tokens,
+            truncation=False,
+            padding=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        return dict(zip(texts, batch["input_ids"], strict=True))
+
+    def _as_text(self, prompt: Any, text: str, what: str) -> list[int]:
+        """Encode a prompt that spells a control token so that it stays text."""
+
+        def write(prompt: Any) -> str:
+            return next(self._templates.render(self.tokenizer, [prompt], add_generation_prompt=True))
+
+        try:
+            if isinstance(prompt, str):
+                return self._control.encode(prompt, str, written=text, add_special_tokens=True)
+            return self._control.encode(prompt, write, written=text, add_special_tokens=False)
+        except (ControlTokenError, TemplateError) as error:
+            raise ConfigError(
+                f"{what}, a control token, and cannot be encoded as text ({error}); change it, or {_ALLOW}"
+            ) from error
+
+    def _finished(self, ids: list[int] | Overlong, prompt: Any, place: str, max_length: int) -> list[int] | Overlong:
+        if isinstance(ids, Overlong):
+            return ids
+        ids = ids[: len(ids) - self._after] if isinstance(prompt, str) else ids
+        require(bool(ids), f"{place}: the prompt has no tokens; {ROW_HELP}")
+        ids = one_bos(ids, self.tokenizer.bos_token_id)
+        return Overlong(len(ids), exact=True) if len(ids) > max_length else ids
+
+
+def unicode(text: str, place: str, what: str = "the prompt") -> str:
+    """Refuse half a surrogate pair, which JSON can spell and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{place}: {what} is not valid Unicode ({error.reason}); remove that character") from None
+    return text
+
+
+def one_bos(ids: list[int], bos: int | None) -> list[int]:
+    """Leave one of several begin tokens: text that starts with one, and a tokenizer that adds it (E9)."""
+    extra = 0
+    while bos is not None and ids[extra : extra + 2] == [bos, bos]:
+        extra += 1
+    return ids[extra:]
+
+
+def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
+    require(prompt is not None, f"{place}: no prompt; {ROW_HELP}")
+    require(not isinstance(prompt, str | list) or bool(prompt), f"{place}: the prompt is empty; {ROW_HELP}")
+    if isinstance(prompt, str):
+        return
+    good = isinstance(prompt, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+    )
+    require(good, f"{place}: the prompt is neither text nor chat messages; {ROW_HELP}")
+    require(
+        bool(tokenizer.chat_template),
+        f"{place}: chat messages, but the model's tokenizer has no chat template; use text prompts or a chat model",
+    )
+
+
+def _tokens_added_after(tokenizer: Any) -> int:
+    """Count the tokens that the tokenizer puts behind a text: a prompt that ends in an end token is already over."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    before = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)
+    return 0 if before is None else len(full) - before - len(plain)

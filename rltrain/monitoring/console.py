@@ -1,0 +1,175 @@
+"""What a user sees: the plan, a live bar, samples, and at the end what was learnt and where it lies."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from rltrain.base.errors import one_line
+from rltrain.batch.data_proto import DataProto
+
+SHOWN_PARTS = 3  # of a reward, in the bar
+PLAIN_EVERY = 10  # steps between lines where there is no terminal to draw a bar on
+
+
+class ConsoleDisplay:
+    """Shows a run on a terminal, or line by line where there is none.
+
+    Args:
+        total_steps: of the run.
+        sample_every: steps between samples; 0: none.
+        console: where to write.
+    """
+
+    def __init__(self, total_steps: int, sample_every: int, console: Console) -> None:
+        self.total_steps, self.sample_every, self.console = total_steps, sample_every, console
+        self.progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(compact=True), console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.failures_seen = False
+        self.task = self.progress.add_task("train", total=total_steps, state="")
+
+    def __enter__(self) -> "ConsoleDisplay":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what the user is waiting for."""
+        if self.console.is_terminal:
+            with self.console.status(what):
+                yield
+        else:
+            self.console.print(what)
+            yield
+
+    def progress_of(self, what: str) -> Callable[[int, int], None]:
+        """A callback for `done` of `total` small steps of what comes before training; silent if it is never called."""
+
+        def update(done: int, total: int) -> None:
+            self.progress.update(self.task, state=f"{what}: {done}/{total}" if done < total else "")
+            if done == 1 and not self.console.is_terminal:
+                self.console.print(what)
+
+        return update
+
+    def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
+        """Move the bar; now and then show a sample."""
+        state = step_text(metrics)
+        self.progress.update(self.task, completed=step, state=state)
+        if not self.console.is_terminal and (step % PLAIN_EVERY == 0 or step == self.total_steps):
+            self.console.print(f"step {step:>4}/{self.total_steps}  {state}", highlight=False, soft_wrap=True)
+        if self.sample_every and (step == 1 or step % self.sample_every == 0):
+            self.console.print(sample_text(step, batch), soft_wrap=True)
+        self.failures(step, batch)
+
+    def failures(self, step: int, batch: DataProto) -> None:
+        """Say that rewards failed: at the first step where any did, and then now and then."""
+        errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
+        if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
+            first = one_line(errors[0])
+            text = f"  step {step}: {len(errors)} of {len(batch)} rewards failed and are left out: {first}"
+            self.console.print(Text(text, "yellow"), soft_wrap=True)
+        self.failures_seen = self.failures_seen or bool(errors)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """One line."""
+        text = ", ".join(f"{kind} {metrics[f'eval/{kind}_accuracy']:.1%}" for kind in ("sampled", "greedy"))
+        length = metrics["eval/sampled_length"]
+        line = f"held-out accuracy after {step} steps: {text}; {length:.1f} tokens"
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+    def warning(self, text: str) -> None:
+        """One line that stands out."""
+        self.console.print(Text(f"warning: {one_line(text, 1000)}", "yellow"), soft_wrap=True)
+
+
+def step_text(metrics: dict[str, float]) -> str:
+    """The figures of the bar."""
+    kl = metrics.get("actor/ref_kl", metrics.get("reward/kl", metrics.get("actor/ppo_kl", 0.0)))
+    parts = _parts(metrics)
+    scores = [f"{name} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
+    accuracy = f"acc {metrics['reward/accuracy']:.0%}"
+    return (
+        f"reward {metrics['reward/mean']:.2f}  {'  '.join(scores) if len(parts) > 1 else accuracy}  kl {kl:.4f}  "
+        f"len {metrics['rollout/length_mean']:.1f}  {metrics['perf/tokens_per_s']:,.0f} tok/s"
+    )
+
+
+def _parts(metrics: Mapping[str, float]) -> list[str]:
+    """Names of the reward's parts."""
+    names = (name.split("/") for name in metrics)
+    return [name[1] for name in names if len(name) == 3 and name[0] == "reward" and name[2] == "mean"]
+
+
+def sample_text(step: int, batch: DataProto) -> Text:
+    """One sample with its reward, another one each time; what a model wrote is never read as markup."""
+    row = (step * 7) % len(batch)
+    objects = batch.non_tensor_batch
+    prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
+    ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
+    scored = not bool(batch.batch["reward_components"][row].isnan().all())  # `valid` says whether it is in a statistic
+    score = f"{float(batch.batch['scores'][row]):g}" if scored else "failed"
+    start, end = (f"  step {step}:", "dim"), f"{ending}  -> reward {score}"
+    return Text.assemble(start, " ", one_line(prompt), (one_line(response), "bold"), end)
+
+
+def summary(
+    console: Console, *, evaluations: Sequence[dict[str, float]], history: Sequence[dict[str, float]], seconds: float,
+    output_dir: Path, curve: Path | None, overrides: Sequence[str], finished: bool,
+) -> None:  # fmt: skip
+    """What was learnt, where it lies and what to type next."""
+    title = "Done" if finished else "Stopped early"
+    console.print(f"\n[bold]{title}[/] after {len(history)} steps, {seconds:.0f} s", highlight=False)
+    if len(evaluations) >= 2:
+        table = Table("held-out", "before", "after", box=None, pad_edge=False)
+        for kind in ("sampled", "greedy"):
+            if history and len(_parts(history[0])) > 1:
+                table.add_row(f"{kind} reward", *(f"{row[f'eval/{kind}_reward']:.3g}" for row in _ends(evaluations)))
+            table.add_row(f"{kind} accuracy", *(f"{row[f'eval/{kind}_accuracy']:.1%}" for row in _ends(evaluations)))
+        table.add_row("answer length", *(f"{row['eval/sampled_length']:.1f}" for row in _ends(evaluations)))
+        console.print(table)
+    for name, path in (("learning curve", curve), ("model", output_dir / "model"), ("all results", output_dir)):
+        if path is not None and path.exists():
+            console.print(Text(f"{name + ':':<16}{path}"), soft_wrap=True)
+    what, command = ("next:", next_command) if finished else ("to go on:", resume_command)
+    console.print(Text(f"{what:<16}{command(overrides, output_dir)}"), soft_wrap=True)
+
+
+def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    return rows[0], rows[-1]
+
+
+def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
+    """What goes on with a run that was stopped."""
+    own = ("trainer.output_dir", "trainer.resume")
+    rest = [override for override in overrides if override.split("=", 1)[0] not in own]
+    words = [*rest, f"trainer.output_dir={output_dir}", "trainer.resume=auto"]
+    return f"{shlex.quote(sys.executable)} -m rltrain.main {' '.join(map(shlex.quote, words))}"
+
+
+def next_command(overrides: Sequence[str], output_dir: Path) -> str:
+    """Another algorithm on the same problem, or the curves of this one."""
+    tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
+    other = "ppo" if tried == "grpo" else "grpo"
+    last = {override.split("=", 1)[0]: override for override in overrides}  # of two for one key the later counts
+    of_this_run = ("algorithm", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
+    rest = [override for key, override in last.items() if key not in of_this_run]
+    command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    board = shlex.quote(str(python.with_name("tensorboard")))
+    return (
+        f"{shlex.quote(str(python))} -m rltrain.main {command}\n"
+        f"{'':<16}{board} --logdir {shlex.quote(str(output_dir.parent))}"
+    )

@@ -1,0 +1,98 @@
+"""Measuring a step: what the samples looked like, and where the time went."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rltrain.algorithms import rollout_diagnostics
+from rltrain.batch.data_proto import DataProto
+from workers.training.dispatch import divergence
+
+COLLECTED = ("reward/mean_generated", "rollout/groups_dropped", "rollout/groups_missing")  # by dynamic sampling
+
+
+class Timer:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time inside the block to `timing/<phase>`."""
+        start = time.perf_counter()
+        yield
+        key = f"timing/{phase}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+
+    def metrics(self, batch: DataProto) -> dict[str, float]:
+        """Phases, the whole step, and tokens (prompt and response) a second over it."""
+        step = time.perf_counter() - self.began
+        tokens = len(batch.values("prompts")) + len(batch.values("responses"))
+        return {**self.seconds, "timing/step": step, "perf/tokens_per_s": tokens / step}
+
+
+def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
+    """Rewards, lengths and endings of a batch; means over valid rows, fractions of all rows.
+
+    `reward/accuracy` is the share of valid rows whose outcome is above 0: the score without the functions that score
+    the form alone. Rows without an outcome are left out.
+    """
+    valid, scores = batch.batch["valid"], batch.batch["scores"]
+    lengths = batch.lengths("responses").float()
+    reasons = list(batch.non_tensor_batch["finish_reason"])
+    kept, outcomes = scores[valid], batch.batch["outcomes"][valid]
+    outcomes = outcomes[~outcomes.isnan()]
+    metrics = {
+        "reward/mean": float(kept.mean()) if len(kept) else 0.0,
+        "reward/std": float(kept.std(unbiased=False)) if len(kept) else 0.0,
+        "reward/accuracy": float((outcomes > 0).float().mean()) if len(outcomes) else 0.0,
+        "reward/failed_fraction": float(batch.batch["failed"].float().mean()),
+        "reward/unscored_fraction": 1 - float(valid.float().mean()),
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/truncated_fraction": reasons.count("length") / len(reasons),
+    }
+    metrics |= {name: value for name, value in batch.meta_info.items() if name in COLLECTED}
+    for number, name in enumerate(components):
+        component = batch.batch["reward_components"][:, number][valid]
+        component = component[~component.isnan()]
+        metrics |= {
+            f"reward/{name}/mean": float(component.mean()) if len(component) else 0.0,
+            f"reward/{name}/std": float(component.std(unbiased=False)) if len(component) else 0.0,
+            f"reward/{name}/failed_fraction": float((batch.batch["failed_function"] == number).float().mean()),
+        }
+    return metrics
+
+
+def entropy_estimate(batch: DataProto) -> float:
+    """Of the policy that sampled, at its temperature: minus the mean log-prob of what it drew, in nats a token."""
+    sampled = batch.values("rollout_log_probs")
+    return -float(sampled.mean()) if len(sampled) else float("nan")
+
+
+def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
+    """How many weight versions the tokens are behind those that are trained now: mean and largest."""
+    behind = version - batch.values("policy_version")
+    return {
+        "rollout/staleness_mean": float(behind.float().mean()) if len(behind) else 0.0,
+        "rollout/staleness_max": float(behind.max()) if len(behind) else 0.0,
+    }
+
+
+def log_prob_gap(batch: DataProto) -> dict[str, float]:
+    """How far the engine's log-probs are from the actor's for the same tokens and weights (invariant E1).
+
+    Mean and largest absolute difference in nats, estimates of KL(engine || actor), and the effective sample size of the
+    importance weights, as a share of the tokens.
+    """
+    mask = batch.values("response_mask")
+    old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")
+    means = divergence(rollout_diagnostics(old, engine, mask), int(mask.sum()))
+    largest = (old - engine)[mask].abs()
+    return {
+        "rollout/log_prob_gap": means.pop("gap"),
+        "rollout/log_prob_gap_max": float(largest.max()) if len(largest) else 0.0,
+        **{f"rollout/{name}": value for name, value in means.items()},
+    }

@@ -1,0 +1,389 @@
+"""Checkpoints from the driver's side: what makes one current, which are kept, and which can be gone on from.
+
+A checkpoint is the folder `step_N`: `state/ROLE/` (tensors, written by the ranks), `model/` (the exported policy),
+`driver.json` (all the rest), `history/` (metrics and ledger so far), `config.yaml`, and last `manifest.json` with the
+size and CRC-32 of every file. Without a manifest, or with one that a file does not agree with, it is none.
+"""
+
+import difflib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import CheckpointError, RLTrainError, described
+from rltrain.base.storage import FileStart, Folder
+from rltrain.settings.typed import require
+from workers.training.rank_state import MODEL, STATE, Saved, reason
+from workers.training.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
+_NAME = re.compile(r"step_(0|[1-9]\d*)")
+_PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
+_LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whose files were all found to be as they were written.
+
+    Attributes:
+        folder: where it is.
+        step: after which it was taken.
+        incarnation: how often the run had been restored by then.
+        state: of the driver.
+        config: as YAML.
+        history: contents of the run's files of lines, by name.
+        metric: by which the best is chosen; None where it was not known.
+    """
+
+    folder: Folder
+    step: int
+    incarnation: int
+    state: dict[str, Any]
+    config: str
+    history: dict[str, bytes]
+    metric: float | None
+
+
+def read(folder: Folder) -> Checkpoint:
+    """Read a checkpoint, and every file of it once.
+
+    Raises:
+        CheckpointError: naming the file that is not as it was written.
+    """
+    manifest = read_manifest(folder)
+    step, name = manifest["step"], str(folder).rpartition("/")[2]
+    if _NAME.fullmatch(name) and name != f"step_{step}":
+        raise CheckpointError(f"{folder}: is that of step {step} under another name")
+    for name, (size, crc) in manifest["files"].items():
+        try:
+            found = folder.checksum(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: {name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror or error})") from None
+        if found[0] != size:
+            raise CheckpointError(f"{folder}: {name} has {found[0]:,} bytes instead of {size:,}")
+        if found[1] != crc:
+            raise CheckpointError(f"{folder}: {name} is damaged (CRC-32 {found[1]:08x} instead of {crc:08x})")
+    try:
+        state = json.loads(folder.read(DRIVER))
+        history = [name for name in manifest["files"] if name.startswith(f"{HISTORY}/")]
+        return Checkpoint(
+            folder, manifest["step"], manifest["incarnation"], state, folder.read(CONFIG).decode(),
+            {name.removeprefix(f"{HISTORY}/"): folder.read(name) for name in history}, manifest["metric"],
+        )  # fmt: skip
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: {DRIVER} or {CONFIG} cannot be read ({error})") from None
+
+
+def read_manifest(folder: Folder) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked by itself.
+
+    Raises:
+        CheckpointError: there is none, or it says nothing that makes sense.
+    """
+    try:
+        content = folder.read(MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: holds no {MANIFEST}, so it is no checkpoint, or was never finished") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error.strerror or error})") from None
+    try:
+        sealed = json.loads(content)
+        manifest = sealed["manifest"]
+        if sealed["crc"] != _seal(manifest):
+            raise ValueError("it does not agree with its own checksum")
+        kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None, "best": str | None}
+        if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
+            raise ValueError("a value of the wrong kind")
+        if manifest["step"] < 0 or manifest["incarnation"] < 0:
+            raise ValueError("a step below 0")
+        if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
+            raise ValueError("a file outside of it, or without size and checksum")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({described(error, 200)})") from None
+    found: dict[str, Any] = manifest
+    return found
+
+
+def _seal(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    inside = bool(name) and not name.startswith("/") and not {"..", ".", ""} & set(name.split("/"))
+    return inside and isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+
+
+@dataclass
+class _Save:
+    """A save under way: the ranks that write, and the files that the driver adds when they are done.
+
+    Attributes:
+        files: contents by name.
+        history: starts of the run's files of lines, by name, to be copied.
+    """
+
+    step: int
+    incarnation: int
+    metric: float | None
+    files: dict[str, bytes]
+    history: dict[str, FileStart]
+    groups: dict[str, WorkerGroup]
+    saved: dict[str, list[Saved]] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """A run's checkpoints.
+
+    Args:
+        folder: that holds them.
+        config: the run's, as YAML.
+        keep: so many of the last are kept; 0: all.
+        best: a metric: the checkpoint with its highest value is kept too.
+        sources: fingerprints of what the run reads.
+
+    Attributes:
+        last: the step whose save was started last; None before the first.
+    """
+
+    def __init__(
+        self, folder: Folder, config: str, *, keep: int, best: str | None, sources: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.config, self.keep, self.best, self.sources = folder, config, keep, best, dict(sources or {})
+        self.under_way: _Save | None = None
+        self.last: int | None = None
+
+    def newest(self) -> Checkpoint | None:
+        """The newest good one; each newer one that is damaged is named in a warning."""
+        for step in reversed(steps_in(self.folder)):
+            try:
+                return read(self.folder.at(f"step_{step}"))
+            except CheckpointError as error:
+                logger.warning("%s; looking at the checkpoint before it", error)
+        return None
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        """The run is where this checkpoint is: if it is one of these, it need not be saved again."""
+        own = checkpoint is not None and str(checkpoint.folder) == str(self.folder.at(f"step_{checkpoint.step}"))
+        self.last = checkpoint.step if checkpoint is not None and own else None
+
+    def require_best(self, names: Collection[str]) -> None:
+        """Refuse a metric that is none of these.
+
+        Raises:
+            ConfigError: `keep_best` is misspelt, or nothing computes it in this run.
+        """
+        near = difflib.get_close_matches(self.best or "", sorted(names), n=5, cutoff=0.0)
+        require(
+            self.best is None or self.best in names,
+            f"trainer.keep_best={self.best}: this run has no such metric; the nearest are {', '.join(near)}",
+        )
+
+    def start(
+        self, step: int, incarnation: int, groups: Mapping[str, WorkerGroup], state: Mapping[str, Any], *,
+        history: Mapping[str, FileStart], metrics: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """Begin a save, after the end of the one before; returns when the ranks have copied their tensors.
+
+        Args:
+            step: of the weights.
+            incarnation: of the run.
+            groups: the ranks of each role that is trained.
+            state: of the driver, plain values.
+            history: the run's files of lines, as far as they are written now.
+            metrics: known of these weights.
+        """
+        self.finish()
+        metric = metrics.get(self.best) if self.best else None
+        if self.best and metric is None:
+            logger.warning(
+                "trainer.keep_best=%s: not known of step %d; for a metric of evaluations trainer.eval_every has to "
+                "divide trainer.save_every", self.best, step,
+            )  # fmt: skip
+        files = {DRIVER: json.dumps({**state, "sources": self.sources}).encode(), CONFIG: self.config.encode()}
+        self.last, name = step, f"step_{step}"
+        save = _Save(step, incarnation, metric, files, dict(history), dict(groups))
+        try:
+            self._discard(name)
+            url = self.folder.at(name).url
+            for pending in [(group, group.start("save_state", url)) for group in groups.values()]:
+                pending[0].wait(pending[1])
+        except RLTrainError:
+            raise
+        except Exception as error:  # whatever a file system's driver raises
+            self._failed(save, reason(error))
+            return
+        self.under_way = save
+
+    def advance(self) -> bool:
+        """Make the save that is under way current if all ranks are done; returns whether none is left under way."""
+        save = self.under_way
+        if save is None:
+            return True
+        for role, group in save.groups.items():
+            if role not in save.saved:
+                found: Sequence[Saved | None] = group.wait(group.start("saved_state"))
+                if any(one is None for one in found):
+                    return False
+                save.saved[role] = [one for one in found if one is not None]
+        self.under_way = None
+        errors = [one.error for ranks in save.saved.values() for one in ranks if one.error]
+        try:
+            if errors:
+                self._failed(save, errors[0])
+            else:
+                self._commit(save)
+        except Exception as error:  # as above
+            self._failed(save, reason(error))
+        return True
+
+    def finish(self) -> None:
+        """Wait for the save that is under way."""
+        while not self.advance():
+            time.sleep(_LOOK_S)
+
+    def abandon(self) -> None:
+        """Forget a save whose ranks have died."""
+        save, self.under_way = self.under_way, None
+        if save is not None:
+            self._failed(save, "a rank died while it wrote")
+
+    def publish(self, path: Path) -> None:
+        """Put the model of the checkpoint saved last at `path`, in the place of what is there.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        if self.last is None:
+            raise CheckpointError(
+                f"{self.folder}: the last checkpoint could not be written, so {path} was not made; make room there, "
+                "and go on with trainer.resume=auto"
+            )
+        _publish(self.folder.at(f"step_{self.last}").at(MODEL), path)
+
+    def _commit(self, save: _Save) -> None:
+        """Write the driver's files and then the manifest: from here on it is the current one."""
+        folder = self.folder.at(f"step_{save.step}")
+        files = {name: entry for ranks in save.saved.values() for one in ranks for name, entry in one.files.items()}
+        for name, content in save.files.items():
+            folder.write(name, content)
+            files[name] = (len(content), zlib.crc32(content))
+        for name, start in save.history.items():
+            files[f"{HISTORY}/{name}"] = folder.copy(start, f"{HISTORY}/{name}")
+        missing = sorted(files.keys() - set(folder.files()))
+        if missing:
+            raise OSError(f"{missing[0]} is not there for the driver: all nodes must see the same folder")
+        manifest = {
+            "step": save.step, "incarnation": save.incarnation, "best": self.best, "metric": save.metric,
+            "files": {name: list(entry) for name, entry in sorted(files.items())},
+        }  # fmt: skip
+        folder.write(MANIFEST, json.dumps({"manifest": manifest, "crc": _seal(manifest)}, indent=1).encode())
+        try:
+            self._prune(save.step)
+        except Exception as error:  # as above
+            logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
+
+    def _failed(self, save: _Save, why: str) -> None:
+        """The run goes on: say so, and leave nothing half."""
+        folder = self.folder.at(f"step_{save.step}")
+        if self.last == save.step:
+            self.last = None
+        logger.warning("%s: not saved, %s; the run goes on, and the checkpoints before it are kept", folder, why)
+        try:
+            self._discard(f"step_{save.step}")
+        except Exception as error:  # as above
+            logger.warning("%s: what was written of it cannot be removed (%s)", folder, reason(error))
+
+    def _prune(self, newest: int) -> None:
+        """Remove what need not be kept: all but the last `keep` and the best."""
+        steps = [step for step in steps_in(self.folder) if step <= newest]
+        kept = set(steps[-self.keep :])
+        if self.best:
+            scores: dict[int, float] = {}
+            for step in steps:
+                try:
+                    manifest = read_manifest(self.folder.at(f"step_{step}"))
+                except RLTrainError:
+                    continue
+                score = manifest["metric"] if manifest["best"] == self.best else None  # else it is of another metric
+                if score is not None and score == score:  # not NaN
+                    scores[step] = score
+            if scores:
+                kept.add(max(scores, key=lambda step: (scores[step], step)))
+        for step in steps:
+            if step not in kept:
+                self._discard(f"step_{step}")
+
+    def _discard(self, name: str) -> None:
+        """Remove a folder, its manifest first: whatever is left of it after a kill is no checkpoint."""
+        self.folder.remove(f"{name}/{MANIFEST}")
+        self.folder.remove(name)
+
+    def clean(self) -> None:
+        """At the start of a run: remove what a crash has left of saves that were under way."""
+        for name in _unfinished(self.folder):
+            self._discard(name)
+
+
+def _publish(model: Folder, path: Path) -> None:
+    """Hard links to the weights where that is possible, else copies; `path` is whole, or missing for a moment."""
+    partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
+    for leftover in (partial, old):
+        _remove(leftover)
+    for name in model.files():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not model.local or not name.endswith(".safetensors"):  # the rest is small, and people edit it
+                raise OSError
+            os.link(model.path(name), partial / name)
+        except OSError:  # another disk, or a file system without links
+            model.fs.get_file(model.path(name), str(partial / name))
+    if os.path.lexists(path):
+        path.rename(old)
+    partial.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def require_own(folder: Folder) -> None:
+    """Refuse a folder of checkpoints with a `step_N` that is none of a run's: a save there would write over it.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for name in _unfinished(folder):
+        strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)
+        require(
+            not strange,
+            f"trainer.checkpoint_dir={folder}: holds {name}, which no run has written ({', '.join(strange[:3])}); "
+            "name another folder",
+        )
+
+
+def _unfinished(folder: Folder) -> list[str]:
+    """What is named as a checkpoint and has no manifest."""
+    return [name for name in folder.names() if _NAME.fullmatch(name) and not folder.exists(f"{name}/{MANIFEST}")]
+
+
+def steps_in(folder: Folder) -> list[int]:
+    """Steps of the finished checkpoints in a folder, damaged ones too, oldest first."""
+    found = [int(match[1]) for name in folder.names() if (match := _NAME.fullmatch(name))]
+    return sorted(step for step in found if folder.exists(f"step_{step}/{MANIFEST}"))

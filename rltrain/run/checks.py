@@ -1,0 +1,325 @@
+"""Rules across config keys and against the machine: files, registries, cores. All are checked before any worker starts.
+
+Cheap checks come first and heavy imports are inside functions, so that most mistakes are reported at once.
+"""
+
+import difflib
+import importlib.util
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.cpu_threads import cpu_cores
+from rltrain.base.errors import ConfigError, described
+from rltrain.base.storage import Folder, absolute, local_path
+from rltrain.data.model_directory import (
+    check_critic,
+    check_directory,
+    check_limits,
+    check_reward_model,
+    check_vocabulary,
+    load_tokenizer,
+    model_config,
+)
+from rltrain.data.model_weights import BUILTIN_MODEL, check_engine_files, check_weights
+from rltrain.data.prompts import BUILTIN
+from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
+from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
+from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
+from rltrain.settings.schema import Config, DataConfig, RolloutConfig, TrainerConfig
+from rltrain.settings.typed import require
+from rltrain.tasks import TASKS, Task
+
+ENGINES = ("vllm", "hf")
+# An output directory with one of these holds a run.
+RUN_FILES = (
+    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl", "processes.json", "rollouts",
+    "failed", "stacks", "model", "checkpoints", "tensorboard",
+)  # fmt: skip
+_A_NAME_INSIDE = "x" * 200  # a path may be so long that nothing can be made in it
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
+
+
+def check(config: Config) -> None:
+    """Refuse whatever cannot run here.
+
+    Raises:
+        ConfigError: one line with the value, the rule and the way out.
+    """
+    _check_output(config.trainer)
+    _check_engine(config.rollout)
+    _check_data(config.data)
+    if config.model.path == BUILTIN_MODEL:
+        builtin_task(config)
+    else:
+        local_path(config.model.path, f"model.path={config.model.path}")
+        check_directory(config.model.path)
+    _check_rewards(config)
+    sandbox_warning(config)
+    check_algorithm(config)
+    if config.placement.launcher == "ray" and config.placement.address == "local":
+        _check_machine(config)
+    check_limits(config, _model_config(config.model.path))
+    if config.model.path != BUILTIN_MODEL:
+        _check_weights(config)
+    if config.model.lora is not None:
+        from workers.models.lora import adapter_parameters
+
+        adapter_parameters(config.model.path, config.model.lora)
+
+
+def _check_weights(config: Config) -> None:
+    """Refuse weights that one of the roles would not load as a whole. The critic's form is looked at first."""
+    where = f"model.path={config.model.path}"
+    if needs_critic(config.algorithm):
+        check_critic(config.model.path)
+    check_weights(config.model.path, where)
+    if config.rollout.engine == "vllm":
+        check_engine_files(config.model.path, where)
+
+
+def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
+    """Refuse more ranks than a running cluster has devices.
+
+    Args:
+        config: the whole config.
+        resources: as from `ray.cluster_resources()`; its GPUs are the devices, or its CPUs where it has none.
+
+    Raises:
+        ConfigError: naming the ranks and the devices.
+    """
+    gpus = int(resources.get("GPU", 0))
+    if gpus:
+        _check_ranks(config, gpus, "GPUs", "the cluster")
+    else:
+        _check_ranks(config, int(resources.get("CPU", 0)), "CPUs", "the cluster")
+
+
+def sandbox_warning(config: Config) -> str:
+    """Say in one line what model-written code could do on this machine, "" if nothing or if no function runs any.
+
+    Raises:
+        ConfigError: a function may run it in the strong form of the sandbox only, which does not work here.
+    """
+    for function in config.reward.functions:
+        level = function.kwargs.get("sandbox", config.reward.sandbox)
+        try:
+            if level not in LEVELS or "sandbox" not in inspect.signature(load_function(function.path)).parameters:
+                continue
+            if warning := weakness(level):
+                return f"reward function '{function.name}': {warning}"
+        except SandboxError as error:
+            raise ConfigError(
+                f"reward.sandbox={level}: reward function '{function.name}': {error}; or reward.sandbox=auto, which "
+                "makes do with less"
+            ) from None
+        except (TypeError, ValueError):  # it does not tell its parameters; `check_columns` says what to do
+            continue
+    return ""
+
+
+def builtin_task(config: Config) -> Task:
+    """Return the task whose tiny model `model.path=builtin` means: that of `data.train`.
+
+    Raises:
+        ConfigError: `data.train` is no built-in task.
+    """
+    source = config.data.train
+    names = [BUILTIN + name for name in TASKS]
+    require(
+        source.startswith(BUILTIN),
+        f"model.path=builtin with data.train={source}: the tiny model knows only the built-in tasks "
+        f"({', '.join(names)}); give model.path=DIR",
+    )
+    if source not in names:
+        near = difflib.get_close_matches(source, names, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"data.train={source}: unknown built-in task; the nearest is '{near}', and all are {', '.join(names)}"
+        )
+    return TASKS[source.removeprefix(BUILTIN)]
+
+
+def check_cache(config: Config) -> None:
+    """Refuse a cache where the built-in model would be kept and is not, if nothing can be written there."""
+    if config.model.path == BUILTIN_MODEL:
+        from rltrain.tasks.tiny_model import cache_root, start_path
+
+        where, start = f"RLTRAIN_CACHE={cache_root()}", start_path(builtin_task(config))
+        if not local_path(str(start), where).exists():
+            _check_writable(start.parent, where)
+
+
+def output_folder(trainer: TrainerConfig) -> Path:
+    """The run's folder. Of `new/../old` it is `old` even while there is no `new`: making that one reaches `old`."""
+    return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
+
+
+def _check_output(trainer: TrainerConfig) -> None:
+    require(bool(trainer.output_dir.strip()), "trainer.output_dir is empty; name a folder")
+    where = f"trainer.output_dir={trainer.output_dir}"
+    named, folder = local_path(trainer.output_dir, where), output_folder(trainer)
+    require(
+        named.is_absolute() or RAY_JOB not in os.environ,
+        f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
+    )
+    require(
+        "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
+    )
+    _check_writable(folder, where)
+    for name in RUN_FILES if trainer.resume == "never" else ():  # else `rltrain.run.resume` looks at whose they are
+        require(
+            not (folder / name).exists(),
+            f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
+        )
+    where = f"trainer.checkpoint_dir={trainer.checkpoint_dir}"
+    checkpoints = checked_folder(trainer.checkpoint_dir, where)
+    if checkpoints.local:
+        _check_writable(Path(checkpoints.root), where)
+        below = os.path.relpath(os.path.realpath(checkpoints.root), os.path.realpath(folder)).split(os.sep)[0]
+        require(
+            below == "checkpoints" or below.removesuffix(".old").removesuffix(".partial") not in RUN_FILES,
+            f"{where}: lies in a folder of the run's results ({below}), which are replaced; name another folder",
+        )
+    if trainer.resume not in ("never", "auto"):
+        checked_folder(trainer.resume, f"trainer.resume={trainer.resume}")
+
+
+def checked_folder(url: str, where: str) -> Folder:
+    """A folder that the user named, anywhere; `where` is what the error begins with.
+
+    Raises:
+        ConfigError: no file system is known by that name, or it does not start here.
+    """
+    # fsspec would read what stands before "::" as a file system, or leave out what stands behind it.
+    require(
+        "::" not in url and not url.startswith("://"), f"{where}: has '::' or no name before '://'; give another path"
+    )
+    if "://" not in url:
+        local_path(url, where)
+    try:
+        return Folder(absolute(url))
+    except Exception as error:  # whatever a file system's driver raises
+        raise ConfigError(
+            f"{where}: cannot be reached ({described(error, 200)}); give a local path, or a URL that fsspec knows"
+        ) from None
+
+
+def _check_writable(folder: Path, where: str) -> None:
+    local_path(str(folder), where)
+    local_path(str(folder / _A_NAME_INSIDE), where)
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    require(there.is_dir(), f"{where}: {there} is a file, not a folder; name another folder")
+    require(os.access(there, os.W_OK | os.X_OK), f"{where}: {there} cannot be written to; name another folder")
+
+
+def _check_engine(rollout: RolloutConfig) -> None:
+    require(
+        rollout.engine in ENGINES,
+        f"rollout.engine={rollout.engine}: unknown engine; use rollout=vllm or rollout=hf",
+    )
+    if rollout.engine != "vllm":
+        return
+    require(
+        rollout.vllm is not None, "rollout.engine=vllm without rollout.vllm: its settings are absent; use rollout=vllm"
+    )
+    require(
+        _is_installed("vllm"),
+        "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])",
+    )
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _check_data(data: DataConfig) -> None:
+    for key, source in (("train", data.train), ("val", data.val)):
+        where = f"data.{key}={source}"
+        there = source is None or source.startswith(BUILTIN) or local_path(source, where).exists()
+        require(there, f"{where}: no such file; check the path (it starts at {Path.cwd()})")
+
+
+def _model_config(path: str) -> Mapping[str, Any]:
+    """The model's own config; that of the built-in model is known before it is made."""
+    if path != BUILTIN_MODEL:
+        return model_config(path)
+    import torch
+
+    from rltrain.tasks.tiny_model import tiny_model
+
+    with torch.device("meta"):  # draws no random numbers for weights
+        return dict(tiny_model().config.to_dict())
+
+
+def _check_rewards(config: Config) -> None:
+    for function in config.reward.functions:
+        load_function(function.path)
+    for model in config.reward.models:
+        local_path(model.path, f"{model.key}={model.path}")
+        check_reward_model(model.path, model.key)
+        tokenizer = load_tokenizer(Path(model.path).expanduser(), model.key)
+        check_vocabulary(Path(model.path).expanduser(), tokenizer, f"{model.key}={model.path}")
+    if config.reward.aggregation not in AGGREGATIONS:
+        check_aggregation(config.reward.aggregation)
+    own = {task.reward: name for name, task in TASKS.items()}
+    source = config.data.train
+    for function in config.reward.functions:
+        of_task = own.get(function.path)
+        require(
+            of_task is None or not source.startswith(BUILTIN) or source == BUILTIN + of_task,
+            f"data.train={source} with the reward of task {of_task}: no answer would be right; use "
+            f"data={source.removeprefix(BUILTIN)}, which brings its own",
+        )
+
+
+def _check_machine(config: Config) -> None:
+    cores = cpu_cores()
+    if _largest_demand(config) > cores or _gpu_nodes():
+        gpus = _gpu_count()
+        _check_ranks(config, gpus or cores, "GPUs" if gpus else "CPU cores", "this machine")
+
+
+def _gpu_nodes() -> bool:
+    """Whether there may be a GPU: a driver's device file. Asking torch takes seconds."""
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _largest_demand(config: Config) -> int:
+    return max(count for _, count in _demands(config))
+
+
+def _demands(config: Config) -> list[tuple[str, int]]:
+    """What each role asks for, in devices; with shared ranks roles take turns on the same ones."""
+    placement, rollout = config.placement, config.rollout
+    shards = rollout.shards
+    engines = f"placement.rollout_replicas={placement.rollout_replicas}"
+    if shards > 1:
+        engines += f" x rollout.vllm.tensor_parallel_size={shards}"
+    ranks = f"placement.actor_ranks={placement.actor_ranks}"
+    if placement.share_ranks:
+        return [(ranks, placement.actor_ranks), (engines, placement.rollout_replicas * shards)]
+    roles = len(config.roles(needs_critic=needs_critic(config.algorithm)))
+    total = placement.actor_ranks * roles + placement.rollout_replicas * shards
+    return [(f"{ranks} for each of {roles} training roles + {engines} = {total}", total)]
+
+
+def _check_ranks(config: Config, available: int, devices: str, where: str) -> None:
+    shards = config.rollout.shards
+    require(
+        devices != "GPUs" or shards == 1 or not config.placement.share_ranks,
+        f"rollout.vllm.tensor_parallel_size={shards}: with placement.share_ranks=true an engine has a part of one GPU; "
+        "use placement.share_ranks=false, or one shard",
+    )
+    for what, count in _demands(config):
+        require(
+            count <= available,
+            f"{what}: more than the {available} {devices} of {where}; use fewer ranks or a larger cluster",
+        )

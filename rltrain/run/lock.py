@@ -1,0 +1,82 @@
+"""One run at a time in a folder: a second one would write over the first one's files and remove its checkpoints."""
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO, Self
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.storage import Folder, absolute, local_path
+from rltrain.settings.schema import TrainerConfig
+
+_HELD = (errno.EACCES, errno.EAGAIN)
+
+
+class RunLock:
+    """Holds the output folder, and that of checkpoints where it is local, until the process ends or this is left.
+
+    The locks are those of POSIX: they end with the process however it dies, and no child of it keeps them, as it would
+    those of flock. Entering refuses folders that another run holds and leaves nothing behind; `take` makes the files.
+
+    Args:
+        trainer: names the folders.
+    """
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        output, checkpoints = Path(_real(trainer.output_dir)), Folder(absolute(trainer.checkpoint_dir))
+        self.files = {f"trainer.output_dir={trainer.output_dir}": output / ".lock"}
+        if checkpoints.local:
+            folder = Path(_real(checkpoints.root))
+            self.files[f"trainer.checkpoint_dir={trainer.checkpoint_dir}"] = folder.parent / f".{folder.name}.lock"
+        self.held: list[IO[str]] = []
+
+    def __enter__(self) -> Self:
+        for where, file in self.files.items():
+            if local_path(str(file), where).is_file():
+                self._hold(where, file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self.held:
+            file.close()
+
+    def take(self) -> None:
+        """Make the output folder, and hold both.
+
+        Raises:
+            ConfigError: another run holds one of them.
+        """
+        self.__exit__()
+        self.held = []
+        for where, file in self.files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._hold(where, file)
+        for stream in self.held:
+            stream.truncate(0)
+            stream.write(f"{os.getpid()} on {socket.gethostname()}\n")
+            stream.flush()
+
+    def _hold(self, where: str, file: Path) -> None:
+        try:
+            stream = file.open("a", encoding="utf-8")
+        except OSError:  # not ours to write in: whoever has to finds out
+            return
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            stream.close()
+            if error.errno not in _HELD:
+                return  # a file system without locks
+            holder = " ".join(file.read_text("utf-8", "replace").split())[:80]
+            raise ConfigError(
+                f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
+                "folder"
+            ) from None
+        self.held.append(stream)
+
+
+def _real(path: str) -> str:
+    """The same by whatever links it is named."""
+    return os.path.realpath(absolute(path))

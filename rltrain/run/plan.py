@@ -1,0 +1,333 @@
+"""What a run is going to do, shown before it starts: batches, algorithm, processes, memory, output."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
+from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config
+
+_WIDEST, _FRAME = 100, 15  # columns of the panel, at most, and of its borders and labels
+_BYTES = {"float32": 4, "bfloat16": 2}
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes a parameter on a training rank, whatever the dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the plan says and the config does not know.
+
+    Attributes:
+        path: directory of the model.
+        parameters: number of them; None where the files do not tell.
+        adapters: number of their parameters; None where all of the model is trained.
+        train_prompts: number of them; None before they are loaded.
+        val_prompts: prompts of one evaluation; None where there is none.
+        needs_critic: whether the advantage estimator reads values.
+        devices: what a rank or an engine runs on, in words: "2 CPU cores".
+        on_gpu: whether these are GPUs.
+        reward_models: number of parameters of each by its name; None where the files do not tell.
+        uses_ratio: whether the gradient of the loss depends on the old log-probs.
+        aggregations: those that the loss is defined for; none: all.
+    """
+
+    path: str
+    parameters: int | None = None
+    adapters: int | None = None
+    train_prompts: int | None = None
+    val_prompts: int | None = None
+    needs_critic: bool = False
+    devices: str = ""
+    on_gpu: bool = False
+    reward_models: Mapping[str, int | None] = field(default_factory=dict)
+    uses_ratio: bool = True
+    aggregations: tuple[str, ...] = ()
+
+
+def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
+    """Return (label, text) of every line of the plan."""
+    return [
+        ("step", batch_line(config)),
+        ("run", _run(config, facts)),
+        ("algorithm", _algorithm(config)),
+        *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
+        *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
+        ("model", _model(config, facts)),
+        ("answers", _answers(config)),
+        ("processes", _processes(config, facts)),
+        ("memory", _memory(config, facts)),
+        ("output", config.trainer.output_dir),
+    ]
+
+
+def plan_lines(config: Config, facts: Facts) -> list[str]:
+    """Return the plan as aligned lines of text, as a log or a file gets them."""
+    return [f"{label:<10} {text}" for label, text in plan_rows(config, facts)]
+
+
+def show_plan(console: Console, config: Config, facts: Facts) -> None:
+    """Print the plan: framed and wrapped in a terminal, one long line an entry elsewhere."""
+    if not console.is_terminal:
+        for line in plan_lines(config, facts):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
+    width = min(console.width, _WIDEST)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in plan_rows(config, facts):
+        table.add_row(label, Text(_broken(text, width - _FRAME)))
+    console.print(Panel(table, title="[bold]plan[/bold]", title_align="left", border_style="dim", width=width))
+
+
+def batch_line(config: Config) -> str:
+    """Say what the batch sizes come to."""
+    trainer, minibatches = config.trainer, config.trainer.prompts_per_step // config.trainer.prompts_per_minibatch
+    return (
+        f"{_count(trainer.prompts_per_step, 'prompt')} x {_count(config.rollout.samples_per_prompt, 'sample')} = "
+        f"{_count(config.sequences_per_step, 'sequence')} -> {_count(trainer.epochs_per_step, 'epoch')} x "
+        f"{_count(minibatches, 'mini-batch')} = {_count(config.optimizer_steps_per_step, 'optimizer step')}; "
+        f"micro-batches <= {config.actor.max_tokens_per_microbatch:,} tokens"
+    )
+
+
+def _run(config: Config, facts: Facts) -> str:
+    trainer = config.trainer
+    train = f" of {facts.train_prompts:,} prompts" if facts.train_prompts else " of prompts"
+    parts = [
+        f"{_count(trainer.total_steps, 'step')}, {_count(config.optimizer_steps, 'optimizer step')}",
+        f"seed {trainer.seed}",
+        f"{config.data.train}: {'shuffled passes' if config.data.shuffle else 'passes in order'}{train}",
+        _evaluation(config, facts),
+    ]
+    return "; ".join(parts)
+
+
+def _evaluation(config: Config, facts: Facts) -> str:
+    if config.data.val is None:
+        return "no evaluation (data.val=null)"
+    every = config.trainer.eval_every
+    when = f"before, after and every {_count(every, 'step')}" if every else "before and after"
+    count = f"{facts.val_prompts:,}" if facts.val_prompts else f"at most {config.data.val_size:,}"
+    same_file = config.data.val == config.data.train and not config.data.val.startswith("builtin:")
+    which = "of the training prompts themselves (data.val=FILE holds others out)" if same_file else "held-out prompts"
+    return f"evaluated {when} on {count} {which}"
+
+
+def _algorithm(config: Config) -> str:
+    algorithm = config.algorithm
+    parts = [
+        f"{algorithm.advantage_estimator} advantages{_knobs(algorithm.advantage)}",
+        f"{algorithm.loss_mode} loss{_knobs(algorithm.loss)}, {algorithm.loss_agg_mode}",
+        _kl(config),
+        *_switched_on(algorithm),
+    ]
+    actor = config.actor
+    return "; ".join([*parts, f"AdamW, lr {actor.lr:g} {actor.lr_schedule}"])
+
+
+def _off_policy(config: Config, facts: Facts) -> str:
+    """What relates stale answers to the policy that sampled them."""
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
+    if correction.level is not None:
+        return f"{stale} have {_weights(correction)}"
+    if algorithm.old_log_probs == "rollout" and facts.uses_ratio:
+        return (
+            f"{stale} are corrected by the ratio of the {algorithm.loss_mode} loss, which is to the engine's log-probs"
+        )
+    if algorithm.rejection.kl_estimator is not None:
+        return f"{stale} are dropped where algorithm.rejection finds them too far from the engine, and else uncorrected"
+    back = " with old_log_probs=actor" if algorithm.old_log_probs == "rollout" else ""
+    return f"{stale} train uncorrected; algorithm.correction.level=auto{back} corrects them"
+
+
+def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
+    return bool(facts.aggregations) and algorithm.loss_agg_mode not in facts.aggregations
+
+
+def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
+    """What it means that a loss of whole answers is aggregated in another way than the one it is defined for."""
+    return (
+        f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
+        f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
+    )
+
+
+def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
+    """What is off by default and on here."""
+    shaping, target = algorithm.reward_shaping, algorithm.entropy_target
+    correction, rejection = algorithm.correction, algorithm.rejection
+    changes = [("+", shaping.bias), ("x", "" if shaping.scale == 1 else shaping.scale), ("clip ", shaping.clip)]
+    shaped = ", ".join(f"{sign}{value:g}" for sign, value in changes if value)
+    rejected = {"token": "tokens", "sequence": "answers", "max": "answers with a token"}[rejection.level]
+    said = {
+        f"scores {shaped}": bool(shaped),
+        f"length penalty over the last {shaping.overlong_buffer} tokens": shaping.overlong_buffer > 0,
+        f"scores normalised ({_levels(algorithm.reward_normalization)})": algorithm.reward_normalization.on,
+        f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
+        "cut answers earn nothing": algorithm.suppress_truncated,
+        "cut answers in no statistic": algorithm.exclude_truncated,
+        "cut answers not trained on": algorithm.mask_truncated,
+        "cut answers end with the critic's value": algorithm.bootstrap_truncated,
+        "groups of one outcome left out": algorithm.dynamic_sampling == 1,
+        f"groups of one outcome replaced, <= {algorithm.dynamic_sampling} batches a step":
+            algorithm.dynamic_sampling > 1,
+        f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
+        f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, to a target of "
+        f"{target or 0:g} nats": target is not None,
+        "old log-probs of the engine": algorithm.old_log_probs == "rollout",
+        _weights(correction): correction.level is not None,
+        f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"
+        f"{_bounds(rejection.lower, rejection.upper)}": rejection.kl_estimator is not None,
+    }  # fmt: skip
+    return [text for text, on in said.items() if on]
+
+
+def _weights(correction: CorrectionConfig) -> str:
+    outside = {"truncate": "truncated", "mask": "tokens dropped", "reject": "answers dropped"}[correction.mode]
+    bounds = _bounds(correction.lower, correction.upper)
+    return f"{correction.level} importance weights, actor over engine{f', {outside}{bounds}' if bounds else ''}"
+
+
+def _bounds(lower: float | None, upper: float | None) -> str:
+    """What is outside of them is changed: " below 0.5 or above 2"."""
+    parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
+    return f" {' or '.join(parts)}" if parts else ""
+
+
+def _levels(config: NormalizationConfig) -> str:
+    mean = f"{config.mean_level} mean" + (" of the others" if config.leave_one_out else "")
+    parts = [mean if config.mean_level else "", f"{config.std_level} std" if config.std_level else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _kl(config: Config) -> str:
+    reward, loss, parts = config.algorithm.kl_in_reward, config.algorithm.kl_loss, []
+    if reward.kl_coef:
+        kind = "adaptive, from " if reward.controller == "adaptive" else ""
+        parts.append(f"KL in reward {kind}{reward.kl_coef:g} ({reward.kl_estimator})")
+    if loss.kl_loss_coef:
+        parts.append(f"KL in loss {loss.kl_loss_coef:g} ({loss.kl_estimator})")
+    return ", ".join(parts) or "no KL"
+
+
+def _knobs(knobs: dict[str, Any]) -> str:
+    shown = ", ".join(f"{name} {value}" for name, value in knobs.items())
+    return f" ({shown})" if shown else ""
+
+
+def _model(config: Config, facts: Facts) -> str:
+    size = f"; {_size(facts.parameters)} parameters" if facts.parameters else ""
+    name = "built-in tiny model" if config.model.path == "builtin" else facts.path
+    return f"{name}{size}; {config.model.dtype}{_adapters(config, facts)}"
+
+
+def _adapters(config: Config, facts: Facts) -> str:
+    lora = config.model.lora
+    if lora is None:
+        return ""
+    layers = "all linear layers" if lora.targets == [ALL_LINEAR] else ", ".join(lora.targets)
+    size = f": {_size(facts.adapters)} parameters" if facts.adapters else ""
+    return f"; trained are adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {layers}{size}"
+
+
+def _size(parameters: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if parameters >= u), (1.0, ""))
+    return f"{parameters / unit:.3g}{name}"
+
+
+def _answers(config: Config) -> str:
+    rollout = config.rollout
+    engine = {"vllm": "vLLM", "hf": "transformers"}.get(rollout.engine, rollout.engine)
+    return (
+        f"{engine}, temperature {rollout.temperature:g}; prompts <= {rollout.max_prompt_length:,} tokens, answers <= "
+        f"{rollout.max_response_length:,}; scored by {', '.join(c.name for c in config.reward.components)}"
+    )
+
+
+def _processes(config: Config, facts: Facts) -> str:
+    placement, devices = config.placement, f"{facts.devices}{_staleness(config)}"
+    roles = config.roles(needs_critic=facts.needs_critic)
+    if placement.launcher == "inprocess":
+        return f"one, without Ray, for {', '.join(roles)}, engine and rewards; {devices}"
+    if placement.share_ranks:
+        training = f"{_count(placement.actor_ranks, 'training rank')} ({', '.join(roles)})"
+    else:
+        training = f"{_count(placement.actor_ranks, 'rank')} each for {', '.join(roles)}"
+    shards = config.rollout.shards
+    engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
+    where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
+    return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {devices}"
+
+
+def _staleness(config: Config) -> str:
+    if not config.trainer.max_staleness:
+        return ""
+    versions = _count(config.trainer.max_staleness, "weight version")
+    if config.placement.launcher == "inprocess":
+        return (
+            f"; answers may be {versions} old, which saves no time in one process: trainer.max_staleness=0 learns more"
+        )
+    return f"; engines answer while ranks train, at most {versions} behind"
+
+
+def _memory(config: Config, facts: Facts) -> str:
+    if not facts.parameters:
+        return "not estimated: the size of the model is unknown"
+    shards = config.placement.shard_ranks or config.placement.actor_ranks
+    shard = facts.parameters / shards
+    trained, frozen = shard * (_MASTER + _GRADIENT + _ADAM), _BYTES[config.model.dtype]
+    by_role = {"actor": trained, "reference": shard * frozen, "critic": trained}
+    if facts.adapters is not None:
+        of_adapters = facts.adapters / shards
+        by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)
+    for name, parameters in facts.reward_models.items():
+        by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / shards * frozen
+    roles = config.roles(needs_critic=facts.needs_critic)
+    ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
+    total = (
+        f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
+    )
+    # It is cut into shards, and sent to a GPU, when it is loaded.
+    whole = f"; to start, a rank takes {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
+    start = whole if shards > 1 or facts.on_gpu else ""
+    engine = _engine_memory(config, facts)
+    return f"a rank: {' + '.join(ranks)}{total}; an engine: {engine}; activations come on top{start}"
+
+
+def _engine_memory(config: Config, facts: Facts) -> str:
+    assert facts.parameters is not None, "the caller knows the size"
+    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    weights = f"weights {_bytes(facts.parameters * _BYTES[config.model.dtype] / config.rollout.shards)}"
+    if vllm is None:
+        return weights
+    cache = (
+        f"{vllm.gpu_memory_utilization:.0%} of its GPU in all" if facts.on_gpu else f"KV cache {vllm.kv_cache_mb} MB"
+    )
+    return f"{weights}, {cache}" if facts.on_gpu else f"{weights} + {cache}"
+
+
+def _bytes(count: float) -> str:
+    unit, name = (2**30, "GB") if count >= 2**30 else (2**20, "MB")
+    return f"{count / unit:,.1f} {name}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("batch") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def _broken(text: str, width: int) -> str:
+    """Break after a `;` or before a `->`, where the line would be too long; the terminal breaks what still is."""
+    lines = [""]
+    for part in re.split(r"(?<=; )|(?=-> )", text):
+        if len((lines[-1] + part).rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)

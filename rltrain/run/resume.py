@@ -1,0 +1,339 @@
+"""From where a run goes on: which checkpoint `trainer.resume` means, and whether this config may continue it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rltrain.base.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
+from rltrain.base.storage import Folder, absolute
+from rltrain.data.prompts import PromptSet
+from rltrain.monitoring.alarms import Alarms
+from rltrain.monitoring.tracking import CURVES, EVALUATIONS, METRICS, rows_of
+from rltrain.run.checkpoints import MANIFEST, Checkpoint, Checkpoints, read, read_manifest, require_own, steps_in
+from rltrain.run.checks import RUN_FILES
+from rltrain.run.source_fingerprints import sources
+from rltrain.settings.algorithm_rules import needs_critic
+from rltrain.settings.schema import Config, TrainerConfig
+from rltrain.settings.typed import require
+from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.token_rewards import entropy_controller, kl_controller
+from workers.models.state_files import read_index
+from workers.training.rank_state import MODEL, STATE, reason
+
+# Sections, and keys, that do not decide what is learnt: they may differ from those of the checkpoint.
+FREE = (
+    "verbose", "placement",
+    *(f"trainer.{key}" for key in (
+        "total_steps", "save_every", "eval_every", "sample_every", "output_dir", "resume", "checkpoint_dir",
+        "keep_checkpoints", "keep_best", "max_restarts", "hang_timeout_s", "max_skipped_updates",
+    )),
+    "actor.max_tokens_per_microbatch", "critic.max_tokens_per_microbatch",
+    "data.val", "data.val_size",
+    *(f"reward.{key}" for key in ("timeout_s", "memory_mb", "concurrency", "max_failed_fraction")),
+    *(f"rollout.{key}" for key in ("max_concurrent_sequences", "max_log_prob_gap", "verify_sync", "vllm")),
+    *(f"model.{key}" for key in ("activation_checkpointing", "cpu_offload", "compile")),
+)  # fmt: skip
+AUTO, NEVER = "auto", "never"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: to go on from; None: the start.
+        said: what to tell the user, lines; none where a run simply starts.
+        over: the run has nothing left to do.
+    """
+
+    checkpoint: Checkpoint | None
+    said: tuple[str, ...] = ()
+    over: bool = False
+
+
+def beginning(config: Config) -> Beginning:
+    """What `trainer.resume` comes to.
+
+    Args:
+        config: the whole config, with all knobs.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it is damaged, or it is one of another config.
+    """
+    try:
+        return _beginning(config)
+    except RLTrainError:
+        raise
+    except Exception as error:  # whatever a file system's driver raises, or a config that contains itself
+        trainer = config.trainer
+        raise ConfigError(
+            f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
+            f"({reason(error)}); name a folder that can"
+        ) from None
+
+
+def _beginning(config: Config) -> Beginning:
+    trainer = config.trainer
+    own = Folder(absolute(trainer.checkpoint_dir))
+    require_own(own)
+    if trainer.resume == AUTO:
+        return _auto(config, own)
+    if trainer.resume == NEVER:
+        _require_no_checkpoints(trainer, own)
+        return Beginning(None)
+    checkpoint = _named(trainer.resume)
+    _require_no_other_run(config, own, checkpoint)
+    return _from(config, checkpoint)
+
+
+def _auto(config: Config, own: Folder) -> Beginning:
+    output = Path(absolute(config.trainer.output_dir))
+    files = _require_own_output(config, own)
+    found = Checkpoints(own, "", keep=0, best=None).newest()
+    if found is not None:
+        return _from(config, found)
+    damaged = steps_in(own)
+    require(
+        not damaged,
+        f"trainer.resume=auto: {own} holds {len(damaged)} checkpoints, and none of them is good; remove them to train "
+        "from the start",
+    )
+    if not files:
+        return Beginning(None, (f"trainer.resume=auto: {output} holds no run yet, so a new one starts",))
+    require(
+        MODEL not in files,
+        f"trainer.resume=auto: {output} holds the model of a checkpoint, and {own} holds no checkpoint any more; put "
+        "them back, or name a new trainer.output_dir",
+    )
+    return Beginning(None, (f"trainer.resume=auto: the run in {output} has no checkpoint yet; it starts again",))
+
+
+def _require_own_output(config: Config, own: Folder) -> list[str]:
+    """Refuse an output folder with files of another run than that of these checkpoints; returns those that it has."""
+    output = Path(absolute(config.trainer.output_dir))
+    files, config_file = [name for name in RUN_FILES if (output / name).exists()], output / "config.yaml"
+    if config_file.is_file():
+        try:
+            text = config_file.read_text("utf-8")
+        except ValueError:
+            raise ConfigError(f"{config_file}: is not UTF-8, so no run wrote it; name a new folder") from None
+        _require_same(config, text, str(config_file))
+        _require_same_place(_flat(_values(text, str(config_file))), config.trainer, own)
+    elif own_only := [name for name in files if str(own) != str(output / name)]:
+        raise ConfigError(
+            f"trainer.resume={config.trainer.resume}: {output} holds {own_only[0]} and no config.yaml, so it is no run "
+            "to go on with; name a new folder"
+        )
+    return files
+
+
+def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: Folder) -> None:
+    """Refuse another folder of checkpoints than the run's, which may have been moved, or be named from elsewhere."""
+    there, output = (str(saved.get(f"trainer.{key}", "")) for key in ("checkpoint_dir", "output_dir"))
+    beside = there == f"{output}/checkpoints" and str(own) == str(Path(absolute(trainer.output_dir)) / "checkpoints")
+    require(
+        beside or str(Folder(absolute(there))) == str(own),
+        f"trainer.checkpoint_dir={own}: the run in {trainer.output_dir} has its checkpoints in {there}; use the same",
+    )
+
+
+def _named(path: str) -> Checkpoint:
+    """The checkpoint of a path: its own folder, or the newest good one of a run or of a folder of checkpoints."""
+    where, folder = f"trainer.resume={path}", Folder(absolute(path))
+    if folder.exists(MANIFEST):
+        try:
+            return read(folder)
+        except CheckpointError as error:
+            raise ConfigError(f"{where}: {error}; give another checkpoint, or trainer.resume=auto") from None
+    for place in (folder, folder.at("checkpoints")):
+        if steps_in(place):
+            found = Checkpoints(place, "", keep=0, best=None).newest()
+            require(found is not None, f"{where}: none of the checkpoints in {place} is good; give another folder")
+            assert found is not None, "required above"
+            return found
+    raise ConfigError(
+        f"{where}: holds no {MANIFEST}, so it is no finished checkpoint, nor a run's folder with one; give "
+        "never, auto, or the folder of a checkpoint"
+    )
+
+
+def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
+    trainer = config.trainer
+    _require_same(config, checkpoint.config, str(checkpoint.folder))
+    output = Path(absolute(trainer.output_dir))
+    if checkpoint.step >= trainer.total_steps and _is_published(checkpoint, output / MODEL):
+        line = (
+            f"nothing to do: {checkpoint.folder} is after step {checkpoint.step}, and trainer.total_steps="
+            f"{trainer.total_steps}; the model is in {output / 'model'}"
+        )
+        return Beginning(checkpoint, (line,), over=True)
+    said = [f"going on after step {checkpoint.step}, from {checkpoint.folder}"]
+    before = _flat(_values(checkpoint.config, str(checkpoint.folder))).get("trainer.total_steps")
+    if before != trainer.total_steps:
+        schedules = {role: getattr(config, role).lr_schedule for role in ("actor", "critic")}
+        moved = ", ".join(f"{role}.lr_schedule={kind}" for role, kind in schedules.items() if kind != "constant")
+        hint = f": {moved} now ends there, so the rates differ from the first run's" if moved else ""
+        said.append(f"trainer.total_steps={trainer.total_steps}, where the checkpoint has {before}{hint}")
+    return Beginning(checkpoint, tuple(said))
+
+
+def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
+    """Whether that folder has the checkpoint's model, and not that of a step before it."""
+    files, there = read_manifest(checkpoint.folder)["files"], Folder(str(model))
+    of_model = {name.removeprefix(f"{MODEL}/"): entry for name, entry in files.items() if name.startswith(f"{MODEL}/")}
+    return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())
+
+
+def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
+    steps = steps_in(own)
+    require(
+        not steps,
+        f"trainer.checkpoint_dir={own}: holds checkpoints of another run (step_{steps[-1] if steps else 0}); name "
+        "a new folder, or go on with that run by trainer.resume=auto",
+    )
+
+
+def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
+    """A checkpoint by its path either goes on where it lies, as the newest there, or in new folders."""
+    trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
+    if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
+        newer = [step for step in steps_in(own) if step > checkpoint.step]
+        require(
+            not newer,
+            f"trainer.resume={trainer.resume}: {own} holds newer checkpoints too (step_{newer[-1] if newer else 0}), "
+            "which another future would mix with; name a new trainer.output_dir",
+        )
+        _require_own_output(config, own)
+        return
+    _require_no_checkpoints(trainer, own)
+    for name in RUN_FILES:
+        require(
+            not (output / name).exists(),
+            f"trainer.output_dir={trainer.output_dir}: holds another run ({name}) than the checkpoint's; name a new "
+            "folder, or use trainer.resume=auto to go on with that run",
+        )
+
+
+def _require_same(config: Config, saved: str, where: str) -> None:
+    """Refuse a config that would make another future of a checkpoint.
+
+    The trainer's keys come first: some of the others follow from them.
+    """
+    old, new = _flat(_values(saved, where)), _flat(asdict(config))
+    for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
+        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # a NaN is not itself
+        if not same and not _is_free(key):
+            raise ConfigError(
+                f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
+                f"value would be another run ({where}); use the same, or start a new run with its model as model.path"
+            )
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+class _NoAliases(yaml.SafeLoader):
+    """A config that refers to its own parts would be walked through once for each way to them."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it holds an alias, as no config of a run does")
+        return super().compose_node(parent, index)
+
+
+def _values(text: str, where: str) -> Mapping[str, Any]:
+    try:
+        found = _NoAliases(text).get_single_data()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = one_line(" ".join(str(error).split()), 120)
+        raise ConfigError(f"{where}: its config.yaml cannot be read ({reason})") from None
+    require(isinstance(found, Mapping), f"{where}: its config.yaml holds no config; give another checkpoint")
+    return found  # type: ignore[no-any-return]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> list[str]:
+    """Refuse what has changed under its name, and a state that no run could go on from, before any worker starts.
+
+    Where a function of the user's ended the run, its file alone may have changed.
+
+    Args:
+        config: the whole config.
+        checkpoint: to go on from.
+        prompts: to train on, as they were loaded.
+
+    Returns:
+        What to tell the user, lines.
+
+    Raises:
+        ConfigError: naming what is wrong with them.
+    """
+    state, said = checkpoint.state, []
+    kept, repairable = (state.get("sources"), state.get("repairable")) if isinstance(state, dict) else (None, None)
+    for name, fingerprint in sources(config, prompts).items():
+        same = not isinstance(kept, dict) or kept.get(name) == fingerprint
+        if not same and name == repairable:
+            said.append(f"{name}: repaired since step {checkpoint.step}, where it ended the run")
+            continue
+        require(
+            same,
+            f"{name}: holds something else than when {checkpoint.folder} was written, and going on with it would be "
+            "another run; put it back, or start a new run with the checkpoint's model as model.path",
+        )
+    try:
+        _try(config, checkpoint, prompts)
+    except Exception as error:  # it may say anything
+        raise ConfigError(
+            f"{checkpoint.folder}: its state is none that a run could go on from ({described(error, 200)}); give "
+            "another checkpoint"
+        ) from None
+    return said
+
+
+def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
+    state, nobody = checkpoint.state, _Nobody()
+    Collector(config, rollout=nobody, rewards=nobody, prompts=prompts).load_state_dict(state["collector"])
+    kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
+    entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
+    if not isinstance(state["sources"], dict):
+        raise ValueError("it does not say what the run has read")
+    if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
+        raise ValueError("it is of another step than its manifest")
+    if not isinstance(state["engine_checked"], bool):
+        raise ValueError("engine_checked is neither true nor false")
+    alarms = Alarms(config)
+    for name, needed in ((METRICS, CURVES), (EVALUATIONS, ("step",))):
+        for row in rows_of(checkpoint.history.get(name, b"")):
+            if not all(isinstance(value, int | float) for value in row.values()) or not row.keys() >= set(needed):
+                raise ValueError(f"a line of {name} holds no metrics")
+            if name == METRICS:
+                alarms.look(int(row["step"]), row)
+    for role in ("actor", *["critic"] * needs_critic(config.algorithm)):
+        read_index(checkpoint.folder.at(f"{STATE}/{role}"))
+
+
+class _Nobody:
+    """Engines and reward workers that have nothing to do and are asked for nothing."""
+
+    pending = 0
+
+    def abort(self) -> None:
+        """There is nothing to drop."""
+
+    def submit(self, requests: Any) -> None:
+        """Forget them."""

@@ -1,0 +1,262 @@
+"""Rules between the algorithm's keys and the functions that they choose: all are checked before any worker starts.
+
+The registries are asked what the functions take; knob values are tried by calling each function once on a tiny batch.
+torch is imported inside functions: most other mistakes are reported without it.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import require
+
+# What presets and other programs call a function.
+ALIASES = {
+    "ppo": "vanilla", "ppo_clip": "vanilla", "grpo": "vanilla", "dapo": "vanilla", "dr_grpo": "grpo",
+    "gmpo": "geo_mean", "otb": "optimal_token_baseline", "reinforce++": "reinforce_plus_plus",
+}  # fmt: skip
+
+
+def needs_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage estimator reads values."""
+    return "values" in _columns(algorithm)
+
+
+def check_algorithm(config: Config) -> None:
+    """Refuse names that are not registered, knobs that do not exist or are out of range, and settings that cannot act.
+
+    Raises:
+        ConfigError: one line with the value, the rule and the way out.
+    """
+    from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, loss_functions
+
+    algorithm = config.algorithm
+    _check_name(ADVANTAGE_ESTIMATORS, "advantage_estimator", algorithm.advantage_estimator)
+    _check_name(POLICY_LOSSES, "loss_mode", algorithm.loss_mode)
+    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
+    weights = {"weights": [c.weight for c in config.reward.components]} if _has_knob(estimator, "weights") else {}
+    _check_knobs("advantage", algorithm.advantage_estimator, [estimator], weights | algorithm.advantage, config)
+    losses = loss_functions(algorithm.loss_mode)
+    _check_knobs("loss", algorithm.loss_mode, list(losses), algorithm.loss, config)
+    _check_columns(algorithm)
+    if needs_critic(algorithm):
+        config.require_budget("critic")
+    _check_kl(algorithm)
+    _check_rejection(algorithm)
+    _check_groups(config)
+    _check_rewards_act(config)
+    _check_bootstrap(algorithm)
+
+
+def _columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of
+
+    return columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator))
+
+
+def _has_knob(function: Callable[..., Any], name: str) -> bool:
+    from rltrain.algorithms import knobs_of
+
+    return name in knobs_of(function)
+
+
+def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
+    names = (*registry.names(), *others)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        near = [ALIASES[name]] if ALIASES.get(name) in names else near
+        hint = f"the nearest is '{near[0]}', and all are" if near else "use one of"
+        raise ConfigError(f"algorithm.{key}={name}: unknown {registry.kind}; {hint} {', '.join(names)}")
+
+
+def _check_knobs(
+    section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
+) -> None:
+    """Refuse knobs that the functions do not take, and values that they refuse when called once on two answers."""
+    from rltrain.algorithms import check_knobs, columns_of, own_knobs
+
+    try:
+        check_knobs(name, functions, knobs)
+        for function in functions:
+            columns = [_tiny_column(column, len(config.reward.components)) for column in columns_of(function)]
+            function(*columns, **own_knobs(function, knobs))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
+    except (ArithmeticError, RuntimeError, TypeError) as error:  # a number that no tensor holds, say
+        shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
+        raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
+
+
+def _tiny_column(name: str, components: int) -> Any:
+    """One group of two answers of two tokens, as the column `name`."""
+    import torch
+
+    from rltrain.batch.data_proto import COLUMNS
+
+    if name in ("response_mask", "selected"):
+        return torch.ones(2, 2, dtype=torch.bool)
+    if name == "uid":
+        return torch.zeros(2, dtype=torch.int64)
+    if name == "reward_components":
+        return torch.zeros(2, components)
+    if name in COLUMNS and COLUMNS[name][0] == "row":  # `log_probs` is no column: it is computed in the update
+        return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
+    return torch.zeros(2, 2)
+
+
+def _check_columns(algorithm: AlgorithmConfig) -> None:
+    """Refuse functions that read a column which this run will not have."""
+    from rltrain.algorithms import required_columns
+    from rltrain.batch.data_proto import COLUMNS
+
+    for name in sorted(required_columns(algorithm.advantage_estimator, algorithm.loss_mode) - {"log_probs"}):
+        require(
+            name in COLUMNS and name not in ("ref_hidden", "full_kl"),
+            f"algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator={algorithm.advantage_estimator}: one "
+            f"reads the column '{name}', which is not there for it; the columns are in rltrain/batch/data_proto.py",
+        )
+        require(
+            name != "ref_log_probs" or algorithm.needs_ref_log_probs,
+            f"algorithm.loss_mode={algorithm.loss_mode} reads ref_log_probs: without a KL term there is no reference; "
+            "set algorithm.kl_loss.kl_loss_coef",
+        )
+
+
+def _check_kl(algorithm: AlgorithmConfig) -> None:
+    from rltrain.algorithms import KL_ESTIMATORS
+
+    _check_name(KL_ESTIMATORS, "kl_in_reward.kl_estimator", algorithm.kl_in_reward.kl_estimator, FULL_KL)
+    _check_name(KL_ESTIMATORS, "kl_loss.kl_estimator", algorithm.kl_loss.kl_estimator, FULL_KL)
+    estimator, loss = algorithm.kl_in_reward.kl_estimator, algorithm.kl_loss
+    require(
+        not estimator.endswith("+"),
+        f"algorithm.kl_in_reward.kl_estimator={estimator}: a '+' form differs in its gradient only, and a reward has "
+        f"none; use {estimator.rstrip('+')}",
+    )
+    require(
+        loss.kl_loss_coef == 0 or loss.kl_estimator != "k1" or loss.ratio_weighted,
+        "algorithm.kl_loss.kl_estimator=k1: its expected gradient is zero, so as a loss it only adds noise; use k1+, "
+        "k3, or ratio_weighted=true",
+    )
+    require(
+        algorithm.kl_in_reward.kl_coef == 0 or "reward_components" not in _columns(algorithm),
+        f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}: {algorithm.advantage_estimator} reads the "
+        "reward functions one by one and not the token rewards; use algorithm.kl_loss",
+    )
+
+
+def _check_rejection(algorithm: AlgorithmConfig) -> None:
+    import torch
+
+    from rltrain.algorithms import rollout_rejection
+
+    if algorithm.rejection.kl_estimator is None:
+        return
+    settings = dataclasses.asdict(algorithm.rejection)
+    settings.pop("only_negative")
+    try:
+        rollout_rejection(torch.zeros(2, 2), torch.zeros(2, 2), torch.ones(2, 2), **settings)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.rejection.{' '.join(str(error).split())}") from None
+
+
+def _check_groups(config: Config) -> None:
+    """What compares the answers to one prompt needs more than one."""
+    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    in_groups = "uid" in _columns(algorithm)
+    users = {
+        algorithm.advantage_estimator: in_groups,
+        "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 0,
+        "algorithm.reward_normalization.mean_level=group": algorithm.reward_normalization.mean_level == "group",
+        "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
+        "reward.aggregation=normalize_then_sum": config.reward.aggregation == "normalize_then_sum",
+    }
+    if "values" not in _columns(algorithm):  # with a critic the tokens of one answer differ
+        levels = algorithm.advantage_normalization
+        users["algorithm.advantage_normalization.mean_level=group"] = levels.mean_level == "group"
+        users["algorithm.advantage_normalization.std_level=group"] = levels.std_level == "group"
+    for name, compares in users.items():
+        require(
+            not compares or samples > 1,
+            f"rollout.samples_per_prompt={samples}: {name} compares the answers to one prompt, so all advantages would "
+            "be 0; use at least 2",
+        )
+    require(
+        in_groups or not algorithm.dynamic_sampling,
+        f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with {algorithm.advantage_estimator}: it learns from "
+        "groups of one outcome too, which dynamic sampling drops; use 0",
+    )
+
+
+def _check_rewards_act(config: Config) -> None:
+    """Settings of the score must reach the advantages."""
+    algorithm, reward = config.algorithm, config.reward
+    columns, estimator = _columns(algorithm), algorithm.advantage_estimator
+    gate = next((component.name for component in reward.components if component.gate), None)
+    require(
+        "reward_components" not in columns or gate is None,
+        f"gate=true of reward function '{gate}' with {estimator}: it adds the functions up itself, without gates; "
+        "return 0 in the others where the gate would make it so",
+    )
+    require(
+        "reward_components" not in columns or reward.aggregation == "sum",
+        f"reward.aggregation={reward.aggregation} with {estimator}: it adds the reward functions up itself, each "
+        "normalised in its group; use sum",
+    )
+    require(
+        "baseline_rewards" not in columns or reward.aggregation != "normalize_then_sum",
+        f"reward.aggregation=normalize_then_sum with {estimator}: the greedy answer has no group, so every baseline "
+        "would be 0; use sum",
+    )
+    shaping = algorithm.reward_shaping
+    changes_scores = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
+    require(
+        "reward_components" not in columns or not (changes_scores or algorithm.reward_normalization.on),
+        f"algorithm.reward_shaping or reward_normalization with {estimator}: it reads the reward functions one by one, "
+        "not their shaped sum; shape them in the functions",
+    )
+    require(
+        "baseline_rewards" not in columns or not algorithm.reward_normalization.on,
+        f"algorithm.reward_normalization with {estimator}: the greedy answer's score is not in the statistics, so "
+        "scores and baseline would be on two scales; use algorithm.advantage_normalization",
+    )
+    require(
+        not algorithm.exclude_truncated or not algorithm.suppress_truncated,
+        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set one",
+    )
+    statistics = "valid" in columns or algorithm.reward_normalization.on or algorithm.advantage_normalization.on
+    require(
+        not algorithm.exclude_truncated or statistics,
+        f"algorithm.exclude_truncated=true with {estimator} and no normalisation: there is no statistic to be excluded "
+        "from; use suppress_truncated or mask_truncated",
+    )
+
+
+def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
+    """The value of the state in which an answer was cut must exist, reach the advantages, and not be taken back."""
+    if not algorithm.bootstrap_truncated:
+        return
+    require(
+        needs_critic(algorithm),
+        f"algorithm.bootstrap_truncated=true with {algorithm.advantage_estimator}: it reads no values, and what a cut "
+        "answer would have earned is a critic's guess; use false, or algorithm=ppo",
+    )
+    require(
+        not algorithm.suppress_truncated,
+        "algorithm.bootstrap_truncated=true with suppress_truncated=true: one credits a cut answer with what it would "
+        "have earned, the other with nothing; set one",
+    )
+    require(
+        not algorithm.mask_truncated,
+        "algorithm.bootstrap_truncated=true with mask_truncated=true: no token of a cut answer is trained on, so its "
+        "value would change nothing; set one",
+    )
+    require(
+        algorithm.advantage.get("gamma", 1.0) > 0,
+        "algorithm.bootstrap_truncated=true with algorithm.advantage.gamma=0: the value is multiplied by gamma, so it "
+        "would change nothing; use a gamma above 0, or false",
+    )

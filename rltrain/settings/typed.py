@@ -1,0 +1,110 @@
+"""Plain values into typed dataclasses: names, types and the nearest known key in every complaint."""
+
+import dataclasses
+import difflib
+import functools
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from rltrain.base.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError(message) unless `condition` holds; the message says value, rule, way out."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def at_least(config: Any, minimum: float, *names: str) -> None:
+    """Raise ConfigError unless these fields of `config` are `minimum` or more."""
+    for name in names:
+        value = getattr(config, name)
+        require(value >= minimum, f"{name} must be >= {minimum:g}, got {value}")
+
+
+def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """Turn nested plain values into the dataclass `kind`, refusing unknown keys, missing keys and wrong types.
+
+    Raises:
+        ConfigError: naming the key, what it must be, and for an unknown key the nearest known one.
+    """
+    hints = _hints(cast("Any", kind))
+    for key in values:
+        if key not in hints:
+            raise unknown_key(where + str(key), [where + name for name in hints])
+    missing = [where + name for name in hints if name not in values]
+    require(not missing, f"{', '.join(missing)}: no value; give one as {missing[0] if missing else ''}=VALUE")
+    fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
+    try:
+        return kind(**fields)
+    except ConfigError as error:  # rules name their own field; here it gets the path of its section
+        raise ConfigError(where + str(error)) from None
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def unknown_key(key: str, known: list[str]) -> ConfigError:
+    """The error for a key that does not exist; names the nearest known one."""
+    hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
+    return ConfigError(f"unknown config key '{key}'{hint}")
+
+
+def _likeness(key: str, name: str) -> float:
+    # A key without its section, or in the wrong one, is nearly as good as the whole.
+    whole = difflib.SequenceMatcher(None, key, name).ratio()
+    last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
+    return max(whole, 0.9 * last)
+
+
+def keys(kind: type, prefix: str = "") -> list[str]:
+    """The dotted names of every leaf key below the dataclass `kind`, unions with None included.
+
+    What is set with one key, as a mapping or a list of mappings, is a leaf too: a class says so by `given_whole`.
+    """
+    found: list[str] = []
+    for name, hint in _hints(kind).items():
+        kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
+        sections = (t for t in kinds if isinstance(t, type) and dataclasses.is_dataclass(t))
+        inner = next((t for t in sections if not getattr(t, "given_whole", False)), None)
+        found += keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
+    return found
+
+
+def _value(hint: Any, value: Any, key: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        absent = value is None and type(None) in args
+        return None if absent else _value(next(arg for arg in args if arg is not type(None)), value, key)
+    if origin is Literal:
+        require(value in args, f"{key}={value}: unknown choice; use one of {', '.join(map(str, args))}")
+        return value
+    if origin is list:
+        require(isinstance(value, list), _wrong_type(key, value, "a list"))
+        return [_value(args[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if origin is dict:
+        require(isinstance(value, dict), _wrong_type(key, value, "a mapping such as {}"))
+        return dict(value)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
+        return parse(hint, value, f"{key}.")
+    good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
+    # Compared as it is: a whole number may be too large for a float. NaN compares as False.
+    good = good and (hint is not float or abs(value) <= sys.float_info.max)
+    require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
+    return float(value) if hint is float else value
+
+
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+
+
+def _wrong_type(key: str, value: Any, wanted: str) -> str:
+    number = "number" in wanted and isinstance(value, str)
+    hint = ", without quotes" if number else ""
+    return f"{key}={'null' if value is None else repr(value)}: must be {wanted}{hint}"

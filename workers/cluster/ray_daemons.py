@@ -1,0 +1,170 @@
+"""Ray's daemons that a run depends on: finding them, and noticing when one of them dies.
+
+`raylet` starts the workers of one machine and holds their objects: without the driver's own one, nothing works.
+`gcs_server` keeps the cluster's tables on the head node: without it, processes that know each other go on until Ray
+ends them (after 60 s), but none can be started. So a run that loses it still has time to save a checkpoint.
+"""
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rltrain.base.errors import ClusterLost
+from workers.cluster.process_tree import descendants
+from workers.cluster.progress import began_of, state_of
+
+logger = logging.getLogger(__name__)
+
+GCS, RAYLET = "gcs_server", "raylet"
+GRACE_S = 40.0  # for a step that is under way when gcs_server dies; Ray ends the driver after 60 s without it
+_ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0  # of a gcs_server elsewhere, whose process is not visible
+_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a Unix socket's other side
+
+
+class Daemon(Protocol):
+    """One daemon."""
+
+    name: str
+
+    def ended(self) -> bool:
+        """Whether it has died; cheap enough to be asked many times a second."""
+
+    def __str__(self) -> str:
+        """What died, and where, for messages."""
+
+
+@dataclass(frozen=True)
+class LocalDaemon:
+    """A daemon on this machine.
+
+    Attributes:
+        name: of its program.
+        node: the address of this machine in the cluster.
+        pid, began: the process, as in `progress.Process`.
+    """
+
+    name: str
+    node: str
+    pid: int
+    began: int
+
+    def ended(self) -> bool:
+        """See `Daemon`."""
+        return not state_of(self.pid, self.began)
+
+    def __str__(self) -> str:
+        return f"Ray's {self.name} on node {self.node} (pid {self.pid}) is gone (killed, crashed or out of memory)"
+
+
+class RemoteDaemon:
+    """A daemon that is known by its address alone; it counts as dead when nobody has answered there for a while."""
+
+    def __init__(self, name: str, host: str, port: int) -> None:
+        self.name, self.host, self.port = name, host, port
+        self.asked = time.monotonic()
+        self.silent_since: float | None = None
+
+    def ended(self) -> bool:
+        """See `Daemon`."""
+        now = time.monotonic()
+        if now >= self.asked + _ASK_EVERY_S:
+            self.asked = now
+            try:
+                socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
+                self.silent_since = None
+            except OSError:
+                self.silent_since = self.silent_since or now
+        return self.silent_since is not None and now >= self.silent_since + _SILENT_S
+
+    def __str__(self) -> str:
+        return f"Ray's {self.name} on node {self.host} does not answer at port {self.port} any more"
+
+
+class Daemons:
+    """The daemons that a run depends on.
+
+    Args:
+        daemons: whose death is the end of the run.
+
+    Attributes:
+        patient: whether a step that is under way may end, and a checkpoint be saved, after the death of gcs_server.
+    """
+
+    def __init__(self, daemons: Sequence[Daemon] = ()) -> None:
+        self.daemons, self.patient = list(daemons), False
+        self.lost_at: float | None = None
+
+    def lost(self) -> Daemon | None:
+        """The daemon that has died, if any has; a raylet before gcs_server, as less works without it."""
+        ended = [daemon for daemon in self.daemons if daemon.ended()]
+        return min(ended, key=lambda daemon: daemon.name == GCS, default=None)
+
+    def check(self, *, at_rest: bool = False) -> None:
+        """Raise ClusterLost if a daemon has died.
+
+        Args:
+            at_rest: whether the run is between two steps, so that a checkpoint can be saved. Elsewhere the death of
+                gcs_server is only logged at first if the run is `patient`.
+        """
+        lost = self.lost()
+        if lost is None:
+            return
+        now = time.monotonic()
+        saves = lost.name == GCS and self.patient
+        if self.lost_at is None:
+            self.lost_at = now
+            if saves and not at_rest:
+                logger.warning("%s: this step ends within %g s, or the run ends without it", lost, GRACE_S)
+        if saves and not at_rest and now < self.lost_at + GRACE_S:
+            return
+        error = ClusterLost(f"{lost}: start the run again with trainer.resume=auto")
+        error.can_save = saves and at_rest
+        raise error
+
+
+def find() -> tuple[Path, list[Daemon]]:
+    """The session folder of the Ray that this process is connected to, and the daemons that the connection needs."""
+    import ray
+
+    context = ray.get_runtime_context()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    session = Path(node["RayletSocketName"]).parent.parent
+    found: list[Daemon] = []
+    if raylet := _listener(node["RayletSocketName"]):
+        found += _local(RAYLET, node["NodeManagerAddress"], [raylet])
+    if gcs := [pid for pid in descendants(os.getpid()) if _is_gcs_of(session.name, pid)]:
+        found += _local(GCS, node["NodeManagerAddress"], gcs)
+    else:
+        host, _, port = context.gcs_address.rpartition(":")
+        found.append(RemoteDaemon(GCS, host.strip("[]"), int(port)))
+    return session, found
+
+
+def _local(name: str, node: str, pids: Sequence[int]) -> list[Daemon]:
+    return [LocalDaemon(name, node, pid, began) for pid in pids if (began := began_of(pid)) is not None]
+
+
+def _listener(path: str) -> int:
+    """The pid of the process that listens at a Unix socket; 0 if it is in a namespace that is not visible here."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(path)
+            content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except (OSError, AttributeError):
+        return 0
+    return int(_CREDENTIALS.unpack(content)[0])
+
+
+def _is_gcs_of(session: str, pid: int) -> bool:
+    """Whether a process is the gcs_server of this Ray session: another Ray may run below this process too."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return Path(arguments[0]).name == GCS and f"--session-name={session}" in arguments

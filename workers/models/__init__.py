@@ -1,0 +1,1 @@
+"""What the roles compute with: packed forward passes, sharding, adapters, and files of weights."""

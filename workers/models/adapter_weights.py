@@ -1,0 +1,63 @@
+"""Low-rank adapters as tensors: their names, the base weights in a model's files, and the sum of both."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.model_weights import SAFETENSORS, open_safetensors, weight_files
+
+A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of the layer
+
+
+def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """W + scale B A in float32: weight (out, in), b (out, rank), a (rank, in), all on one device."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+
+
+class BaseWeights:
+    """The tensors of a model directory by name, read where they lie; the files stay open as long as this lives.
+
+    Args:
+        path: the directory, with safetensors files.
+
+    Raises:
+        ConfigError: a file is missing or broken.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, where = Path(path), f"model.path={path}"
+        self.opened: dict[Path, Any] = {}
+        self.files: dict[str, Path] = {}
+        for file in weight_files(self.path, where):
+            if file.suffix == SAFETENSORS:
+                with open_safetensors(file, where, "numpy") as content:
+                    self.files |= dict.fromkeys(content.keys(), file)
+
+    def tensor(self, name: str) -> Tensor:
+        """As it is in its file, on the CPU."""
+        found: Tensor = self._file(name).get_tensor(name)
+        return found
+
+    def size(self, name: str) -> list[int]:
+        """Its shape."""
+        found: list[int] = self._file(name).get_slice(name).get_shape()
+        return found
+
+    def _file(self, name: str) -> Any:
+        file = self.files[name]
+        if file not in self.opened:
+            self.opened[file] = open_safetensors(file, f"model.path={self.path}")
+        return self.opened[file]
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raise ConfigError unless all these tensors are there."""
+        missing = [name for name in names if name not in self.files]
+        if missing:
+            raise ConfigError(
+                f"model.path={self.path}: its safetensors files hold no '{missing[0]}', from which engines make the "
+                "weights that model.lora adapts; save the model again with save_pretrained, or use model.lora=null"
+            )

@@ -1,0 +1,351 @@
+"""Packed forward passes: log-probs, entropies and values of response tokens, no padding in any linear layer.
+
+Rows are laid end to end as one sequence of N tokens. Attention is ours, registered with transformers under `PACKED`.
+On GPUs, in 16 bits, one kernel takes all rows. Elsewhere rows of similar length are attended together, each bucket one
+causal sdpa call over a small right-padded view. So no mask is ever built and no row can see another. Everything else in
+the model works on the N real tokens.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from rltrain.algorithms import full_kl
+from rltrain.base.errors import ConfigError
+from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
+from rltrain.data.model_weights import load_whole
+from workers.cluster.progress import tick
+from workers.models.fsdp import device, forward_only
+from workers.models.fused_head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
+from workers.models.sequence_parallel import (
+    Sequence,
+    gather,
+    heads_of_all_tokens,
+    sequence_group_of,
+    split,
+    tokens_of_all_heads,
+)
+from workers.models.varlen_attention import kernel_for
+
+PACKED = "rltrain_packed"
+PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are read as they are, never padded
+SLACK = 0.75  # rows share an attention bucket while the shortest has at least this share of the longest's tokens
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows attended together: `index` (rows, L) into the pack, `real` (rows, L) False where `index` is filler."""
+
+    index: Tensor
+    real: Tensor
+
+
+class Rows:
+    """The rows of a pack; no dataclass, or FSDP would copy it for each layer.
+
+    Args:
+        lengths: (rows,) in tokens, on the CPU.
+        device: where attention is computed.
+    """
+
+    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        self.lengths, self.device = lengths, device
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """How attention groups them where no kernel takes them all: made when first asked for."""
+        return _buckets(self.lengths, self.device)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Rows end to end.
+
+    Attributes:
+        input_ids: (1, N) prompt and response ids; the last response token predicts nothing and is left out.
+        position_ids: (1, N), restarting in each row.
+        rows: how attention groups the rows where it does.
+        longest: tokens of the longest row.
+        offsets: (rows + 1,) int32, where each row begins, and where the last one ends.
+        predicting: (R,) where in the pack each response token is predicted; R response tokens in all.
+        targets: (R,) the response tokens.
+        sequence: the ranks that share out the tokens; then all but `rows`, `longest`, `offsets` is this rank's slice.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    rows: Rows
+    longest: int
+    offsets: Tensor
+    predicting: Tensor
+    targets: Tensor
+    sequence: Sequence | None = None
+
+
+def pack(batch: DataProto) -> Pack:
+    """Pack all rows of a batch. A row without response tokens still takes its prompt's place and predicts nothing."""
+    prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
+    lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
+    starts = offsets_of(lengths)
+    ids = torch.empty(int(lengths.sum()), dtype=torch.int64)
+    ids[starts[:-1].repeat_interleave(prompt_lengths) + positions(prompt_lengths)] = batch.values("prompts")
+    at = (starts[:-1] + prompt_lengths).repeat_interleave(response_lengths) + positions(response_lengths)
+    is_input = positions(response_lengths) < (response_lengths - 1).repeat_interleave(response_lengths)
+    ids[at[is_input]] = batch.values("responses")[is_input]
+    return Pack(
+        ids[None], positions(lengths)[None], Rows(lengths, ids.device), int(lengths.max()), starts.int(), at - 1,
+        batch.values("responses"),
+    )  # fmt: skip
+
+
+def _buckets(lengths: Tensor, device: torch.device) -> tuple[Bucket, ...]:
+    starts = offsets_of(lengths)[:-1]
+    order = lengths.argsort(descending=True, stable=True)
+    buckets, begin = [], 0
+    while begin < len(order):
+        longest = int(lengths[order[begin]])
+        count = int((lengths[order[begin:]] >= SLACK * longest).sum())
+        rows = order[begin : begin + count]
+        steps = torch.arange(longest)
+        real = steps < lengths[rows][:, None]
+        buckets.append(Bucket(torch.where(real, starts[rows][:, None] + steps, 0).to(device), real.to(device)))
+        begin += count
+    return tuple(buckets)
+
+
+def to_device(packed: Pack, device: torch.device) -> Pack:
+    """The pack with its tensors on `device`."""
+    if device.type == "cpu":
+        return packed
+    return Pack(
+        packed.input_ids.to(device), packed.position_ids.to(device), Rows(packed.rows.lengths, device), packed.longest,
+        packed.offsets.to(device), packed.predicting.to(device), packed.targets.to(device),
+    )  # fmt: skip
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: Pack,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,  # transformers passes what other attentions use
+) -> tuple[Tensor, None]:
+    """Causal attention within each row of a pack.
+
+    Shapes: query (1, H, N, D), key and value (1, K, N, D) with K dividing H; returns (1, N, H, D).
+    Raises ValueError for what it does not compute: soft caps, sinks, and windows shorter than the longest row.
+    """
+    assert attention_mask is None, "a packed forward must not be given a mask"
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
+        raise ValueError(
+            "this model's attention uses a soft cap, sinks or a window shorter than its rows: not supported"
+        )
+    if packed.sequence is not None:
+        query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
+    kernel = None if dropout else kernel_for(q, v)
+    if kernel is not None:
+        out = kernel(q, k, v, packed.offsets, packed.longest, scaling)
+    else:
+        out = _in_buckets(q, k, v, packed, scaling=scaling, dropout=dropout)
+    return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
+
+
+@torch.compiler.disable  # every count of buckets would be compiled anew
+def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float) -> Tensor:
+    """Attention (N, H, D), rows of similar length at a time."""
+    tokens, heads = q.shape[:2]
+    out = q.new_zeros(tokens, heads, v.size(-1))
+    for bucket in packed.rows.buckets:
+        rows, length = bucket.index.shape
+        flat = bucket.index.reshape(-1)
+        own, keys, values = (
+            t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v)
+        )
+        if q.is_cuda and k.size(1) != heads:  # of grouped heads in float32 its kernels would hold all scores
+            keys, values = (t.repeat_interleave(heads // t.size(1), dim=1) for t in (keys, values))
+        attended = F.scaled_dot_product_attention(
+            own, keys, values, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=keys.size(1) != heads
+        )
+        attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
+        if len(packed.rows.buckets) == 1 and bool(bucket.real.all()):
+            out = attended.index_select(0, _inverse(flat))
+        else:
+            real = bucket.real.reshape(-1)
+            out = out.index_copy(0, flat[real], attended[real])
+    return out
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return inverse
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+def load_model(
+    kind: Any, path: str, *, where: str | None = None, new_head: bool = False, **kwargs: Any
+) -> PreTrainedModel:
+    """A model directory in Hugging Face form with packed attention and float32 master weights; more as `load_whole`.
+
+    Raises:
+        ConfigError: beginning with `where`: the weights are not the whole model, or its attention cannot be exchanged.
+    """
+    where = where or f"model.path={path}"
+    try:
+        return load_whole(
+            kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
+        )
+    except KeyError as error:  # it looks its attention up in a list of its own
+        if PACKED not in error.args:
+            raise
+        raise ConfigError(
+            f"{where}: this model has attention of its own, which is not that of packed rows; "
+            "use a model of another architecture"
+        ) from error
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What a policy says of the R response tokens of a pack; in float32, or float64 for a model in float64.
+
+    Attributes:
+        log_probs: (R,) of each token under softmax(logits / temperature), in nats.
+        entropies: (R,) of that distribution, where asked for.
+        full_kl: (R,) the exact KL from that distribution to the reference's, where asked for.
+        hidden: (R, H) the states that the last layer predicts the tokens from, where asked for.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor | None
+    full_kl: Tensor | None
+    hidden: Tensor | None
+
+
+def policy_output(
+    model: nn.Module,
+    packed: Pack,
+    *,
+    temperature: float,
+    entropies: bool = False,
+    hidden: bool = False,
+    reference: tuple[Tensor, Tensor] | None = None,
+) -> PolicyOutput:
+    """One forward pass of a causal language model over a pack; what is optional costs time and is asked for.
+
+    `reference` has the hidden states (R, H') and the head (V, H') of the model that the exact KL is taken to. Logits
+    are never held as a whole: all of this is computed in chunks, in the place of the model's last layer.
+    """
+    whole, sequence = packed, sequence_group_of(model)
+    if sequence is not None:
+        packed, here = split(whole, sequence)
+        reference = None if reference is None else (reference[0][here], reference[1])
+    scale, states = logit_scale(model), list[Tensor]()
+    knobs: dict[str, Any] = {"temperature": temperature / scale}
+
+    def columns(of_all: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        states.append(of_all[0])
+        found = token_log_probs(states[0], weight, packed.targets, bias=bias, entropies=entropies, **knobs)
+        kl = None if reference is None else full_kl(states[0], weight, *reference, **knobs)
+        probe = torch.full_like(found[0], PROBE)
+        return torch.stack([column / scale for column in (*found, kl, probe) if column is not None])
+
+    with replaced_head(model, columns):
+        out = model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
+            logits_to_keep=packed.predicting, packed=packed,
+        ).logits  # fmt: skip
+    log_probs, *others, probe = out.unbind()
+    check_probe(probe, model)
+    kept = states[0] if hidden else None
+    if packed.sequence is not None:
+        log_probs, *others = (gather(column, whole, packed.sequence) for column in (log_probs, *others))
+        kept = None if kept is None else gather(kept, whole, packed.sequence)
+    return PolicyOutput(
+        log_probs, others[0] if entropies else None, None if reference is None else others[-1], kept
+    )  # fmt: skip
+
+
+def response_values(model: nn.Module, packed: Pack) -> Tensor:
+    """The critic's value (R,) of the state in which each response token was chosen, float32."""
+    whole, sequence = packed, sequence_group_of(model)
+    if sequence is not None:
+        packed, _ = split(whole, sequence)
+    logits = model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        packed=packed,
+    ).logits[0]
+    values = logits[packed.predicting, 0].float()
+    return values if packed.sequence is None else gather(values, whole, packed.sequence)
+
+
+def unpack(values: Tensor, mask: Tensor) -> Tensor:
+    """Response values (R,) in the padded view (B, T) whose real slots `mask` marks; 0 elsewhere; differentiable."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def stand_in(batch: DataProto) -> list[int]:
+    """What a rank computes where it has no rows: the cheapest of the batch."""
+    return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
+
+
+def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
+    """The rows, their pack and their response columns in the padded view (B, T), on this rank's device.
+
+    The columns carry `mask`, True at response tokens, and `response_mask`, True at trained ones. No rows at all: one
+    that stands in with nothing trained, so that this rank takes part in the collectives and adds exactly zero.
+    """
+    tick()
+    part = batch[rows or stand_in(batch)]
+    mask = part.padding_mask("responses")
+    names = [
+        name
+        for name in part.keys()  # noqa: SIM118 (iterating a batch gives its rows)
+        if COLUMNS.get(name, ("",))[0] == "response" and name not in PACKED_COLUMNS
+    ]
+    columns = {name: part.padded(name).to(device()) for name in names} | {"mask": mask.to(device())}
+    if not rows:
+        columns["response_mask"] = torch.zeros_like(columns["mask"])
+    return part, to_device(pack(part), device()), columns
+
+
+def row_pass(
+    model: nn.Module,
+    function: Callable[[DataProto, Pack], dict[str, Tensor]],
+    batch: DataProto,
+    microbatches: list[list[int]],
+) -> DataProto:
+    """Columns of one value (R, ...) a response token, which a function of rows and their pack has this model compute.
+
+    The result has these columns only, rows in the order of the micro-batches.
+    """
+    parts, names = [], set[str]()
+    with forward_only(model):
+        for rows in microbatches:
+            tick()
+            part = batch[rows or stand_in(batch)]
+            columns = {name: values.cpu() for name, values in function(part, to_device(pack(part), device())).items()}
+            kept = columns if rows else {name: values[:0] for name, values in columns.items()}
+            parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))
+            names.update(columns)
+    return DataProto.concat(parts).select(sorted(names))

@@ -1,0 +1,177 @@
+"""The Hugging Face form of a checkpoint's policy, made from its files: one tensor in memory at a time, no collective.
+
+What is small, the model's config and its tokenizer's files, is taken from the model at the start; the weights are
+streamed from the state into safetensors files. Adapters are merged into their base, and lie beside it in peft's form.
+"""
+
+import copy
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from rltrain.base.storage import Folder, flush
+from workers.models.adapter_weights import A, B, BaseWeights, merge
+from workers.models.lora import HALVES, NAME, is_adapter
+from workers.models.state_files import StateFiles
+
+SHARD_BYTES = 4 << 30
+ADAPTER, ADAPTER_CONFIG = "adapter", "adapter/adapter_config.json"
+_FLOAT_BYTES = 4
+_BESIDE = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One tensor of the export: its name and shape there, and how to make it."""
+
+    name: str
+    size: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
+    """Everything of the export but weights, by path.
+
+    Args:
+        model: the policy, with or without adapters.
+        base: the directory that it was loaded from.
+    """
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        # The model's own generation defaults are kept as they are; transformers refuses to write some of them.
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+        if NAME in getattr(model, "peft_config", {}):
+            settings = copy.copy(model.peft_config[NAME])
+            settings.base_model_name_or_path, settings.inference_mode = str(base), True
+            settings.target_modules = sorted(settings.target_modules)
+            settings.save_pretrained(f"{folder}/{ADAPTER}")
+        made = {str(file.relative_to(folder)): file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
+    beside = {file.name: file.read_bytes() for pattern in _BESIDE for file in base.glob(pattern) if file.is_file()}
+    return made | beside
+
+
+def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, folder: Folder) -> list[str]:
+    """Write the policy in Hugging Face form.
+
+    Args:
+        state: of the actor.
+        small: as from `small_files`.
+        model: the policy, of which only the names are used: weights whose names or shapes transformers changes when it
+            loads them are changed back.
+        folder: where to; need not exist.
+
+    Returns:
+        The files, by their paths in the folder.
+    """
+    written = list(small)
+    for name, content in small.items():
+        _write(folder, name, content)
+    if ADAPTER_CONFIG in small:
+        settings = json.loads(small[ADAPTER_CONFIG])
+        parts = list(_merged(state, settings))
+        halves = [
+            _Part(f"base_model.model.{name.replace(f'.{NAME}.', '.')}", tuple(state.size(f"model.{name}")),
+                  _reading(state, name))
+            for name in state.names("model")
+        ]  # fmt: skip
+        written += _write_tensors(folder, f"{ADAPTER}/adapter_model", halves)
+    else:
+        parts = [part for name in state.names("model") for part in _as_in_files(state, name, model)]
+    return written + _write_tensors(folder, "model", parts)
+
+
+def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
+    return lambda: state.tensor(f"model.{name}")
+
+
+def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
+    """What a parameter is in files, where it may have another name and be several tensors."""
+
+    def reverted(tensor: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+        return found
+
+    for other, shape in reverted(torch.empty(state.size(f"model.{name}"), device="meta")).items():
+        yield _Part(other, tuple(shape.shape), lambda other=other: reverted(state.tensor(f"model.{name}"))[other])
+
+
+def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
+    """The base's tensors, those with an adapter merged."""
+    base, scale = BaseWeights(settings["base_model_name_or_path"]), settings["lora_alpha"] / settings["r"]
+    names = {name.replace(f".{NAME}.", "."): name for name in state.names("model") if is_adapter(name)}
+    layers = {name.partition(half)[0] for name in names.values() for half in HALVES if half in name}
+    base.require([f"{layer}.weight" for layer in sorted(layers)])
+
+    def merged(name: str, layer: str) -> Tensor:
+        a, b = (state.tensor(f"model.{names[layer + half]}") for half in (A, B))
+        return merge(base.tensor(name), b, a, scale)
+
+    for name in base.files:
+        layer, _, last = name.rpartition(".")
+        adapted = last == "weight" and layer in layers
+        make = (lambda n=name, x=layer: merged(n, x)) if adapted else (lambda n=name: base.tensor(n))
+        yield _Part(name, tuple(base.size(name)), make)
+
+
+def _write_tensors(folder: Folder, stem: str, parts: list[_Part]) -> list[str]:
+    """Write tensors into as few safetensors files as their size allows, with an index where there are several."""
+    shards: list[list[_Part]] = [[]]
+    room = SHARD_BYTES
+    for part in parts:
+        size = _FLOAT_BYTES * math.prod(part.size)
+        if size > room and shards[-1]:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append(part)
+        room -= size
+    if len(shards) == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder, name, shard)
+    if len(shards) > 1:
+        where = {part.name: Path(name).name for name, shard in zip(names, shards, strict=True) for part in shard}
+        total = sum(_FLOAT_BYTES * math.prod(part.size) for part in parts)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        names.append(f"{stem}.safetensors.index.json")
+        _write(folder, names[-1], json.dumps(index, indent=2).encode())
+    return names
+
+
+def _write_shard(folder: Folder, name: str, parts: list[_Part]) -> None:
+    """A safetensors file: the length of its header, the header, the bytes of the tensors in its order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in parts:
+        begin, end = end, end + _FLOAT_BYTES * math.prod(part.size)
+        header[part.name] = {"dtype": "F32", "shape": list(part.size), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with folder.open(name, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for part in parts:
+            tensor = part.make().float().contiguous()
+            assert tensor.shape == part.size, f"{part.name} has the shape {tuple(tensor.shape)}, not {part.size}"
+            stream.write(memoryview(tensor.numpy()).cast("B") if tensor.numel() else b"")
+        if folder.local:
+            flush(stream)
+
+
+def _write(folder: Folder, name: str, content: bytes) -> None:
+    with folder.open(name, "wb") as stream:
+        stream.write(content)

@@ -1,0 +1,149 @@
+"""Reading a checkpoint's tensors. Nothing in its files is run: they may come from a stranger.
+
+PyTorch's distributed checkpoint keeps its index, `.metadata`, as a pickle. Here only the classes of such an index are
+made from it, and what it says is checked; the tensors are read with `weights_only=True`.
+"""
+
+import io
+import pickle
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from rltrain.base.errors import CheckpointError
+from rltrain.base.storage import Folder
+
+INDEX = ".metadata"
+_CLASSES: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.TensorProperties, dcp.ChunkStorageMetadata,
+        dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, _StorageInfo,
+    )
+}  # fmt: skip
+
+
+def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
+    """The member of an enumeration, which Python 3.11 before its fourth release pickles as getattr(kind, name)."""
+    if kind is not dcp._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it asks for an attribute, which no index of tensors needs")
+    return dcp._MEM_FORMAT_ENCODING[name]
+
+
+_CLASSES |= {
+    ("builtins", "getattr"): _member,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the classes of an index and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of tensors needs")
+
+
+def read_index(folder: Folder) -> dcp.Metadata:
+    """The index of the tensors in a folder.
+
+    Raises:
+        CheckpointError: it is none, or holds anything but tensors in files beside it.
+    """
+    try:
+        index = _Unpickler(io.BytesIO(folder.read(INDEX))).load()
+        _check(index)
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{INDEX}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # a pickle of a stranger raises whatever it likes
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"{folder}/{INDEX}: refused, {reason}; take a checkpoint that rltrain has written"
+        ) from None
+    index.storage_meta = dcp.StorageMeta()
+    return index
+
+
+def _check(index: Any) -> None:
+    """Raise ValueError for what an index of tensors does not say."""
+    _demand(isinstance(index, dcp.Metadata), "not an index of tensors")
+    _demand(isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "no tables in it")
+    for name, entry in index.state_dict_metadata.items():
+        good = isinstance(name, str) and type(entry) is dcp.TensorStorageMetadata
+        _demand(good and isinstance(entry.properties.dtype, torch.dtype), f"entry {name!r} is no tensor")
+        _demand(type(entry.size) is torch.Size and isinstance(entry.chunks, list), f"entry {name!r} has no size")
+        for chunk in entry.chunks:
+            _demand(type(chunk) is dcp.ChunkStorageMetadata, f"entry {name!r} has a part of an unknown kind")
+            _demand(dcp.MetadataIndex(name, chunk.offsets) in index.storage_data, f"entry {name!r} lies nowhere")
+    for place in index.storage_data.values():
+        _demand(type(place) is _StorageInfo and isinstance(place.relative_path, str), "a place of an unknown kind")
+        _demand(not getattr(place, "transform_descriptors", None), "its files are transformed")
+        _demand(PurePosixPath(place.relative_path).name == place.relative_path, "a file outside of its folder")
+        _demand(all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a place that is no number")
+
+
+def _demand(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
+
+
+class StateReader(FsspecReader):
+    """What ranks load through.
+
+    Args:
+        folder: of the tensors of one role.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        super().__init__(folder.url)
+        self.folder = folder
+
+    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
+        """The index, checked."""
+        return read_index(self.folder)
+
+
+class StateFiles:
+    """The tensors of one role, whole, one at a time, without a process group.
+
+    Args:
+        folder: of the tensors of one role.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self.index = folder, read_index(folder)
+
+    def names(self, kind: str) -> list[str]:
+        """What is there of a kind ("model", "exp_avg" and so on), without its prefix, in the order it was saved."""
+        return [name.removeprefix(f"{kind}.") for name in self.index.state_dict_metadata if name.startswith(f"{kind}.")]
+
+    def size(self, name: str) -> torch.Size:
+        """Shape of a tensor, by its full name."""
+        return self.index.state_dict_metadata[name].size  # type: ignore[union-attr]
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its full name, put together from its parts."""
+        entry = self.index.state_dict_metadata[name]
+        assert isinstance(entry, dcp.TensorStorageMetadata), "checked when the index was read"
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            place = self.index.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
+            with self.folder.open(place.relative_path) as stream:
+                stream.seek(place.offset)
+                part = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
+            target = whole
+            for axis, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(axis, offset, length)
+            if not isinstance(part, Tensor) or part.shape != target.shape:
+                raise CheckpointError(f"{self.folder}/{place.relative_path}: holds another tensor than '{name}'")
+            target.copy_(part)
+        return whole

@@ -1,0 +1,74 @@
+"""Causal attention within rows that lie end to end, as one kernel: flash-attn's where it is installed, else torch's.
+
+Both need a GPU of compute capability 8.0 or newer and 16-bit numbers. Elsewhere `workers.models.packed_forward` computes
+attention in buckets of rows of similar length.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
+WIDEST, STEP = 256, 8  # heads have a width of at most so much, and a multiple of so much
+# (queries (N, H, D), keys and values (N, K, D), offsets (R + 1,) int32, longest row, scale or None) -> (N, H, D)
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+
+
+def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
+    """What attends these heads (N, H, D) in one kernel, forward and backward; None where nothing does."""
+    width = query.size(-1)
+    if query.device.type != "cuda" or query.dtype not in HALF or value.size(-1) != width:
+        return None
+    return kernel() if width <= WIDEST and width % STEP == 0 and _is_new(query.device) else None
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """The kernel of this environment."""
+    for module, make in (("flash_attn", of_flash_attn), ("torch.nn.attention.varlen", of_torch)):
+        try:
+            return make(importlib.import_module(module))
+        except (ImportError, AttributeError, NotImplementedError):
+            continue
+    return None
+
+
+def of_flash_attn(module: Any) -> Kernel:
+    """flash-attn, version 2; keys may have fewer heads than queries."""
+    function = module.flash_attn_varlen_func
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:
+        return function(query, key, value, offsets, offsets, longest, longest, softmax_scale=scale, causal=True)
+
+    return attend
+
+
+def of_torch(module: Any) -> Kernel:
+    """torch 2.11 and newer; whether it shares the heads of keys depends on the version. Raises for one too old."""
+    function = module.varlen_attn
+    accepted = inspect.signature(function).parameters
+    if not {"window_size", "scale"} <= accepted.keys():
+        raise NotImplementedError("this torch's varlen_attn takes no window and no scale")
+    shares = "enable_gqa" in accepted
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:
+        copies = query.size(1) // key.size(1)
+        if copies > 1 and not shares:
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        sharing = {"enable_gqa": copies > 1} if shares else {}
+        causal = (-1, 0)  # all before, nothing after
+        return function(
+            query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=causal, **sharing
+        )
+
+    return attend
+
+
+@functools.cache
+def _is_new(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)

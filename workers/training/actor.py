@@ -1,0 +1,276 @@
+"""The actor: a sharded causal language model, its log-probs and its policy update."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms import (
+    POLICY_LOSSES,
+    aggregate_loss,
+    columns_of,
+    kl_estimate,
+    loss_functions,
+    own_knobs,
+    required_columns,
+    rollout_correction,
+    rollout_diagnostics,
+    rollout_rejection,
+)
+from rltrain.base.errors import ConfigError, LogProbError
+from rltrain.batch.data_proto import DataProto
+from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
+from rltrain.settings.schema import Config
+from workers.models.fsdp import Optimizer, device, full, shard
+from workers.models.lora import adapt, merged_tensors
+from workers.models.packed_forward import Pack, microbatch, policy_output, row_pass, unpack
+from workers.models.row_isolation import load_policy
+from workers.sync.buckets import Bucket
+from workers.sync.sender import AdapterSender, Offer, Sender
+from workers.training.dispatch import Minibatch, UpdateResult
+from workers.training.rank_state import RankState, Saved
+
+# Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's (invariant D1).
+SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+class ActorWorker:
+    """One rank of the actor.
+
+    Args:
+        config: the whole config.
+        path: model directory in Hugging Face form.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        self.config, self.path = config, Path(path)
+        model = load_policy(path)
+        if config.model.lora:
+            model = adapt(model, config.model.lora, seed=config.trainer.seed)
+        self.model = shard(model, config)
+        self.model.eval()  # no dropout: the policy that is trained is the one that samples
+        self.optimizer = Optimizer(
+            [p for p in self.model.parameters() if p.requires_grad], config.actor, config.optimizer_steps,
+            max_skipped=config.trainer.max_skipped_updates,
+        )  # fmt: skip
+        self.state = RankState("actor", self.model, self.optimizer, base=self.path)
+        algorithm = config.algorithm
+        self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
+        # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded
+        # as the reference computes with it, or the KL of a policy to itself would not be 0.
+        self.ref_head: Tensor | None = None
+        if algorithm.needs_full_kl:
+            head = self.model.get_output_embeddings()
+            if head.bias is not None:
+                raise ConfigError(
+                    f"model.path={path}: its last layer has a bias, and the exact KL (full=true) is of layers without "
+                    "one; use an estimator, full=false"
+                )
+            self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
+
+    def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """What the policy before the update says of these rows, in the order of the micro-batches.
+
+        `old_log_probs`; `entropies` where the loss's token selector reads them; `full_kl` to the reference where the
+        reward is reduced by it.
+        """
+        in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
+
+        def columns(part: DataProto, packed: Pack) -> dict[str, Tensor]:
+            output = policy_output(
+                self.model, packed, temperature=temperature, entropies="entropies" in self.required,
+                reference=self._reference(part) if in_reward else None,
+            )  # fmt: skip
+            found = {"old_log_probs": output.log_probs, "entropies": output.entropies, "full_kl": output.full_kl}
+            return {name: values for name, values in found.items() if values is not None}
+
+        return row_pass(self.model, columns, batch, microbatches)
+
+    def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
+        """The reference's hidden states (R, H) at the response tokens of these rows, and its head (V, H)."""
+        assert self.ref_head is not None, "the config asks for the exact KL"
+        return part.values("ref_hidden").to(device()), self.ref_head
+
+    def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
+        """One optimizer step a mini-batch. Raises LogProbError where the first mini-batch breaks invariant D1."""
+        result = UpdateResult()
+        for number, minibatch in enumerate(minibatches):
+            chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
+            part = UpdateResult()
+            for rows in minibatch.microbatches:
+                columns = self._backward(chosen, rows, minibatch, part, entropy_coef)
+                if number == 0:
+                    _compare(columns, part)
+            if number == 0 and "old_log_probs" in batch and part.finite:
+                self._check_same_policy(part)
+            step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
+            result.add(part, minibatch.num_tokens, step)
+        if self.config.takes_turns:
+            torch.cuda.empty_cache()  # the engine wakes next, on the same device; nothing happens without a GPU
+        return result
+
+    def _backward(
+        self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult, entropy_coef: float
+    ) -> dict[str, Tensor]:
+        part, packed, columns = microbatch(batch, rows)
+        algorithm, mask = self.config.algorithm, columns["mask"]
+        output = policy_output(
+            self.model, packed, temperature=self.config.rollout.temperature,
+            entropies=entropy_coef > 0 or algorithm.entropy_target is not None,
+            reference=self._reference(part) if algorithm.kl_loss.full else None,
+        )  # fmt: skip
+        columns["log_probs"] = unpack(output.log_probs, mask)
+        columns.setdefault(
+            "old_log_probs", columns["log_probs"].detach()
+        )  # on the one step of a batch: the same policy
+        if output.entropies is not None:
+            columns["entropy"] = unpack(output.entropies, mask)
+        if output.full_kl is not None:
+            columns["full_kl"] = unpack(output.full_kl, mask)
+        loss, parts, sums = actor_loss(
+            columns, algorithm, entropy_coef=entropy_coef, num_tokens=minibatch.num_tokens,
+            num_sequences=minibatch.num_sequences, max_response_length=self.config.rollout.max_response_length,
+        )  # fmt: skip
+        (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
+        _add(result.losses, parts)
+        _add(result.sums, sums)
+        return columns
+
+    def _check_same_policy(self, result: UpdateResult) -> None:
+        if self.config.algorithm.old_log_probs != "actor" or not result.first_tokens:
+            return
+        gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
+        if not gap <= limit:
+            raise LogProbError(
+                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, "
+                f"above {limit:g}: the same weights must give the same log-probs, so forward passes differ; report this"
+            )
+
+    def start_export(self, path: str | None, version: int, check: bool) -> Offer:
+        """Begin to send the weights, through a file at `path` if there is one; `check` adds the proofs of E5."""
+        kind = AdapterSender if self.config.model.lora else Sender
+        self.sender = kind(self.model, version=version, dtype=self.config.model.dtype, check=check)
+        return self.sender.offer(path)
+
+    def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
+        """This rank's part of a bucket, once the ones before it that had its room are `_loaded`."""
+        return self.sender.write(number, path)
+
+    def end_export(self) -> None:
+        """Everything was sent, or the sync broke off."""
+        self.sender.close()
+        del self.sender  # it refers to the parameters
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter once, whole and float32, adapters merged, on every rank. A collective."""
+        return dict(merged_tensors(self.model))
+
+    def save_state(self, url: str) -> None:
+        """Begin to write this rank's part of a checkpoint, and the exported model. All ranks must call it."""
+        self.state.save(url)
+
+    def saved_state(self) -> Saved | None:
+        """What that has come to, None while it is under way."""
+        return self.state.saved()
+
+    def load_state(self, url: str | None) -> None:
+        """Go back to a checkpoint, or without one to the start. All ranks must call it."""
+        if url is not None:
+            self.state.load(url)
+        elif self.optimizer.steps:
+            self.__init__(self.config, str(self.path))  # type: ignore[misc]
+
+
+def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:
+    """Adds `selected` for these rows, a whole mini-batch, where the loss has a token selector; False in other rows."""
+    selectors = loss_functions(algorithm.loss_mode)[1:]
+    if not selectors:
+        return batch
+    selected = torch.zeros(int(batch.offsets("responses")[-1]), dtype=torch.bool)
+    if rows:
+        (selector,), part = selectors, batch[rows]
+        columns = (part.padded(name) for name in columns_of(selector))
+        place = batch.with_values("responses", place=torch.arange(len(selected)))[rows].values("place")
+        selected[place] = selector(*columns, **own_knobs(selector, algorithm.loss))[part.padding_mask("responses")]
+    return batch.with_values("responses", selected=selected)
+
+
+def actor_loss(
+    columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, *, entropy_coef: float, **counts: int
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Policy loss plus KL and minus entropy terms of one micro-batch.
+
+    Args:
+        columns: padded columns (B, T) by name; `response_mask`, `log_probs`, `advantages` and what the loss asks for.
+        algorithm: which loss, aggregation and coefficients.
+        entropy_coef: of the entropy bonus in this step.
+        counts: `num_tokens`, `num_sequences`, `max_response_length` of the whole mini-batch.
+
+    Returns:
+        (loss to differentiate, its parts, sums over trained tokens), parts and sums detached.
+    """
+    mask = columns["response_mask"]
+
+    def aggregate(token_losses: Tensor) -> Tensor:
+        return aggregate_loss(token_losses, mask, algorithm.loss_agg_mode, **counts)
+
+    token_losses, sums = policy_term(columns, algorithm)
+    loss = aggregate(token_losses)
+    parts = {"policy_loss": loss.detach()}
+    if algorithm.kl_loss.kl_loss_coef > 0:
+        kl = reference_kl(columns, algorithm.kl_loss)
+        term = aggregate(kl)
+        parts["kl_loss"] = term.detach()
+        sums["ref_kl"] = torch.where(mask, kl.detach(), 0).sum()
+        loss = loss + algorithm.kl_loss.kl_loss_coef * term
+    if "entropy" in columns:
+        sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
+        loss = loss - entropy_coef * aggregate(columns["entropy"])
+    return loss, parts, sums
+
+
+def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss of each token (B, T), weighted and dropped as `correction` and `rejection` say; metric sums.
+
+    Tokens that are dropped have a policy term of 0 and stay in `response_mask`: so they stay in every count, and keep
+    their KL and entropy terms. Metrics of the loss are over all of them too.
+    """
+    policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
+    losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
+    correction, rejection = algorithm.correction, algorithm.rejection
+    if correction.level is not None:
+        policies = columns["old_log_probs"], columns["rollout_log_probs"]
+        weights, kept, found = rollout_correction(*policies, mask, **dataclasses.asdict(correction))
+        losses = torch.where(kept, weights * losses, 0)
+        sums |= {f"correction_{name}": value for name, value in found.items()}
+    if rejection.kl_estimator is not None:
+        settings = dataclasses.asdict(rejection)
+        only = columns["advantages"] if settings.pop("only_negative") else None
+        kept, found = rollout_rejection(columns["log_probs"], columns["rollout_log_probs"], mask, only, **settings)
+        losses = torch.where(kept, losses, 0)
+        sums |= {f"rejection_{name}": value for name, value in found.items()}
+    return losses, sums
+
+
+def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
+    """The KL to the reference at each token (B, T): exact, or estimated from the sampled tokens."""
+    if config.full:
+        return columns["full_kl"]
+    old = columns["old_log_probs"] if config.ratio_weighted else None
+    return kl_estimate(columns["log_probs"], columns["ref_log_probs"], config.kl_estimator, old_log_probs=old)
+
+
+def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
+    """How far the actor's log-probs are, before its first step, from the old ones (D1) and the engine's (E1)."""
+    mask, now = columns["response_mask"], columns["log_probs"].detach()
+    change = (now - columns["old_log_probs"]).abs()
+    _add(result.first, {"same_policy": torch.where(mask, change, 0).sum()})
+    _add(result.first, rollout_diagnostics(now, columns["rollout_log_probs"], mask))
+    result.first_tokens += int(mask.sum())
+
+
+def _add(totals: dict[str, float], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + float(value)

@@ -1,0 +1,87 @@
+"""The critic: the policy's architecture with one output a token, its values and its update."""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification
+
+from rltrain.algorithms import aggregate_loss, value_loss
+from rltrain.batch.data_proto import DataProto
+from rltrain.settings.schema import Config
+from workers.models.fsdp import Optimizer, shard
+from workers.models.packed_forward import Pack, load_model, microbatch, response_values, row_pass, unpack
+from workers.models.row_isolation import check_rows_apart
+from workers.training.dispatch import Minibatch, UpdateResult
+from workers.training.rank_state import RankState, Saved
+
+
+class CriticWorker:
+    """One rank of the critic: it starts from the policy's weights with a value head of zeros.
+
+    Args:
+        config: the whole config.
+        path: model directory in Hugging Face form.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        self.config, self.path = config, path
+        model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
+        name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
+        check_rows_apart(model, head, functools.partial(response_values, model), f"model.path={path}")
+        setattr(model, name, nn.Linear(head.in_features, 1, bias=False))
+        nn.init.zeros_(model.get_submodule(name).weight)
+        self.model = shard(model, config)
+        self.model.eval()  # no dropout: the value of a state must not depend on chance
+        self.optimizer = Optimizer(
+            list(self.model.parameters()), config.critic, config.optimizer_steps,
+            max_skipped=config.trainer.max_skipped_updates,
+        )  # fmt: skip
+        self.state = RankState("critic", self.model, self.optimizer)
+
+    def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """`values` of these rows, in the order of the micro-batches."""
+
+        def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
+            return {"values": response_values(self.model, packed)}
+
+        return row_pass(self.model, columns, batch, microbatches)
+
+    def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
+        """One optimizer step a mini-batch, towards the column `returns`, clipped around the column `values`."""
+        result = UpdateResult(losses={"value_loss": 0.0})
+        for minibatch in minibatches:
+            part = UpdateResult(losses={"value_loss": 0.0})
+            for rows in minibatch.microbatches:
+                self._backward(batch, rows, minibatch, part)
+            step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
+            result.add(part, minibatch.num_tokens, step)
+        return result
+
+    def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:
+        _, packed, columns = microbatch(batch, rows)
+        mask = columns["response_mask"]
+        values = unpack(response_values(self.model, packed), columns["mask"])
+        token_losses, sums = value_loss(
+            values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
+        )
+        loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
+        (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
+        result.losses["value_loss"] += float(loss.detach())
+        for name, value in sums.items():
+            result.sums[name] = result.sums.get(name, 0.0) + float(value)
+
+    def save_state(self, url: str) -> None:
+        """Begin to write this rank's part of a checkpoint. All ranks must call it."""
+        self.state.save(url)
+
+    def saved_state(self) -> Saved | None:
+        """What that has come to, None while it is under way."""
+        return self.state.saved()
+
+    def load_state(self, url: str | None) -> None:
+        """Go back to a checkpoint, or without one to the start. All ranks must call it."""
+        if url is not None:
+            self.state.load(url)
+        elif self.optimizer.steps:
+            self.__init__(self.config, self.path)  # type: ignore[misc]

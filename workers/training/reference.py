@@ -1,0 +1,36 @@
+"""The reference: a frozen, sharded copy of the start, for KL terms."""
+
+from torch import Tensor
+
+from rltrain.batch.data_proto import DataProto
+from rltrain.settings.schema import Config
+from workers.models.fsdp import frozen
+from workers.models.packed_forward import Pack, policy_output, row_pass
+from workers.models.row_isolation import load_policy
+
+
+class ReferenceWorker:
+    """One rank of the reference model; it never changes.
+
+    Args:
+        config: the whole config.
+        path: model directory in Hugging Face form.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        self.config = config
+        self.model = frozen(load_policy(path), config)
+
+    def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """What the KL terms need of these rows, in the order of the micro-batches.
+
+        `ref_log_probs` for estimates from samples; `ref_hidden`, the last hidden states, for the exact KL.
+        """
+        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
+
+        def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
+            output = policy_output(self.model, packed, temperature=temperature, hidden=algorithm.needs_full_kl)
+            found = {"ref_log_probs": output.log_probs} if algorithm.needs_ref_log_probs else {}
+            return found if output.hidden is None else found | {"ref_hidden": output.hidden}
+
+        return row_pass(self.model, columns, batch, microbatches)
