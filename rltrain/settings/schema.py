@@ -2,8 +2,8 @@
 
 YAML under `config/` owns the values, so no field here has a default. `rltrain.settings.typed.parse` turns it into these
 dataclasses once; past that point there is no untyped config. The keys under `algorithm` and `reward` are in
-`rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`; rules that need more (files, registries, cores)
-live in `rltrain.run.checks`.
+`rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`; rules that need more (files, registries,
+cores) live in `rltrain.run.checks`.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checks that a model keeps the rows of a pack apart, by running the model itself: no list of architectures is complete.
+"""Checks that a model keeps the rows of a pack apart, by running it: no list of architectures is complete.
 
 Packed forward passes (`workers.models.packed_forward`) are right for models whose tokens meet in our attention alone
 and whose positions come from `position_ids`. A convolution, a recurrent state or an attention of the model's own would

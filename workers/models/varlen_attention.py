@@ -1,7 +1,7 @@
 """Causal attention within rows that lie end to end, as one kernel: flash-attn's where it is installed, else torch's.
 
-Both need a GPU of compute capability 8.0 or newer and 16-bit numbers. Elsewhere `workers.models.packed_forward` computes
-attention in buckets of rows of similar length.
+Both need a GPU of compute capability 8.0 or newer and 16-bit numbers. Elsewhere `workers.models.packed_forward`
+computes attention in buckets of rows of similar length.
 """
 
 import functools

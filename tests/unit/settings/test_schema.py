@@ -16,7 +16,7 @@ from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys, parse, unknown_key
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # These say what the config holds, or refuse it: a key that only they read would have no effect.
 TELLERS = {
     "schema.py", "algorithm_config.py", "reward_config.py", "plan.py", "checks.py", "algorithm_checks.py", "compose.py",

@@ -10,7 +10,7 @@ import pytest
 
 from rltrain.base import cpu_threads
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

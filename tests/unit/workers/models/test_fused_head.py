@@ -28,7 +28,7 @@ from rltrain.batch.data_proto import DataProto, jagged
 from workers.models.fused_head import replaced_head, token_log_probs
 from workers.models.packed_forward import PACKED, pack, policy_output
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": None,

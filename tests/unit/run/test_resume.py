@@ -16,7 +16,7 @@ from rltrain.settings.compose import compose, to_yaml
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys
 from rltrain.trajectories.token_rewards import with_all_knobs
-from tests.unit.test_checkpoint import Ranks, made, save
+from tests.unit.run.test_checkpoints import Ranks, made, save
 
 
 def config(tmp_path, *overrides) -> Config:
