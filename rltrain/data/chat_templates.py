@@ -108,7 +108,7 @@ class ChatTemplates:
             progress.truncate(1)
             self._begun = mmap.mmap(progress.fileno(), 1)
             words = [theirs.fileno(), progress.fileno(), self._seconds, self._memory_mb]
-            paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rltrain.data.template_process", *map(str, words)],
                 stdin=subprocess.DEVNULL,

@@ -87,10 +87,10 @@ def usage() -> str:
 
 
 def config_dir() -> Path:
-    """Return the folder of the YAML files: beside this file in an installed package, one level up in a checkout."""
-    here = Path(__file__).resolve().parent
-    inside = here / "config"
-    return inside if inside.is_dir() else here.parent / "config"
+    """Return the folder of the YAML files: inside of an installed package, beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "config"
+    return inside if inside.is_dir() else package.parent / "config"
 
 
 def group_names() -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer
 
-from rltrain.data.prompts import token_bound
+from rltrain.data import token_bound
 from rltrain.data.token_bound import TokenBound
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.made_tokenizers import KINDS, made

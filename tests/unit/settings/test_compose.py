@@ -407,7 +407,7 @@ def test_overrides_do_not_depend_on_the_working_directory(tmp_path, monkeypatch)
 def test_an_installed_package_reads_the_yaml_inside_it(tmp_path, monkeypatch):
     package = tmp_path / "rltrain"
     shutil.copytree(config_dir(), package / "config")
-    monkeypatch.setattr(rltrain.settings.compose, "__file__", str(package / "compose.py"))
+    monkeypatch.setattr(rltrain.settings.compose, "__file__", str(package / "settings/compose.py"))
     assert config_dir() == package / "config"
     assert compose([])[0].trainer.total_steps == 120
 

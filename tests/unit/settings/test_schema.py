@@ -18,9 +18,7 @@ from rltrain.settings.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[3]
 # These say what the config holds, or refuse it: a key that only they read would have no effect.
-TELLERS = {
-    "schema.py", "algorithm_config.py", "reward_config.py", "plan.py", "checks.py", "algorithm_checks.py", "compose.py",
-}  # fmt: skip
+TELLERS = {*(ROOT / "rltrain/settings").glob("*.py"), ROOT / "rltrain/run/plan.py", ROOT / "rltrain/run/checks.py"}
 # Sections that are handed over whole, as keyword arguments of a function; and what it does not get from there.
 HANDED_WHOLE = {
     "reward_normalization": (normalize_rewards, {"eps", "counted"}, set()),
@@ -42,7 +40,7 @@ def loads(tree):
 
 def properties():
     """What each property of the config reads, by the property's name."""
-    trees = [ast.parse((ROOT / "rltrain" / file).read_text()) for file in ("schema.py", "algorithm_config.py")]
+    trees = [ast.parse((ROOT / "rltrain/settings" / file).read_text()) for file in ("schema.py", "algorithm_config.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {f.name: loads(f) for f in functions if any(getattr(d, "id", "") == "property" for d in f.decorator_list)}
 
@@ -53,7 +51,7 @@ def attributes_read():
     Files that only describe the config do not count.
     """
     files = [file for folder in ("rltrain", "workers") for file in (ROOT / folder).rglob("*.py")]
-    trees = [ast.parse(file.read_text()) for file in files if file.name not in TELLERS]
+    trees = [ast.parse(file.read_text()) for file in files if file not in TELLERS]
     read, known = {name for tree in trees for name in loads(tree)}, properties()
     while more := {name for found in read & known.keys() for name in known[found]} - read:
         read |= more

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_prompt_groups import completion, prompt, score
 
 from rltrain.trajectories.prompt_groups import PromptGroups
+from tests.unit.trajectories.test_prompt_groups import completion, prompt, score
 
 
 class Life(RuleBasedStateMachine):
