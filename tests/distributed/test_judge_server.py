@@ -63,7 +63,7 @@ def endpoint(tmp_path_factory):
 
 def _wait_for(url, server, log):
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for _ in range(480):
+    for _ in range(1000):
         assert server.poll() is None, log.read_text()[-3000:]
         try:
             with direct.open(url, timeout=1):

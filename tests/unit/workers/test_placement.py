@@ -62,7 +62,7 @@ def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):
     monkeypatch.setattr(placement, "cpu_cores", lambda: 12)
     monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr(placement.daemons, "find", lambda: (tmp_path, []))
+    monkeypatch.setattr(placement.ray_daemons, "find", lambda: (tmp_path, []))
     placement.connect(compose(["verbose=true"])[0])
     placement.disconnect()
     assert asked["num_cpus"] == 12

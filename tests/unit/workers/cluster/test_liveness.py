@@ -107,7 +107,7 @@ Current thread 0x00007e (most recent call first):
 
 
 def test_the_frames_shown_are_those_of_the_thread_that_works():
-    assert innermost(STACKS) == "all_reduce (_ops.py:1) < update (actor.py:80) < call (host.py:44)"
+    assert innermost(STACKS) == "all_reduce (_ops.py:1) < update (actor.py:80) < call (worker_process.py:44)"
     assert innermost("") == ""
 
 
