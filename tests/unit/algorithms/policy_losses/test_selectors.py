@@ -132,6 +132,7 @@ def test_top_entropy_by_hand():
     selector = TOKEN_SELECTORS.get("top_entropy")
     assert picked(selector(entropies, mask)) == [(0, 1), (1, 2)]  # 1 + floor(0.2 * 5) = 2 of 6
     assert picked(selector(entropies, mask, entropy_fraction=0.19)) == [(0, 1), (1, 2)]  # one, and what ties with it
+    assert picked(selector(entropies, mask, entropy_fraction=0.34)) == [(0, 1), (1, 2)]  # 1 + floor(1.7)
     assert picked(selector(entropies, mask, entropy_fraction=0.4)) == [(0, 1), (1, 0), (1, 2)]
 
 
