@@ -1,6 +1,7 @@
 """Which processes there are and what lives in each: starts Ray and the workers, or puts all into this process."""
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -160,7 +161,7 @@ def connect(config: Config) -> dict[str, float]:
     try:
         token = _own_token() if local else contextlib.nullcontext()
         with hangups_ignored(), token, _connection.guard.marking():
-            ray.init(address=address, logging_level="info" if config.verbose else "error", **options)
+            ray.init(address=address, logging_level=logging.INFO if config.verbose else logging.ERROR, **options)
         session, found = ray_daemons.find()
     except BaseException as error:
         disconnect()
@@ -246,9 +247,11 @@ def _own_token() -> Iterator[None]:
 
     Ray's own default is one token for all clusters of a user, which it writes into the home folder and leaves there.
     """
-    from ray._raylet import AuthenticationTokenLoader
+    from ray import _raylet
 
-    AuthenticationTokenLoader.instance().reset_cache()  # it keeps that of the cluster before
+    loader: Any = _raylet
+
+    loader.AuthenticationTokenLoader.instance().reset_cache()  # it keeps that of the cluster before
     if own := not {_TOKEN, f"{_TOKEN}_PATH"} & os.environ.keys():
         os.environ[_TOKEN] = secrets.token_hex(32)
     try:
@@ -353,7 +356,8 @@ def build(hosts: Hosts, role: str, path: str, *arguments: Any, ranks: Sequence[i
     """Start building a role on these ranks (all by default); an engine has its own thread where it has a process."""
     if isinstance(hosts, LocalHosts):
         extra = {"threaded": False} if role == "rollout" else {}
-        return [hosts.host.build(role, path, *arguments, **extra)]
+        hosts.host.build(role, path, *arguments, **extra)
+        return [None]
     assert isinstance(hosts, RayHosts)
     extra = {"threaded": True} if role == "rollout" else {}
     chosen = range(hosts.size) if ranks is None else ranks
@@ -410,7 +414,8 @@ def ray_hosts(
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank does one thing at a time, in the order of the calls; an engine listens while it generates.
-    remote = ray.remote(max_concurrency=8 if engines else 1, **resources)(Host)
+    remote: Any = ray.remote(Host)
+    remote = remote.options(max_concurrency=8 if engines else 1, **resources)
 
     def spawn(number: int) -> Any:
         actor = remote.options(**devices.options(number)) if devices else remote
@@ -421,15 +426,15 @@ def ray_hosts(
 
 def meet(hosts: RayHosts, config: Config) -> None:
     """Form one process group of these ranks."""
-    limits = {"limit_s": config.placement.start_timeout_s}
+    limit_s = config.placement.start_timeout_s
     loopback = config.placement.address == "local"
-    address = hosts.wait([hosts.actors[0].address.remote(loopback=loopback)], **limits)[0]
+    address = hosts.wait([hosts.actors[0].address.remote(loopback=loopback)], limit_s=limit_s)[0]
     timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * config.trainer.hang_timeout_s)
     calls = [actor.join.remote(rank, hosts.size, address, timeout_s) for rank, actor in enumerate(hosts.actors)]
-    hosts.wait(calls, **limits)
+    hosts.wait(calls, limit_s=limit_s)
 
 
 def _has_gpus() -> bool:
     import ray
 
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return bool(ray.cluster_resources().get("GPU", 0))

@@ -5,7 +5,7 @@ readers map that object. Nothing is copied on the way but into the store; a read
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
     def strings(self) -> np.ndarray:
         """The strings as an object array (B,)."""
-        view = memoryview(self.memory)
+        view = memoryview(self.memory.data)
         found = [
             str(view[a:b], "utf-8", SURROGATES) for a, b in zip(self.starts.tolist(), self.stops.tolist(), strict=True)
         ]
@@ -60,7 +60,10 @@ def objects(column: Any) -> np.ndarray:
 
 def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
     """The columns as a `Packet`'s fields; from protocol 5 on without copying any."""
-    wrap: Callable[[np.ndarray], Bytes] = PickleBuffer if protocol >= 5 else np.ndarray.tobytes
+
+    def wrap(memory: np.ndarray) -> Bytes:
+        return PickleBuffer(memory.data) if protocol >= 5 else memory.tobytes()
+
     families: dict[int, tuple[int, Bytes]] = {}
     tensors = []
     for key, column in share_offsets(columns).items():
@@ -72,8 +75,8 @@ def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
         name = str(values.dtype).removeprefix("torch.")
         tensors.append((key, name, tuple(values.shape), family, wrap(memory_of(values))))
     rest: list[tuple[str, Bytes | None, Any]] = []
-    for key, column in others.items():
-        rows = (column.strings() if isinstance(column, Text) else column).tolist()
+    for key, texts in others.items():
+        rows = (texts.strings() if isinstance(texts, Text) else texts).tolist()
         is_text = set(map(type, rows)) == {str}
         rest.append((key, *map(wrap, _encoded(rows))) if is_text else (key, None, rows))
     return tuple(Packet(tensors, [memory for _, memory in families.values()], rest))

@@ -115,7 +115,9 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
     )
     size, pairs = config.placement.sequence_ranks, model.get("num_key_value_heads") or heads
     require(
-        not isinstance(heads, int) or (heads % size == 0 and (pairs % size == 0 or size % pairs == 0)),
+        not isinstance(heads, int)
+        or not isinstance(pairs, int)
+        or (heads % size == 0 and (pairs % size == 0 or size % pairs == 0)),
         f"placement.sequence_ranks={size}: the model's {heads} attention heads over {pairs} key-value heads cannot be "
         "shared out evenly; use a divisor of both, or 1",
     )
@@ -267,7 +269,8 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
             "that the installed transformers knows"
         ) from error
     model = whole.get_text_config()
-    return model.to_dict() | {name: getattr(model, name, None) for name in _LAYERS}
+    values: dict[str, Any] = model.to_dict()
+    return values | {name: getattr(model, name, None) for name in _LAYERS}
 
 
 def text_config(path: str | Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content: dict[str, Any] = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not readable JSON ({error}); save the model again") from None
     require(isinstance(content, dict), f"{file}: not a JSON object; save the model again")
@@ -258,10 +258,10 @@ def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], whe
 
     state = {name: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for name, tensor in tensors.items()}
     with reported(where):
-        _, found = type(model).from_pretrained(
+        found: dict[str, Any] = type(model).from_pretrained(
             None, config=model.config, state_dict=state, device_map={"": "meta"}, dtype=torch.float32,
             attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+        )[1]  # fmt: skip
     return found
 
 

@@ -242,14 +242,15 @@ class _Rows:
         return len(self.content)
 
     def row(self, index: int) -> dict[str, Any]:
-        if isinstance(self.content, list):
-            return self.content[index]
-        return self.content.slice(index, 1).to_pylist()[0]
+        row: dict[str, Any]
+        row = self.content[index] if isinstance(self.content, list) else self.content.slice(index, 1).to_pylist()[0]
+        return row
 
     def prompts(self, start: int, stop: int) -> list[Any]:
         if isinstance(self.content, list):
             return [row.get("prompt") for row in self.content[start:stop]]
-        return self.content.column("prompt").slice(start, stop - start).to_pylist()
+        found: list[Any] = self.content.column("prompt").slice(start, stop - start).to_pylist()
+        return found
 
 
 def _builtin_rows(source: str, where: str, split: str, seed: int, limit: int | None) -> _Rows:
@@ -377,7 +378,7 @@ def _is_safe(kind: Any) -> bool:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _is_safe(kind.value_type)
     numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-    return numeric or types.is_boolean(kind) or types.is_null(kind) or types.is_binary(kind)
+    return bool(numeric or types.is_boolean(kind) or types.is_null(kind) or types.is_binary(kind))
 
 
 def _require_round_trips(rows: _Rows, kept: Sequence[int], tokenizer: Any) -> None:

@@ -89,7 +89,8 @@ def log_prob_gap(batch: DataProto) -> dict[str, float]:
     """
     mask = batch.values("response_mask")
     old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")
-    means = divergence(rollout_diagnostics(old, engine, mask), int(mask.sum()))
+    sums = {name: float(value) for name, value in rollout_diagnostics(old, engine, mask).items()}
+    means = divergence(sums, int(mask.sum()))
     largest = (old - engine)[mask].abs()
     return {
         "rollout/log_prob_gap": means.pop("gap"),

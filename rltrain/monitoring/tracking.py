@@ -236,6 +236,7 @@ def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     steps = [row["step"] for row in history]
     figure, reward = plt.subplots(figsize=(8, 4.5), layout="constrained")
@@ -246,7 +247,7 @@ def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[
             reward.plot(*zip(*points, strict=True), marker, color="tab:green", alpha=0.8, label=f"held-out, {kind}",
                         markerfacecolor="none" if kind == "greedy" else "tab:green")  # fmt: skip
     reward.set_xlabel("step")
-    reward.xaxis.get_major_locator().set_params(integer=True)
+    reward.xaxis.set_major_locator(MaxNLocator(integer=True))
     reward.set_ylabel("reward", color="tab:blue")
     reward.grid(alpha=0.3)
     length = reward.twinx()

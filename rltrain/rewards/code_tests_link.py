@@ -41,7 +41,7 @@ _PARTS: dict[str, Any] = {  # and where it is not
     "datetime.timezone": lambda zone: zone.__getinitargs__(),
     "decimal.Decimal": lambda number: (str(number),),
 }
-_BASES = {  # how to make plain data of a subclass of plain data, without asking the subclass
+_BASES: dict[type, Any] = {  # how to make plain data of a subclass of plain data, without asking the subclass
     int: int.__int__,
     float: float.__float__,
     str: lambda text: "".join((text,)),
@@ -325,7 +325,8 @@ def _plain_type(name: str) -> type | None:
     """The type of plain data, or the exception of Python's own, that has this name."""
     module, _, own = name.rpartition(".")
     if name in _VALUES:
-        return getattr(importlib.import_module(module), own)
+        value: type = getattr(importlib.import_module(module), own)
+        return value
     found = getattr(builtins, own, None) if module == "builtins" else None
     return found if found in _BASIC or _builtin_exception(own) is found else None
 

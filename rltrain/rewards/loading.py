@@ -86,7 +86,7 @@ def load_function(path: str) -> Callable[..., Any]:
             f", file.py:function, or one of {', '.join(BUILTIN)}"
         )
     module = _file_module(local_path(target, where), where) if _is_file(target) else _module(target, where)
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None and not hasattr(module, name):
         raise ConfigError(f"{where}: {target} has no function '{name}'{_nearest_function(name, module)}")
     if not callable(function):

@@ -159,7 +159,8 @@ def _expressions(text: str, *, both_readings: bool) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    return _library()[0](text, fallback_mode="no_fallback", parsing_timeout=None)
+    found: list[Any] = _library()[0](text, fallback_mode="no_fallback", parsing_timeout=None)
+    return found
 
 
 def _is_too_much(text: str, longest: int) -> bool:

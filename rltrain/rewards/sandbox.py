@@ -316,7 +316,8 @@ def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | 
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for pipe in (process.stdout, process.stderr):
-        pipe.close()
+        if pipe is not None:
+            pipe.close()
     if mark is not None and process.returncode:  # the watcher did not come to its end
         _kill_marked(mark.encode())
 

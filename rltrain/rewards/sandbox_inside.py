@@ -29,7 +29,8 @@ def start(given: dict[str, int]) -> int:
     if not alone:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what calls setsid and loses its parent comes to us
     _prctl(_PR_SET_DUMPABLE, 0)  # of a process that cannot be dumped, others reach neither memory nor files
-    there, back = (os.pipe(), os.pipe()) if has_judge else ((), ())
+    pipes: list[tuple[int, ...]] = [os.pipe() if has_judge else () for _ in range(2)]
+    there, back = pipes
     program = os.fork()
     if not program:
         _prctl(_PR_SET_DUMPABLE, 1)

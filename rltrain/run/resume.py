@@ -236,7 +236,7 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
-class _NoAliases(yaml.SafeLoader):
+class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
     """A config that refers to its own parts would be walked through once for each way to them."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -306,7 +306,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
 
 def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
-    state, nobody = checkpoint.state, _Nobody()
+    state = checkpoint.state
+    nobody: Any = _Nobody()
     Collector(config, rollout=nobody, rewards=nobody, prompts=prompts).load_state_dict(state["collector"])
     kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
     entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])

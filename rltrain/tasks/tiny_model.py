@@ -51,7 +51,8 @@ def tiny_model() -> Qwen2ForCausalLM:
         pad_token_id=PAD_ID,
         dtype="float32",
     )
-    return Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model: Qwen2ForCausalLM = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return model
 
 
 def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, on_step: OnStep | None = None) -> Path:

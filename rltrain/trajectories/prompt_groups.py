@@ -43,7 +43,7 @@ class Group:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: what is finished. The prompt is known by the uid."""
-        answers = {"completions": self.completions, "results": self.results}
+        answers: dict[str, Mapping[int, Any]] = {"completions": self.completions, "results": self.results}
         return {"uid": self.uid, "shipped": self.shipped} | {
             name: [asdict(answer) for answer in kept.values()] for name, kept in answers.items()
         }

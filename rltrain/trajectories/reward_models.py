@@ -93,7 +93,8 @@ class RewardModel:
         text = write(sample)
         if self._control.first_in(sample) is not None:
             return self._control.encode(sample, write, written=text, add_special_tokens=not chat)
-        return self.tokenizer(text, add_special_tokens=not chat, truncation=False, verbose=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not chat, truncation=False, verbose=False)["input_ids"]
+        return ids
 
     def _chat(self, messages: list[Any]) -> str:
         return next(self._templates.render(self.tokenizer, [messages], add_generation_prompt=False))

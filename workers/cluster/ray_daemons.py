@@ -30,7 +30,9 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a Unix socket's other 
 class Daemon(Protocol):
     """One daemon."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Of its program."""
 
     def ended(self) -> bool:
         """Whether it has died; cheap enough to be asked many times a second."""
@@ -146,7 +148,7 @@ def find() -> tuple[Path, list[Daemon]]:
     return session, found
 
 
-def _local(name: str, node: str, pids: Sequence[int]) -> list[Daemon]:
+def _local(name: str, node: str, pids: Sequence[int]) -> Sequence[Daemon]:
     return [LocalDaemon(name, node, pid, began) for pid in pids if (began := began_of(pid)) is not None]
 
 

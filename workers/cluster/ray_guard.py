@@ -44,6 +44,8 @@ class Guard:
             [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             start_new_session=True,  # signals of the terminal are for the driver alone
         )  # fmt: skip
+        assert self.process.stdin is not None, "asked for above"
+        self._pipe = self.process.stdin
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
@@ -64,14 +66,14 @@ class Guard:
         """The driver ends in good order, or says itself what happened: end what is left and wait for that."""
         self._write({"goodbye": True})
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self._pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_S)
 
     def _write(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the guard was killed
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
+            self._pipe.write(json.dumps(message).encode() + b"\n")
+            self._pipe.flush()
 
 
 def serve(driver: int, mark: str) -> None:

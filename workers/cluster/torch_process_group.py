@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 
 def join(
@@ -29,9 +30,9 @@ def join(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     timeout = timedelta(seconds=timeout_s)
     if address is None:
-        store: dist.Store = dist.HashStore()
+        store: Store = HashStore()
     else:
         serving = None if listener is None else listener.detach()  # on its own, a store listens on every address
-        store = dist.TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
+        store = TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

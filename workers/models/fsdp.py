@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from rltrain.base.errors import ConfigError, NumericsError
 from rltrain.settings.schema import Config, ModelConfig, OptimizerConfig
@@ -36,7 +37,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def shard(model: nn.Module, config: Config) -> nn.Module:
+def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model in place over the ranks, each decoder layer on its own, as `config.model` and placement say.
 
     Master weights, gradients and their reduction stay float32; with `model.dtype` bfloat16 matrix products use it.
@@ -47,13 +48,14 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     for key in ("cpu_offload", "compile"):
         if getattr(config.model, key) and device().type == "cpu":
             raise ConfigError(f"model.{key}=true: it is for GPUs, and these ranks have none; use false")
-    model.sequence = sequence_group(config.placement.sequence_ranks)
+    vars(model)["sequence"] = sequence_group(config.placement.sequence_ranks)
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     for layer in layers:
         prepare(layer, config.model)
     if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
-        return model.to(device())  # there is nothing to share out, and nothing to convert
+        cast(nn.Module, model).to(device())  # there is nothing to share out, and nothing to convert
+        return model
     options: dict[str, Any] = {
         "mesh": sharding_mesh(config.placement.shard_ranks),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
@@ -62,15 +64,17 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in layers:
         fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)  # in place
+    return model
 
 
-def frozen(model: nn.Module, config: Config) -> nn.Module:
+def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model that is never trained: without gradients, and its weights in the dtype that it computes in."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
-    return shard(model, config).eval()
+    shard(model, config).eval()
+    return model
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 
 from rltrain.algorithms.chunks import LEAST_LOG, GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
 from rltrain.algorithms.ratio import as_float
@@ -47,7 +48,7 @@ def token_log_probs(
     """
     size = chunk_size or default_chunk_size(hidden.device)
     if len(hidden) * len(head) > size:
-        found: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(
+        found: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, head, bias, targets, temperature, entropies, size
         )
         return found
@@ -107,6 +108,7 @@ def _minus_softmax(
     if of_entropies is None:
         assert of_log_probs is not None, "one of two outputs has a gradient"
         return log_pi.exp_().mul_(-of_log_probs[:, None])
+    assert entropy is not None, "known wherever it has a gradient"
     factor = log_pi.clamp(min=LEAST_LOG).add_(entropy[:, None]).mul_(-of_entropies[:, None])
     if of_log_probs is not None:
         factor.sub_(of_log_probs[:, None])
@@ -124,14 +126,14 @@ def _part(tensor: Tensor | None, at: slice) -> Tensor | None:
     return None if tensor is None else tensor[at]
 
 
-def logit_scale(model: nn.Module) -> float:
+def logit_scale(model: PreTrainedModel) -> float:
     """What this model multiplies its last layer's output by."""
     config = model.config.get_text_config()
     return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
 
 
 @contextmanager
-def replaced_head(model: nn.Module, function: HeadFunction) -> Iterator[None]:
+def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[None]:
     """While inside, a causal language model's forward pass gives `function(hidden, weight, bias)` as its logits.
 
     hidden is (1, R, H), and the result may have any shape. It is called inside the model's own forward pass, where the
@@ -146,11 +148,11 @@ def replaced_head(model: nn.Module, function: HeadFunction) -> Iterator[None]:
             f"{type(model).__name__}: its last layer is {type(head).__name__}, and log-probs are computed from a plain "
             "nn.Linear; use a model that ends in one, without an adapter on it"
         )
-    head.forward = lambda hidden: function(hidden, head.weight, head.bias)
+    vars(head)["forward"] = lambda hidden: function(hidden, head.weight, head.bias)
     try:
         yield
     finally:
-        del head.forward
+        del vars(head)["forward"]
 
 
 def check_probe(probes: Tensor, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Adapter:
     scale: float
 
 
-def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> nn.Module:
+def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTrainedModel:
     """Freeze a causal language model and put adapters on its targets, in place; B is 0, so that nothing changes yet.
 
     A is drawn from `seed`, the same on every rank. Raises ConfigError as `adapted_layers` does.
@@ -42,16 +43,17 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> nn.Module
     layers = adapted_layers(model, config)
     whole = config.alpha.is_integer()
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
+    alpha: Any = int(config.alpha) if whole else config.alpha  # peft takes fractions too
     settings = LoraConfig(
-        r=config.rank, lora_alpha=int(config.alpha) if whole else config.alpha, target_modules=names,
+        r=config.rank, lora_alpha=alpha, target_modules=names,
         task_type="CAUSAL_LM", inference_mode=False,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = inject_adapter_in_model(settings, model)
-    found = {name.removesuffix(".weight") for name in adapters_of(adapted)}
+        inject_adapter_in_model(settings, model)  # in place
+    found = {name.removesuffix(".weight") for name in adapters_of(model)}
     assert found == set(layers), f"peft adapted {found ^ set(layers)} otherwise than was checked"
-    return adapted
+    return model
 
 
 def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:

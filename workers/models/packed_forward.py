@@ -165,7 +165,7 @@ def packed_attention(
     return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
 
 
-@torch.compiler.disable  # every count of buckets would be compiled anew
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # every count of buckets would be compiled anew
 def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float) -> Tensor:
     """Attention (N, H, D), rows of similar length at a time."""
     tokens, heads = q.shape[:2]
@@ -210,9 +210,10 @@ def load_model(
     """
     where = where or f"model.path={path}"
     try:
-        return load_whole(
+        model: PreTrainedModel = load_whole(
             kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
         )
+        return model
     except KeyError as error:  # it looks its attention up in a list of its own
         if PACKED not in error.args:
             raise
@@ -240,7 +241,7 @@ class PolicyOutput:
 
 
 def policy_output(
-    model: nn.Module,
+    model: PreTrainedModel,
     packed: Pack,
     *,
     temperature: float,
@@ -283,7 +284,7 @@ def policy_output(
     )  # fmt: skip
 
 
-def response_values(model: nn.Module, packed: Pack) -> Tensor:
+def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
     """The critic's value (R,) of the state in which each response token was chosen, float32."""
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
@@ -330,7 +331,7 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
 
 
 def row_pass(
-    model: nn.Module,
+    model: PreTrainedModel,
     function: Callable[[DataProto, Pack], dict[str, Tensor]],
     batch: DataProto,
     microbatches: list[list[int]],

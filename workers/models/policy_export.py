@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,15 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
         model: the policy, with or without adapters.
         base: the directory that it was loaded from.
     """
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         # The model's own generation defaults are kept as they are; transformers refuses to write some of them.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
-            settings = copy.copy(model.peft_config[NAME])
+            adapters: Any = model.peft_config
+            settings = copy.copy(adapters[NAME])
             settings.base_model_name_or_path, settings.inference_mode = str(base), True
             settings.target_modules = sorted(settings.target_modules)
             settings.save_pretrained(f"{folder}/{ADAPTER}")
@@ -105,8 +107,11 @@ def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
         found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
         return found
 
+    def reverted_part(other: str) -> Tensor:
+        return reverted(state.tensor(f"model.{name}"))[other]
+
     for other, shape in reverted(torch.empty(state.size(f"model.{name}"), device="meta")).items():
-        yield _Part(other, tuple(shape.shape), lambda other=other: reverted(state.tensor(f"model.{name}"))[other])
+        yield _Part(other, tuple(shape.shape), partial(reverted_part, other))
 
 
 def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
@@ -123,7 +128,7 @@ def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
     for name in base.files:
         layer, _, last = name.rpartition(".")
         adapted = last == "weight" and layer in layers
-        make = (lambda n=name, x=layer: merged(n, x)) if adapted else (lambda n=name: base.tensor(n))
+        make = partial(merged, name, layer) if adapted else partial(base.tensor, name)
         yield _Part(name, tuple(base.size(name)), make)
 
 
@@ -167,7 +172,7 @@ def _write_shard(folder: Folder, name: str, parts: list[_Part]) -> None:
         for part in parts:
             tensor = part.make().float().contiguous()
             assert tensor.shape == part.size, f"{part.name} has the shape {tuple(tensor.shape)}, not {part.size}"
-            stream.write(memoryview(tensor.numpy()).cast("B") if tensor.numel() else b"")
+            stream.write(memoryview(tensor.numpy().data).cast("B") if tensor.numel() else b"")
         if folder.local:
             flush(stream)
 

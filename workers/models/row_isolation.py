@@ -31,7 +31,7 @@ def load_policy(path: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def check_rows_apart(model: nn.Module, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
+def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Refuse a model whose rows see each other in a pack, or that has no packed forward pass at all.
 
     Two passes over 11 random tokens, without gradients: on a CPU and in float32, as models are loaded, some seconds
@@ -57,10 +57,11 @@ def check_rows_apart(model: nn.Module, head: nn.Module, run: Callable[[Pack], An
     )
 
 
-def _apart(model: nn.Module, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
+def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
     """How far the states of two rows change, at most, when a third is exchanged and goes first."""
-    states = list[Tensor]()
-    rows = _rows(model.get_input_embeddings().weight.size(0), seed)
+    states, embeddings = list[Tensor](), model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding), f"{type(embeddings).__name__} in the place of an embedding"
+    rows = _rows(embeddings.weight.size(0), seed)
     try:
         with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0])):
             run(pack(rows[[0, 1, 2]]))

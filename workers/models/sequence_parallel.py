@@ -85,7 +85,7 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     if heads % sequence.size:
         tensor = tensor.repeat_interleave(sequence.size // heads, dim=1)
     parts = tensor[0].unflatten(0, (sequence.size, -1))  # (ranks, H', n, D): part r goes to rank r
-    received = _AllToAll.apply(parts, sequence.group)  # (ranks, H', n, D): part r came from rank r
+    received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]  # (ranks, H', n, D): part r came from rank r
     return received.transpose(0, 1).flatten(1, 2)[None, :, : sequence.tokens]
 
 
@@ -94,14 +94,16 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
     parts = padded.unflatten(0, (sequence.size, length))  # (ranks, n, H', D)
-    return _AllToAll.apply(parts, sequence.group).transpose(0, 1).flatten(1, 2)[None]
+    received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]
+    return received.transpose(0, 1).flatten(1, 2)[None]
 
 
 def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     """Values of the response tokens of this rank's slice (r, ...) -> of those of the whole pack (R, ...), in order."""
     counts = torch.bincount(whole.predicting // sequence.slice, minlength=sequence.size).tolist()
     assert counts[sequence.rank] == len(values), "the slice is that of the pack"
-    return _Gather.apply(values, counts, sequence)
+    gathered: Tensor = _Gather.apply(values, counts, sequence)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 class _AllToAll(torch.autograd.Function):

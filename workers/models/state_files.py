@@ -60,7 +60,7 @@ def read_index(folder: Folder) -> dcp.Metadata:
         CheckpointError: it is none, or holds anything but tensors in files beside it.
     """
     try:
-        index = _Unpickler(io.BytesIO(folder.read(INDEX))).load()
+        index: dcp.Metadata = _Unpickler(io.BytesIO(folder.read(INDEX))).load()
         _check(index)
     except OSError as error:
         raise CheckpointError(f"{folder}/{INDEX}: cannot be read ({error.strerror or error})") from None

@@ -43,7 +43,9 @@ def of_flash_attn(module: Any) -> Kernel:
     function = module.flash_attn_varlen_func
 
     def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:
-        return function(query, key, value, offsets, offsets, longest, longest, softmax_scale=scale, causal=True)
+        options = {"softmax_scale": scale, "causal": True}
+        output: Tensor = function(query, key, value, offsets, offsets, longest, longest, **options)
+        return output
 
     return attend
 
@@ -62,9 +64,10 @@ def of_torch(module: Any) -> Kernel:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         sharing = {"enable_gqa": copies > 1} if shares else {}
         causal = (-1, 0)  # all before, nothing after
-        return function(
+        output: Tensor = function(
             query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=causal, **sharing
         )
+        return output
 
     return attend
 

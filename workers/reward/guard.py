@@ -117,7 +117,8 @@ class GuardedWorker:
         """
         self._first = (list(functions), options, memory_mb)
         self._directory = directory
-        self._stopped = False
+        self._stopped = self._ready = False
+        self._connection: Connection[Any, Any]
         process_tree.adopt_orphans()
         self._start()
 

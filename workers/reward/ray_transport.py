@@ -35,7 +35,7 @@ class _Slot:
     """
 
     actor: Any
-    pending: ray.ObjectRef | None
+    pending: Any  # a reference to its result, or None
     deadline: float
     attempts: int  # at starting it, this one included, since one was of use
     starting: bool = True
@@ -101,7 +101,7 @@ class RayTransport:
         chosen.limit_s = call.deadline_s + _MARGIN_S
         chosen.deadline = time.monotonic() + call.budget_s + chosen.limit_s
 
-    def calls(self) -> list[ray.ObjectRef]:
+    def calls(self) -> list[Any]:
         """See `Transport`."""
         return [slot.pending for slot in self._slots if slot.pending is not None]
 
@@ -137,7 +137,7 @@ class RayTransport:
         """The slots of the same actor, its first process first."""
         return range(slot % self.size, len(self._slots), self.size)
 
-    def _look(self, number: int, slot: _Slot, done: set[ray.ObjectRef]) -> list[Event]:
+    def _look(self, number: int, slot: _Slot, done: set[Any]) -> list[Event]:
         """See what has become of a slot's call; a slot whose actor is gone gets a new one."""
         worker = number % self.size
         if slot.pending in done:
@@ -201,7 +201,7 @@ class RayTransport:
         self._slots[number] = self._started(number, attempts=slot.attempts + 1 if slot.starting else 1)
 
     def _started(self, number: int, *, attempts: int) -> _Slot:
-        actor = self._actor_class.remote(self._functions, **self._options)
+        actor: Any = self._actor_class.remote(self._functions, **self._options)
         if self._vigil:
             self._vigil.expect(number, actor.introduce.remote())
         return self._waiting(actor, 0, attempts=attempts)

@@ -40,7 +40,7 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+class RoomyLayer(DynamicLayer):
     """Keys and values (B, K, W, D) of one layer at the left of larger stores, so that a token is written in its place.
 
     `DynamicLayer` would copy all that is there for each new token.
@@ -66,11 +66,17 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.stores = [store[:, :, first:][indices] for store in self.stores]
         self._use(width)
 
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        """The keys and values that it holds."""
+        assert self.keys is not None, "rows were put in"
+        assert self.values is not None, "rows were put in"
+        return self.keys, self.values
+
     def join(self, other: "RoomyLayer") -> None:
         """Put another's rows below these, all ending in the same column."""
         width = max(self.get_seq_length(), other.get_seq_length())
-        pairs = ((self.keys, other.keys), (self.values, other.values))
-        self.stores = [_stacked(above, below, axis=2, room=ROOM) for above, below in pairs]
+        own, others = self._columns(), other._columns()
+        self.stores = [_stacked(above, below, axis=2, room=ROOM) for above, below in zip(own, others, strict=True)]
         self._use(width)
 
     def _use(self, width: int) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,12 @@ rounding of batched matrix products; with `deterministic`, a batch is a prompt g
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rltrain.algorithms.draws import stream_draws
@@ -49,7 +49,8 @@ class HFEngine:
     ) -> None:
         self.config, self.dtype, self.stop_ids, self.deterministic = config, dtype, set(stop_ids), deterministic
         self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _load(path, getattr(torch, dtype)).to(self.device).eval()
+        self.model = _load(path, getattr(torch, dtype)).eval()
+        cast(nn.Module, self.model).to(self.device)
         self.version = 0
         self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
         self.waiting: list[Request] = []
@@ -125,7 +126,8 @@ class HFEngine:
             input_ids=batch.ids[:, first:], attention_mask=batch.mask(first), position_ids=batch.positions(first),
             past_key_values=batch.cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        return output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
@@ -216,7 +218,9 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        model = load_whole(AutoModelForCausalLM, path, f"model.path={path}", dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = load_whole(
+            AutoModelForCausalLM, path, f"model.path={path}", dtype=dtype, attn_implementation="sdpa"
+        )
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise

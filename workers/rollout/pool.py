@@ -296,7 +296,9 @@ class RolloutPool:
 
     def settings(self, request: Request) -> dict[str, Any]:
         """The sampling parameters that the first replica resolved for a request."""
-        return self.hosts.call("rollout", "settings", [(request,)], ranks=self._in(State.SERVING)[:1])[0]
+        found: dict[str, Any]
+        (found,) = self.hosts.call("rollout", "settings", [(request,)], ranks=self._in(State.SERVING)[:1])
+        return found
 
     def close(self) -> None:
         """End the engines."""

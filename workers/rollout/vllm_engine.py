@@ -40,7 +40,7 @@ from workers.sync.memory import as_file
 
 T = TypeVar("T")
 # Parameters are made for one request and nobody changes them: vLLM need not copy them deeply, where it offers that.
-OWN = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
+OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # prompt tokens of one engine step on CPU
 WEIGHTS, CACHE = "weights", "kv_cache"  # what vLLM gives up in its sleep, by the names that it wakes them by
 LOOK_S = 1.0  # between two looks at whether the processes of an engine live that has to answer
@@ -97,7 +97,8 @@ def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
     """A finished answer in our terms; weights that were never updated are version 0."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)
-    log_probs = [step[token].logprob for token, step in zip(ids, answer.logprobs or [], strict=True)]
+    steps: Sequence[Any] = answer.logprobs or []
+    log_probs = [step[token].logprob for token, step in zip(ids, steps, strict=True)]
     versions = [0] * len(ids)
     for span in answer.weight_versions or []:
         if span.version.isdecimal():
@@ -133,7 +134,7 @@ class InProcessVLLM:
         """Queue requests."""
         for request in requests:
             name = _name(request)
-            prompt = {"prompt_token_ids": request.prompt_ids}
+            prompt: Any = {"prompt_token_ids": request.prompt_ids}
             self.keys[name] = request.key
             self.engine.add_request(name, prompt, sampling_params(request, self.stop_ids))
 
@@ -144,7 +145,9 @@ class InProcessVLLM:
 
     def step(self) -> list[Completion]:
         """One token for every running request; returns those that finished."""
-        done = [output for output in self.engine.step() if output.finished]
+        finished = [output for output in self.engine.step() if output.finished]
+        done = [output for output in finished if isinstance(output, RequestOutput)]
+        assert len(done) == len(finished), "nothing but text is asked for"
         tick()
         return [completion_of(output, self.keys.pop(output.request_id)) for output in done]
 
@@ -213,6 +216,7 @@ class Family:
 
     def _watch(self) -> None:
         first = wait(list(self.members))[0]
+        assert isinstance(first, int), "one of the descriptors above"
         if not self.dismissed:
             self.lost = f"{self.members[first]} is gone (killed, crashed or out of memory)"
         for descriptor in self.members:

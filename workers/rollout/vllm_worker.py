@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
         if self.bucket is not None:
             return self.bucket
         assert self.packed is not None, "a bucket, or its pickle"
-        return pickle.loads(self.packed)  # from the process that started this one
+        bucket: Bucket = pickle.loads(self.packed)  # from the process that started this one
+        return bucket
 
 
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -104,7 +106,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+        load: Any = self.model.load_weights
+        load((name, tensor.to(self.device)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
         """Bring the layers into their computing form, output heads included.
@@ -169,7 +172,10 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Added to vLLM's worker; naming this class makes the worker import this module."""
+    """Added to vLLM's worker, which has the attributes below; naming this class makes the worker import this module."""
+
+    vllm_config: Any
+    weight_transfer_engine: Any
 
     def rltrain_reset(self) -> None:
         """Forget an update that broke off; vLLM would refuse to start another."""
@@ -208,13 +214,13 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
 def _embedding(module: VocabParallelEmbedding) -> Tensor:
     """W v (V,) of an embedding, through its own lookup."""
-    device = module.weight.device
-    vector = probe_vector(module.embedding_dim, module.weight.dtype).to(device)
-    every = torch.arange(module.org_vocab_size, device=device)
+    weight: Any = module.weight
+    vector = probe_vector(module.embedding_dim, weight.dtype).to(weight.device)
+    every = torch.arange(module.org_vocab_size, device=weight.device)
     return torch.cat([module(rows).float() @ vector for rows in every.split(EMBEDDING_ROWS)])
 
 
-def _parts(name: str, module: LinearBase, fused: dict[str, list[str]]) -> dict[str, Tensor]:
+def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
     """W v and biases of the linear layers that are fused in this one, by checkpoint name."""
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
@@ -248,7 +254,7 @@ def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
     return list(parts) if size == 1 else [tensor_model_parallel_all_gather(part.contiguous(), dim=0) for part in parts]
 
 
-def _apply(module: nn.Module) -> Tensor:
+def _apply(module: Any) -> Tensor:
     """This rank's part of the layer's W v, without bias, through the kernel that inference uses."""
     is_head = isinstance(module, ParallelLMHead)
     whole = module.embedding_dim if is_head else module.input_size
@@ -257,7 +263,8 @@ def _apply(module: nn.Module) -> Tensor:
     vector = probe_vector(whole, dtype).to(dtype=dtype, device=next(module.parameters()).device)
     if size != whole:
         vector = vector.split(size)[get_tensor_model_parallel_rank()]
-    return module.quant_method.apply(module, vector[None].contiguous())[0].float()
+    output: Tensor = module.quant_method.apply(module, vector[None].contiguous())
+    return output[0].float()
 
 
 def _part_sizes(module: ColumnParallelLinear) -> list[int]:

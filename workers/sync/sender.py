@@ -80,7 +80,8 @@ class Sender:
     def write(self, number: int, path: str | None) -> Bucket:
         """This rank's part of a bucket: in the file at `path`, or with its bytes. May be a collective."""
         places = self.plan[number]
-        rows = [(place, *own) for place in places if (own := own_rows(self.parameters[place.name], self.first))]
+        held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
+        rows = [(place, *own) for place, own in held if own]
         bucket = Bucket(self.version, self.dtype, places, self.aliases, path=path)
         if path is None:
             bucket.data = np.zeros(sum(aligned(own.numel() * self.itemsize) for _, own, _ in rows), np.uint8)

@@ -29,8 +29,9 @@ class CriticWorker:
         model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
         check_rows_apart(model, head, functools.partial(response_values, model), f"model.path={path}")
-        setattr(model, name, nn.Linear(head.in_features, 1, bias=False))
-        nn.init.zeros_(model.get_submodule(name).weight)
+        value_head = nn.Linear(head.in_features, 1, bias=False)
+        nn.init.zeros_(value_head.weight)
+        setattr(model, name, value_head)
         self.model = shard(model, config)
         self.model.eval()  # no dropout: the value of a state must not depend on chance
         self.optimizer = Optimizer(

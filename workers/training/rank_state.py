@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -76,7 +77,8 @@ class RankState:
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
         """The ranks of the role, for the thread: a collective when it is first asked for."""
-        return dist.new_group(backend="gloo")
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
@@ -102,9 +104,7 @@ class RankState:
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
         # The export's small files are made here and now: transformers is not for two threads.
         small = self.small if self.base is not None and dist.get_rank() == 0 else None
-        write = functools.partial(
-            dcp.save, writer.stage(self.tensors()), storage_writer=writer, process_group=self.group
-        )
+        write = functools.partial(save, writer.stage(self.tensors()), storage_writer=writer, process_group=self.group)
         self.result = None
         self.thread = threading.Thread(
             target=self._work, args=(write, small, folder, began), name=f"save-{self.role}", daemon=True
@@ -146,7 +146,7 @@ class RankState:
             if name not in there.index.state_dict_metadata or there.size(name) != tensor.shape:
                 raise CheckpointError(f"{folder}: is of another model, its '{name}' is not {tuple(tensor.shape)}")
         try:
-            dcp.load(tensors, storage_reader=StateReader(folder), planner=_Ticking(), process_group=self.group)
+            load(tensors, storage_reader=StateReader(folder), planner=_Ticking(), process_group=self.group)
         except (CheckpointException, OSError) as error:
             raise CheckpointError(f"{folder}: {reason(error)}") from error
         self.optimizer.steps = int(tensors[_SCHEDULE])

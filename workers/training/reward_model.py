@@ -1,10 +1,11 @@
 """A reward model: a frozen, sharded sequence classifier whose one output at a row's last token is the row's score."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import DataProto
@@ -31,7 +32,7 @@ class RewardModelWorker:
         where = f"reward model {path}"
         model = load_model(AutoModelForSequenceClassification, path, where=where, num_labels=1)
         _check(model, where)
-        check_rows_apart(model, model.score, functools.partial(row_scores, model), where)
+        check_rows_apart(model, score_head(model), functools.partial(row_scores, model), where)
         self.model = frozen(model, config)
 
     def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
@@ -45,11 +46,18 @@ class RewardModelWorker:
         return DataProto.from_dict({"model_scores": torch.cat(scores)})
 
 
-def row_scores(model: nn.Module, packed: Pack) -> Tensor:
+def score_head(model: PreTrainedModel) -> nn.Module:
+    """The model's last layer."""
+    head: Any = model.score
+    assert isinstance(head, nn.Module), "checked when the model was loaded"
+    return head
+
+
+def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     """The model's output at the last token of each packed row, float32."""
     outputs: list[Tensor] = []
     # The model itself would return one output for the pack, which it takes for one row.
-    hook = model.score.register_forward_hook(lambda _, __, out: outputs.append(out))
+    hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
         packed=packed,
@@ -59,7 +67,7 @@ def row_scores(model: nn.Module, packed: Pack) -> Tensor:
     return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next begins, the last before the first
 
 
-def _check(model: nn.Module, where: str) -> None:
+def _check(model: PreTrainedModel, where: str) -> None:
     head = getattr(model, "score", None)
     good = isinstance(head, nn.Linear) and head.out_features == 1
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
