@@ -46,16 +46,7 @@ class ActorWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config, self.path = config, Path(path)
-        model = load_policy(path)
-        if config.model.lora:
-            model = adapt(model, config.model.lora, seed=config.trainer.seed)
-        self.model = shard(model, config)
-        self.model.eval()  # no dropout: the policy that is trained is the one that samples
-        self.optimizer = Optimizer(
-            [p for p in self.model.parameters() if p.requires_grad], config.actor, config.optimizer_steps,
-            max_skipped=config.trainer.max_skipped_updates,
-        )  # fmt: skip
-        self.state = RankState("actor", self.model, self.optimizer, base=self.path)
+        self._load_start()
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
         # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded
@@ -69,6 +60,22 @@ class ActorWorker:
                     "one; use an estimator, full=false"
                 )
             self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
+
+    def _load_start(self) -> None:
+        """Load the model directory and make a new optimizer: the state before the first step."""
+        config = self.config
+        model = load_policy(str(self.path))
+        if config.model.lora:
+            model = adapt(model, config.model.lora, seed=config.trainer.seed)
+        self.model = shard(model, config)
+        self.model.eval()  # no dropout: the policy that is trained is the one that samples
+        self.optimizer = Optimizer(
+            [p for p in self.model.parameters() if p.requires_grad],
+            config.actor,
+            config.optimizer_steps,
+            max_skipped=config.trainer.max_skipped_updates,
+        )
+        self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """What the policy before the update says of these rows, in the order of the micro-batches.
@@ -180,7 +187,7 @@ class ActorWorker:
         if url is not None:
             self.state.load(url)
         elif self.optimizer.steps:
-            self.__init__(self.config, str(self.path))  # type: ignore[misc]
+            self._load_start()
 
 
 def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:

@@ -26,6 +26,11 @@ class CriticWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         self.config, self.path = config, path
+        self._load_start()
+
+    def _load_start(self) -> None:
+        """Load the model directory, with a value head of zeros, and make a new optimizer: the state before step 1."""
+        config, path = self.config, self.path
         model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
         check_rows_apart(model, head, functools.partial(response_values, model), f"model.path={path}")
@@ -35,9 +40,11 @@ class CriticWorker:
         self.model = shard(model, config)
         self.model.eval()  # no dropout: the value of a state must not depend on chance
         self.optimizer = Optimizer(
-            list(self.model.parameters()), config.critic, config.optimizer_steps,
+            list(self.model.parameters()),
+            config.critic,
+            config.optimizer_steps,
             max_skipped=config.trainer.max_skipped_updates,
-        )  # fmt: skip
+        )
         self.state = RankState("critic", self.model, self.optimizer)
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
@@ -85,4 +92,4 @@ class CriticWorker:
         if url is not None:
             self.state.load(url)
         elif self.optimizer.steps:
-            self.__init__(self.config, self.path)  # type: ignore[misc]
+            self._load_start()
