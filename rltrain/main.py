@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -22,12 +22,21 @@ from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs, redacted
 from rltrain.base.standard_streams import open_closed_streams, outlive_readers
 from rltrain.base.storage import Folder, absolute
+from rltrain.data.prompts import PromptSet, load_prompts
 from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
 from rltrain.run.lock import RunLock
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.compose import compose, parse_args, to_yaml, usage
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
+
+if TYPE_CHECKING:  # all of these import torch, which takes seconds
+    from rltrain.monitoring.console import ConsoleDisplay
+    from rltrain.monitoring.tracking import Tracker
+    from rltrain.run.checkpoints import Checkpoint, Checkpoints
+    from rltrain.run.signals import Signals
+    from rltrain.trainer import Trainer
+    from workers.cluster.ray_daemons import Daemons
 
 LONGEST = 4000  # characters of an error that are shown: it may repeat what was typed, or a row of the data
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143, SIGHUP 129
@@ -142,7 +151,7 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
     if config.placement.launcher == "ray" and not local:
         join_cluster(config)
     began = time.perf_counter()
-    plan(config, console, len(prompts), len(val_prompts))
+    plan(config, console, len(prompts), len(val_prompts or ()))
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (one line; what a reward process says is dropped)
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
@@ -161,9 +170,15 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
 
             disconnect()
     summary(
-        console, evaluations=tracker.evaluations, history=tracker.history, seconds=time.perf_counter() - began,
-        output_dir=output_dir, curve=curve, overrides=overrides, finished=status == 0,
-    )  # fmt: skip
+        console,
+        evaluations=tracker.evaluations,
+        history=tracker.history,
+        seconds=time.perf_counter() - began,
+        output_dir=output_dir,
+        curve=curve,
+        overrides=overrides,
+        finished=status == 0,
+    )
     return status
 
 
@@ -172,19 +187,17 @@ def train(
     console: Console,
     output_dir: Path,
     stop_ids: list[int],
-    prompts: Any,
-    val_prompts: Any,
-    checkpoint: Any,
-) -> tuple[Any, Path | None, int]:
+    prompts: PromptSet,
+    val_prompts: PromptSet | None,
+    checkpoint: "Checkpoint | None",
+) -> tuple["Tracker", Path | None, int]:
     """Start the workers and train; Ctrl-C, SIGTERM and SIGHUP save a checkpoint and end the run.
 
     Returns (tracker, learning curve, exit status).
     """
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
-    from rltrain.run.checkpoints import Checkpoints
     from rltrain.run.signals import Signals
-    from rltrain.run.source_fingerprints import sources
     from rltrain.trainer import Trainer
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
@@ -193,10 +206,7 @@ def train(
     own = config.trainer
     with Signals() as signals, ConsoleDisplay(own.total_steps, own.sample_every, console) as display:
         tracker = Tracker(output_dir, display, [component.name for component in config.reward.components])
-        checkpoints = Checkpoints(
-            Folder(absolute(own.checkpoint_dir)), resolved_yaml(config), keep=own.keep_checkpoints, best=own.keep_best,
-            sources=sources(config, prompts),
-        )  # fmt: skip
+        checkpoints = checkpoints_of(config, prompts)
         checkpoints.clean()
         path = model_directory(config, display)
         with display.waiting("starting the workers"):
@@ -209,13 +219,21 @@ def train(
         trainer = Trainer(
             config,
             collector=Collector(
-                config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts,
+                config,
+                rollout=workers.rollout,
+                rewards=workers.rewards,
+                prompts=prompts,
                 models=reward_models(config, workers.reward_models),
             ),
-            actor=workers.actor, reference=workers.reference, critic=workers.critic,
-            tracker=tracker, checkpoints=checkpoints, val_prompts=val_prompts, interrupted=interrupted,
+            actor=workers.actor,
+            reference=workers.reference,
+            critic=workers.critic,
+            tracker=tracker,
+            checkpoints=checkpoints,
+            val_prompts=val_prompts or (),
+            interrupted=interrupted,
             restart=workers.restart_training,
-        )  # fmt: skip
+        )
         try:
             status = fit(trainer, checkpoint, signals, workers.daemons, console)
             checkpoints.publish(output_dir / "model")
@@ -225,7 +243,23 @@ def train(
     return tracker, curve, status
 
 
-def fit(trainer: Any, checkpoint: Any, signals: Any, daemons: Any, console: Console) -> int:
+def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
+    """Where this run saves its state, with fingerprints of what it reads."""
+    from rltrain.run.checkpoints import Checkpoints
+    from rltrain.run.source_fingerprints import sources
+
+    return Checkpoints(
+        Folder(absolute(config.trainer.checkpoint_dir)),
+        resolved_yaml(config),
+        keep=config.trainer.keep_checkpoints,
+        best=config.trainer.keep_best,
+        sources=sources(config, prompts),
+    )
+
+
+def fit(
+    trainer: "Trainer", checkpoint: "Checkpoint | None", signals: "Signals", daemons: "Daemons", console: Console
+) -> int:
     """Train from a checkpoint or the start; a signal makes another checkpoint and ends it. Returns the exit status.
 
     Raises ClusterLost when a daemon of Ray dies, after saving a checkpoint where the training ranks still answer.
@@ -251,7 +285,7 @@ def fit(trainer: Any, checkpoint: Any, signals: Any, daemons: Any, console: Cons
         raise
 
 
-def saved_at_least(trainer: Any, lost: ClusterLost) -> str:
+def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
     """Save what can be saved without the daemon that died; returns from where a new start goes on."""
     with contextlib.suppress(RLTrainError, OSError):
         if lost.can_save:
@@ -283,8 +317,8 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     return tokenizer, end_token_ids(path, tokenizer)
 
 
-def model_directory(config: Config, display: Any) -> str:
-    """The model to start from; the built-in one is made on the spot the first time."""
+def model_directory(config: Config, display: "ConsoleDisplay | None") -> str:
+    """The model to start from; the built-in one is made on the spot the first time, with progress on the display."""
     from rltrain.data.model_weights import BUILTIN_MODEL
 
     if config.model.path != BUILTIN_MODEL:
@@ -292,14 +326,14 @@ def model_directory(config: Config, display: Any) -> str:
     from rltrain.tasks.tiny_model import cached_start
 
     task = builtin_task(config)
+    assert display is not None, "where the built-in model may be made"
     return str(cached_start(task, on_step=display.progress_of(f"making the weak start for '{task.name}', once")))
 
 
-def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
+def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | None]:
     """Training and validation prompts, with the reward functions' columns checked against them."""
     from rltrain.data.model_directory import check_prompt_ids
     from rltrain.data.model_weights import BUILTIN_MODEL
-    from rltrain.data.prompts import load_prompts
     from rltrain.rewards.loading import check_columns, load_function
 
     data = config.data
@@ -311,7 +345,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[Any, Any]:
         "lossy_tokenizer": data.lossy_tokenizer,
     }
     prompts = load_prompts(data.train, tokenizer, split="train", **options)
-    val: Any = []
+    val = None
     if data.val is not None:
         val = load_prompts(data.val, tokenizer, split="val", limit=data.val_size, **options)
     if config.model.path != BUILTIN_MODEL:
@@ -345,16 +379,21 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
         adapters = adapter_parameters(config.model.path, config.model.lora)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts = Facts(
-        path=config.model.path, parameters=parameter_count(config.model.path), adapters=adapters,
-        train_prompts=train_prompts, val_prompts=val_prompts,
-        needs_critic=needs_critic(config.algorithm), devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",
+        path=config.model.path,
+        parameters=parameter_count(config.model.path),
+        adapters=adapters,
+        train_prompts=train_prompts,
+        val_prompts=val_prompts,
+        needs_critic=needs_critic(config.algorithm),
+        devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",
         on_gpu=gpus > 0,
         reward_models={
             model.name: parameter_count(model.path, AutoModelForSequenceClassification)
             for model in config.reward.models
         },
-        uses_ratio=loss.get("uses_ratio", True), aggregations=loss.get("aggregations", ()),
-    )  # fmt: skip
+        uses_ratio=loss.get("uses_ratio", True),
+        aggregations=loss.get("aggregations", ()),
+    )
     show_plan(console, config, facts)
 
 

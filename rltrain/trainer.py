@@ -143,9 +143,13 @@ class Trainer:
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
             self.checkpoints.start(
-                self.step, self.incarnation, self.trained(), state, history=self.tracker.state(),
+                self.step,
+                self.incarnation,
+                self.trained(),
+                state,
+                history=self.tracker.state(),
                 metrics=self.tracker.metrics_of(self.step),
-            )  # fmt: skip
+            )
 
     def trained(self) -> dict[str, WorkerGroup]:
         """The groups that have a state to save, by role."""
@@ -222,9 +226,12 @@ class Trainer:
             batch = choose_trained(batch, config.algorithm)
             batch = with_random_draws(batch, config, self.step)
             plan = minibatches(
-                batch.batch["uid"].tolist(), config.minibatches_per_epoch, config.trainer.epochs_per_step,
-                seed=config.trainer.seed, step=self.step,
-            )  # fmt: skip
+                batch.batch["uid"].tolist(),
+                config.minibatches_per_epoch,
+                config.trainer.epochs_per_step,
+                seed=config.trainer.seed,
+                step=self.step,
+            )
             self.collector.take()
         if self.critic is not None:
             with timer("update_critic"):
@@ -288,10 +295,11 @@ class Trainer:
             raise NumericsError(f"{error}; the step's batch: {self.tracker.save_batch(step, batch)}") from None
         if skipped := int(metrics.get("skipped_updates", 0)):
             self.tracker.log_alarm(
-                step, f"step {step}: {skipped} of {len(plan)} {role} updates skipped, as their loss or gradient is not "
+                step,
+                f"step {step}: {skipped} of {len(plan)} {role} updates skipped, as their loss or gradient is not "
                 "finite: look at rewards, advantages and log-probs of the step's batch "
                 f"({self.tracker.save_batch(step, batch)}), and lower {role}.lr or the loss's clip ranges",
-            )  # fmt: skip
+            )
         return _named(role, metrics)
 
     def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:

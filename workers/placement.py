@@ -311,34 +311,56 @@ def _start(
     else:
         watch = watch_of(config)
         rewards = RewardPool.on_ray(
-            config.reward, workers=placement.reward_workers, spares=placement.reward_spares,
-            start_timeout_s=placement.start_timeout_s, watch=watch,
-        )  # fmt: skip
-        replicas = ray_hosts(config, "rollout replica", placement.rollout_replicas, watch=watch, devices=devices)
-
-        def replace(replica: int) -> Any:
-            replicas.renew([replica])
-            return build(replicas, "rollout", *engine, ranks=[replica])[0]
-
+            config.reward,
+            workers=placement.reward_workers,
+            spares=placement.reward_spares,
+            start_timeout_s=placement.start_timeout_s,
+            watch=watch,
+        )
+        pool = _engines_on_ray(config, engine, watch, devices)
         shared = None
         if placement.share_ranks:
             shared = ray_hosts(config, "training rank", placement.actor_ranks, watch=watch, devices=devices)
-        training = Training(config, paths, {
-            role: shared or ray_hosts(config, f"{role} rank", placement.actor_ranks, watch=watch) for role in roles
-        })  # fmt: skip
-        pool = RolloutPool(
-            replicas, sleeps=config.takes_turns, replace=replace, start_timeout_s=placement.start_timeout_s,
-            building=build(replicas, "rollout", *engine),
-        )  # fmt: skip
+        training = Training(
+            config,
+            paths,
+            {role: shared or ray_hosts(config, f"{role} rank", placement.actor_ranks, watch=watch) for role in roles},
+        )
         if devices:
             pool.start()  # an engine measures what is free on its device: nobody else takes any meanwhile
     training.build()
     pool.start()
     groups = {role: group_of(hosts, role, paths[role], config) for role, hosts in training.hosts.items()}
     return Workers(
-        pool, rewards, groups["actor"], groups.get("reference"), groups.get("critic"),
-        [groups[role] for role in models], training, devices, _connection.daemons,
-    )  # fmt: skip
+        pool,
+        rewards,
+        groups["actor"],
+        groups.get("reference"),
+        groups.get("critic"),
+        [groups[role] for role in models],
+        training,
+        devices,
+        _connection.daemons,
+    )
+
+
+def _engines_on_ray(
+    config: Config, engine: tuple[Any, ...], watch: Watch, devices: SharedDevices | None
+) -> RolloutPool:
+    """Rollout replicas in processes of their own, whose engines begin to be built; `engine` is what `build` takes."""
+    replicas = ray_hosts(config, "rollout replica", config.placement.rollout_replicas, watch=watch, devices=devices)
+
+    def replace(replica: int) -> Any:
+        replicas.renew([replica])
+        return build(replicas, "rollout", *engine, ranks=[replica])[0]
+
+    return RolloutPool(
+        replicas,
+        sleeps=config.takes_turns,
+        replace=replace,
+        start_timeout_s=config.placement.start_timeout_s,
+        building=build(replicas, "rollout", *engine),
+    )
 
 
 def group_of(hosts: Hosts, role: str, path: str, config: Config) -> WorkerGroup:
@@ -369,9 +391,11 @@ def watch_of(config: Config) -> Watch:
     """What watches the processes of this run."""
     folder = Path(config.trainer.output_dir).expanduser().absolute()
     return Watch(
-        hang_timeout_s=config.trainer.hang_timeout_s, start_timeout_s=config.placement.start_timeout_s, folder=folder,
+        hang_timeout_s=config.trainer.hang_timeout_s,
+        start_timeout_s=config.placement.start_timeout_s,
+        folder=folder,
         daemons=_connection.daemons,
-    )  # fmt: skip
+    )
 
 
 def shared_devices(config: Config) -> SharedDevices | None:
@@ -408,14 +432,18 @@ def ray_hosts(
     if has_gpus:
         resources["num_gpus"] = share * (config.rollout.shards if engines else 1)
     environment = {
-        **openmp_settings(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
+        **openmp_settings(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank does one thing at a time, in the order of the calls; an engine listens while it generates.
-    remote: Any = ray.remote(Host)
-    remote = remote.options(max_concurrency=8 if engines else 1, **resources)
+    make: Any = ray.remote  # whose types name no options
+    remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> Any:
         actor = remote.options(**devices.options(number)) if devices else remote

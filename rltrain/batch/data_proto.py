@@ -308,8 +308,16 @@ class DataProto:
                 family = list(families).index(id(column.offsets))
             tensors[key] = (column.own(), family)
         others = json.dumps({key: column.tolist() for key, column in self.non_tensor_batch.items()})
-        torch.save({"tensors": tensors, "families": list(families.values()), "rows": len(self), "others": others,
-                    "meta": json.dumps(self.meta_info)}, path)  # fmt: skip
+        torch.save(
+            {
+                "tensors": tensors,
+                "families": list(families.values()),
+                "rows": len(self),
+                "others": others,
+                "meta": json.dumps(self.meta_info),
+            },
+            path,
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -259,9 +259,15 @@ def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], whe
     state = {name: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for name, tensor in tensors.items()}
     with reported(where):
         found: dict[str, Any] = type(model).from_pretrained(
-            None, config=model.config, state_dict=state, device_map={"": "meta"}, dtype=torch.float32,
-            attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
-        )[1]  # fmt: skip
+            None,
+            config=model.config,
+            state_dict=state,
+            device_map={"": "meta"},
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )[1]
     return found
 
 
@@ -281,9 +287,13 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
     check_weights(path, where, kind, new_head=new_head)
     with reported(where):
         model, found = kind.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, **kwargs,
-        )  # fmt: skip
+            path,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kwargs,
+        )
     require_whole(model, found, where, new_head=new_head)
     return model
 

@@ -33,9 +33,11 @@ class Alarms:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rules: dict[str, Callable[[Mapping[str, float]], str]] = {
-            "log_prob_gap": self._gap, "entropy": self._entropy, "same_outcome": self._same_outcome,
+            "log_prob_gap": self._gap,
+            "entropy": self._entropy,
+            "same_outcome": self._same_outcome,
             "reward": self._reward,
-        }  # fmt: skip
+        }
         self.sounding: set[str] = set()
         self.first_entropies: list[float] = []
         self.collapsed = self.flat = 0  # steps in a row

@@ -30,9 +30,15 @@ class ConsoleDisplay:
     def __init__(self, total_steps: int, sample_every: int, console: Console) -> None:
         self.total_steps, self.sample_every, self.console = total_steps, sample_every, console
         self.progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(compact=True), console=console, transient=True, disable=not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
         self.failures_seen = False
         self.task = self.progress.add_task("train", total=total_steps, state="")
 
@@ -125,9 +131,16 @@ def sample_text(step: int, batch: DataProto) -> Text:
 
 
 def summary(
-    console: Console, *, evaluations: Sequence[dict[str, float]], history: Sequence[dict[str, float]], seconds: float,
-    output_dir: Path, curve: Path | None, overrides: Sequence[str], finished: bool,
-) -> None:  # fmt: skip
+    console: Console,
+    *,
+    evaluations: Sequence[dict[str, float]],
+    history: Sequence[dict[str, float]],
+    seconds: float,
+    output_dir: Path,
+    curve: Path | None,
+    overrides: Sequence[str],
+    finished: bool,
+) -> None:
     """What was learnt, where it lies and what to type next."""
     title = "Done" if finished else "Stopped early"
     console.print(f"\n[bold]{title}[/] after {len(history)} steps, {seconds:.0f} s", highlight=False)

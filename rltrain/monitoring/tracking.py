@@ -244,8 +244,14 @@ def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[
     for kind, marker in (("sampled", "o"), ("greedy", "s")):
         points = [(row["step"], row[f"eval/{kind}_reward"]) for row in evaluations if f"eval/{kind}_reward" in row]
         if points:
-            reward.plot(*zip(*points, strict=True), marker, color="tab:green", alpha=0.8, label=f"held-out, {kind}",
-                        markerfacecolor="none" if kind == "greedy" else "tab:green")  # fmt: skip
+            reward.plot(
+                *zip(*points, strict=True),
+                marker,
+                color="tab:green",
+                alpha=0.8,
+                label=f"held-out, {kind}",
+                markerfacecolor="none" if kind == "greedy" else "tab:green",
+            )
     reward.set_xlabel("step")
     reward.xaxis.set_major_locator(MaxNLocator(integer=True))
     reward.set_ylabel("reward", color="tab:blue")

@@ -54,8 +54,22 @@ _BASES: dict[type, Any] = {  # how to make plain data of a subclass of plain dat
 }
 # Never between an object of the program and plain data: its own arithmetic would make any number right.
 _BETWEEN_TWO = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lt", "le", "gt", "ge",
-)  # fmt: skip
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+)
 _OF_ONE = ("neg", "pos", "abs", "getitem", "setitem", "delitem")
 _BY_PYTHON = (iter, next, len, str, repr)
 _DOES = {

@@ -91,9 +91,11 @@ async def judge(
         client = endpoint.client.with_options(max_retries=retries, timeout=timeout_s)
         try:
             answer = await client.chat.completions.create(
-                model=model, messages=[{"role": "user", "content": content}], temperature=temperature,
+                model=model,
+                messages=[{"role": "user", "content": content}],
+                temperature=temperature,
                 max_tokens=max_tokens,
-            )  # fmt: skip
+            )
         except (OpenAIError, ValueError, TypeError) as error:  # the body may be no JSON, or not even text
             return RewardResult(failed=True, message=f"{base_url}: {_short(f'{type(error).__name__}: {error}', key)}")
     return _result(answer, pattern, scale, key)

@@ -29,11 +29,20 @@ from rltrain.base.storage import local_path
 from rltrain.rewards.result import RewardResult
 
 BUILTIN = {  # short names
-    "final_answer": "final_answer", "exact_answer": "final_answer", "exact_match": "exact_match",
-    "numeric_match": "numeric_match", "math_answer": "math_answer", "multiple_choice": "multiple_choice",
-    "regex_format": "regex_format", "json_schema": "json_schema", "code_tests": "code_tests",
-    "length_penalty": "length", "overlong_penalty": "length", "repetition_penalty": "repetition", "judge": "judge",
-}  # fmt: skip
+    "final_answer": "final_answer",
+    "exact_answer": "final_answer",
+    "exact_match": "exact_match",
+    "numeric_match": "numeric_match",
+    "math_answer": "math_answer",
+    "multiple_choice": "multiple_choice",
+    "regex_format": "regex_format",
+    "json_schema": "json_schema",
+    "code_tests": "code_tests",
+    "length_penalty": "length",
+    "overlong_penalty": "length",
+    "repetition_penalty": "repetition",
+    "judge": "judge",
+}
 PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # they score the form and not the outcome
 STANDARD_COLUMNS = ("finish_reason",)  # every sample has them, whatever the data
 AGGREGATIONS = ("sum", "normalize_then_sum")

@@ -80,9 +80,14 @@ def read(folder: Folder) -> Checkpoint:
         state = json.loads(folder.read(DRIVER))
         history = [name for name in manifest["files"] if name.startswith(f"{HISTORY}/")]
         return Checkpoint(
-            folder, manifest["step"], manifest["incarnation"], state, folder.read(CONFIG).decode(),
-            {name.removeprefix(f"{HISTORY}/"): folder.read(name) for name in history}, manifest["metric"],
-        )  # fmt: skip
+            folder,
+            manifest["step"],
+            manifest["incarnation"],
+            state,
+            folder.read(CONFIG).decode(),
+            {name.removeprefix(f"{HISTORY}/"): folder.read(name) for name in history},
+            manifest["metric"],
+        )
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {DRIVER} or {CONFIG} cannot be read ({error})") from None
 
@@ -159,8 +164,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Folder, config: str, *, keep: int, best: str | None, sources: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Folder,
+        config: str,
+        *,
+        keep: int,
+        best: str | None,
+        sources: Mapping[str, int] | None = None,
+    ) -> None:
         self.folder, self.config, self.keep, self.best, self.sources = folder, config, keep, best, dict(sources or {})
         self.under_way: _Save | None = None
         self.last: int | None = None
@@ -192,9 +203,15 @@ class Checkpoints:
         )
 
     def start(
-        self, step: int, incarnation: int, groups: Mapping[str, WorkerGroup], state: Mapping[str, Any], *,
-        history: Mapping[str, FileStart], metrics: Mapping[str, float],
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        incarnation: int,
+        groups: Mapping[str, WorkerGroup],
+        state: Mapping[str, Any],
+        *,
+        history: Mapping[str, FileStart],
+        metrics: Mapping[str, float],
+    ) -> None:
         """Begin a save, after the end of the one before; returns when the ranks have copied their tensors.
 
         Args:
@@ -210,8 +227,10 @@ class Checkpoints:
         if self.best and metric is None:
             logger.warning(
                 "trainer.keep_best=%s: not known of step %d; for a metric of evaluations trainer.eval_every has to "
-                "divide trainer.save_every", self.best, step,
-            )  # fmt: skip
+                "divide trainer.save_every",
+                self.best,
+                step,
+            )
         files = {DRIVER: json.dumps({**state, "sources": self.sources}).encode(), CONFIG: self.config.encode()}
         self.last, name = step, f"step_{step}"
         save = _Save(step, incarnation, metric, files, dict(history), dict(groups))
@@ -286,9 +305,12 @@ class Checkpoints:
         if missing:
             raise OSError(f"{missing[0]} is not there for the driver: all nodes must see the same folder")
         manifest = {
-            "step": save.step, "incarnation": save.incarnation, "best": self.best, "metric": save.metric,
+            "step": save.step,
+            "incarnation": save.incarnation,
+            "best": self.best,
+            "metric": save.metric,
             "files": {name: list(entry) for name, entry in sorted(files.items())},
-        }  # fmt: skip
+        }
         folder.write(MANIFEST, json.dumps({"manifest": manifest, "crc": _seal(manifest)}, indent=1).encode())
         try:
             self._prune(save.step)

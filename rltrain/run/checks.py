@@ -35,9 +35,19 @@ from rltrain.tasks import TASKS, Task
 ENGINES = ("vllm", "hf")
 # An output directory with one of these holds a run.
 RUN_FILES = (
-    "config.yaml", "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl", "processes.json", "rollouts",
-    "failed", "stacks", "model", "checkpoints", "tensorboard",
-)  # fmt: skip
+    "config.yaml",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "ledger.jsonl",
+    "alarms.jsonl",
+    "processes.json",
+    "rollouts",
+    "failed",
+    "stacks",
+    "model",
+    "checkpoints",
+    "tensorboard",
+)
 _A_NAME_INSIDE = "x" * 200  # a path may be so long that nothing can be made in it
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
 

@@ -176,8 +176,8 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         "cut answers not trained on": algorithm.mask_truncated,
         "cut answers end with the critic's value": algorithm.bootstrap_truncated,
         "groups of one outcome left out": algorithm.dynamic_sampling == 1,
-        f"groups of one outcome replaced, <= {algorithm.dynamic_sampling} batches a step":
-            algorithm.dynamic_sampling > 1,
+        f"groups of one outcome replaced, <= {algorithm.dynamic_sampling} batches a step": algorithm.dynamic_sampling
+        > 1,
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
         f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, to a target of "
         f"{target or 0:g} nats": target is not None,
@@ -185,7 +185,7 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         _weights(correction): correction.level is not None,
         f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"
         f"{_bounds(rejection.lower, rejection.upper)}": rejection.kl_estimator is not None,
-    }  # fmt: skip
+    }
     return [text for text, on in said.items() if on]
 
 

@@ -41,8 +41,12 @@ class Restarts:
             self.count += 1
             logger.warning(
                 "%s: the training ranks start again%s, from step %d (restart %d of %d)",
-                error, f" in {pause_s:g} s" if pause_s else "", step, self.count, self.limit,
-            )  # fmt: skip
+                error,
+                f" in {pause_s:g} s" if pause_s else "",
+                step,
+                self.count,
+                self.limit,
+            )
             time.sleep(pause_s)
             try:
                 self.restart()

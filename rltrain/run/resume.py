@@ -25,17 +25,33 @@ from workers.training.rank_state import MODEL, STATE, reason
 
 # Sections, and keys, that do not decide what is learnt: they may differ from those of the checkpoint.
 FREE = (
-    "verbose", "placement",
-    *(f"trainer.{key}" for key in (
-        "total_steps", "save_every", "eval_every", "sample_every", "output_dir", "resume", "checkpoint_dir",
-        "keep_checkpoints", "keep_best", "max_restarts", "hang_timeout_s", "max_skipped_updates",
-    )),
-    "actor.max_tokens_per_microbatch", "critic.max_tokens_per_microbatch",
-    "data.val", "data.val_size",
+    "verbose",
+    "placement",
+    *(
+        f"trainer.{key}"
+        for key in (
+            "total_steps",
+            "save_every",
+            "eval_every",
+            "sample_every",
+            "output_dir",
+            "resume",
+            "checkpoint_dir",
+            "keep_checkpoints",
+            "keep_best",
+            "max_restarts",
+            "hang_timeout_s",
+            "max_skipped_updates",
+        )
+    ),
+    "actor.max_tokens_per_microbatch",
+    "critic.max_tokens_per_microbatch",
+    "data.val",
+    "data.val_size",
     *(f"reward.{key}" for key in ("timeout_s", "memory_mb", "concurrency", "max_failed_fraction")),
     *(f"rollout.{key}" for key in ("max_concurrent_sequences", "max_log_prob_gap", "verify_sync", "vllm")),
     *(f"model.{key}" for key in ("activation_checkpointing", "cpu_offload", "compile")),
-)  # fmt: skip
+)
 AUTO, NEVER = "auto", "never"
 
 

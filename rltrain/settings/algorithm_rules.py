@@ -16,9 +16,15 @@ from rltrain.settings.typed import require
 
 # What presets and other programs call a function.
 ALIASES = {
-    "ppo": "vanilla", "ppo_clip": "vanilla", "grpo": "vanilla", "dapo": "vanilla", "dr_grpo": "grpo",
-    "gmpo": "geo_mean", "otb": "optimal_token_baseline", "reinforce++": "reinforce_plus_plus",
-}  # fmt: skip
+    "ppo": "vanilla",
+    "ppo_clip": "vanilla",
+    "grpo": "vanilla",
+    "dapo": "vanilla",
+    "dr_grpo": "grpo",
+    "gmpo": "geo_mean",
+    "otb": "optimal_token_baseline",
+    "reinforce++": "reinforce_plus_plus",
+}
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:

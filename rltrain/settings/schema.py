@@ -63,8 +63,9 @@ class TrainerConfig:
         )
         for name, value, hint in (
             ("resume", self.resume, "never, auto, or the folder of a checkpoint"),
-            ("checkpoint_dir", self.checkpoint_dir, "a folder"), ("keep_best", self.keep_best, "a metric, or null"),
-        ):  # fmt: skip
+            ("checkpoint_dir", self.checkpoint_dir, "a folder"),
+            ("keep_best", self.keep_best, "a metric, or null"),
+        ):
             require(value is None or bool(value.strip()), f"{name} is empty; give {hint}")
 
 

@@ -66,9 +66,14 @@ class Collector:
     """
 
     def __init__(
-        self, config: Config, *, rollout: RolloutPool, rewards: RewardPool, prompts: PromptSet,
+        self,
+        config: Config,
+        *,
+        rollout: RolloutPool,
+        rewards: RewardPool,
+        prompts: PromptSet,
         models: Sequence[RewardModel] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
         self.models = models
         self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
@@ -150,13 +155,16 @@ class Collector:
         """What a checkpoint keeps, as plain values: where the order of prompts is, and the groups in flight."""
         step = self.step
         unfinished = {
-            "places": step.places, "refills": step.refills, "dropped": sorted(step.dropped),
+            "places": step.places,
+            "refills": step.refills,
+            "dropped": sorted(step.dropped),
             "seen": [group.state_dict() for group in step.seen.values()],
-        }  # fmt: skip
+        }
         return {
-            "order": self.order.state_dict(), "groups": self.groups.state_dict(),
+            "order": self.order.state_dict(),
+            "groups": self.groups.state_dict(),
             "step": unfinished if step.open else None,
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`: what engines and reward workers have in hand now is never taken."""
@@ -259,11 +267,12 @@ class Collector:
         limit, whole = self.config.rollout.max_response_length, self.config.trainer.deterministic
         if shipped := flight.groups.ship(version):
             self.last_shipped = time.monotonic()
-            self.rollout.submit([
-                requests_of(
-                    group, temperature=flight.temperature, max_tokens=limit, seed=flight.seed, whole=whole
-                ) for group in shipped
-            ])  # fmt: skip
+            self.rollout.submit(
+                [
+                    requests_of(group, temperature=flight.temperature, max_tokens=limit, seed=flight.seed, whole=whole)
+                    for group in shipped
+                ]
+            )
 
     def _pump(self, *, wait: bool = True) -> None:
         """Pass finished answers on to be scored, and scores on to their groups.
@@ -361,9 +370,12 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
 
 
 def with_scores(
-    batch: DataProto, groups: Sequence[Group], components: Sequence[RewardFunctionConfig | RewardModelConfig], *,
+    batch: DataProto,
+    groups: Sequence[Group],
+    components: Sequence[RewardFunctionConfig | RewardModelConfig],
+    *,
     baseline: bool = False,
-) -> DataProto:  # fmt: skip
+) -> DataProto:
     """Adds to the answers of these groups their scores. A failed or unscored row is not valid and trains nothing."""
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
     nan = float("nan")

@@ -82,9 +82,16 @@ class PromptGroups:
     """
 
     def __init__(
-        self, *, samples_per_prompt: int, prompts_per_step: int, max_staleness: int, steps: int,
-        greedy_baseline: bool = False, first_uid: int = 0, whole: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        samples_per_prompt: int,
+        prompts_per_step: int,
+        max_staleness: int,
+        steps: int,
+        greedy_baseline: bool = False,
+        first_uid: int = 0,
+        whole: bool = False,
+    ) -> None:
         self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
         self.max_staleness, self.steps, self.greedy_baseline = max_staleness, steps, greedy_baseline
         self.whole = whole
@@ -127,9 +134,11 @@ class PromptGroups:
             scored = [result for result in one["results"] if not result["failed"]]
             group.load_state_dict(one | {"results": scored}, whole=self.whole)
         return [
-            group.request(number) for group in self.groups.values() for number in group.completions
+            group.request(number)
+            for group in self.groups.values()
+            for number in group.completions
             if number not in group.results
-        ]  # fmt: skip
+        ]
 
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
         """The group of one's `state_dict`, after `load_state_dict`: that in flight, or else a copy of one dropped."""
@@ -218,12 +227,15 @@ def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int,
     """
     return [
         Request(
-            (group.uid, number), group.prompt.ids, temperature if number < group.samples else 0.0, max_tokens,
+            (group.uid, number),
+            group.prompt.ids,
+            temperature if number < group.samples else 0.0,
+            max_tokens,
             stream_seed(seed, group.uid, number),
         )
         for number in range(group.size)
         if whole or number not in group.completions
-    ]  # fmt: skip
+    ]
 
 
 def stream_seed(seed: int, uid: int, sample: int) -> int:

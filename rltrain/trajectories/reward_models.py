@@ -39,9 +39,16 @@ class RewardModel:
     """
 
     def __init__(
-        self, config: RewardModelConfig, group: WorkerGroup, *, number: int, tokenizer: Any, longest: int | None,
-        pad: int | None, max_tokens: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: RewardModelConfig,
+        group: WorkerGroup,
+        *,
+        number: int,
+        tokenizer: Any,
+        longest: int | None,
+        pad: int | None,
+        max_tokens: int,
+    ) -> None:
         self.config, self.group, self.number, self.tokenizer = config, group, number, tokenizer
         self.longest, self.pad, self.max_tokens = longest, pad, max_tokens
         self._control, self._templates = ControlTokens(tokenizer), ChatTemplates()
@@ -112,12 +119,16 @@ def reward_models(config: Config, groups: Sequence[WorkerGroup]) -> list[RewardM
     first, budget = len(config.reward.functions), config.actor.max_tokens_per_microbatch
     return [
         RewardModel(
-            model, group, number=number, tokenizer=load_tokenizer(Path(model.path).expanduser(), model.key),
+            model,
+            group,
+            number=number,
+            tokenizer=load_tokenizer(Path(model.path).expanduser(), model.key),
             longest=longest_row(Path(model.path).expanduser()),
-            pad=text_config(Path(model.path).expanduser()).get("pad_token_id"), max_tokens=budget,
+            pad=text_config(Path(model.path).expanduser()).get("pad_token_id"),
+            max_tokens=budget,
         )
         for number, (model, group) in enumerate(zip(config.reward.models, groups, strict=True), start=first)
-    ]  # fmt: skip
+    ]
 
 
 def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) -> None:
@@ -134,8 +145,11 @@ def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) ->
             result, score = group.results[n], scores.get((group.uid, n))
             if isinstance(score, str):
                 result = replace(
-                    result, scores=(None,) * model.number, failed=True, failed_function=model.number,
+                    result,
+                    scores=(None,) * model.number,
+                    failed=True,
+                    failed_function=model.number,
                     error=f"reward model '{model.config.name}' {score}",
-                )  # fmt: skip
+                )
                 score = None
             group.results[n] = replace(result, scores=(*result.scores, score))

@@ -39,9 +39,13 @@ class Hosts(Protocol):
         """
 
     def wait(
-        self, pending: list[Any], *, ranks: Collection[int] | None = None, beside: Sequence["Hosts"] = (),
+        self,
+        pending: list[Any],
+        *,
+        ranks: Collection[int] | None = None,
+        beside: Sequence["Hosts"] = (),
         limit_s: float | None = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """The results of `start` on these ranks (all by default), which may depend on calls of the groups `beside` too.
 
         Raises the first rank's own error, or WorkerLost when a process died, or none of all these made any progress for
@@ -84,9 +88,13 @@ class LocalHosts(Hosts):
             raise WorkerError(_last_line(error)) from error
 
     def wait(
-        self, pending: list[Any], *, ranks: Collection[int] | None = None, beside: Sequence[Hosts] = (),
+        self,
+        pending: list[Any],
+        *,
+        ranks: Collection[int] | None = None,
+        beside: Sequence[Hosts] = (),
         limit_s: float | None = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """They are the results already."""
         return pending
 
@@ -106,9 +114,13 @@ class RayHosts(Hosts):
     """
 
     def __init__(
-        self, actors: Sequence[Any], *, name: str = "worker", spawn: Callable[[int], Any] | None = None,
+        self,
+        actors: Sequence[Any],
+        *,
+        name: str = "worker",
+        spawn: Callable[[int], Any] | None = None,
         watch: Watch | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.actors, self.size, self.concurrent, self.meanwhile = list(actors), len(actors), True, None
         self.name, self.spawn, self.phase = name, spawn, "starting"
         self.vigil = Vigil(watch, name, self.size) if watch else None
@@ -133,16 +145,24 @@ class RayHosts(Hosts):
         return [actor.call.remote(role, method, *own) for actor, own in zip(actors, arguments, strict=True)]
 
     def wait(
-        self, pending: list[Any], *, ranks: Collection[int] | None = None, beside: Sequence[Hosts] = (),
+        self,
+        pending: list[Any],
+        *,
+        ranks: Collection[int] | None = None,
+        beside: Sequence[Hosts] = (),
         limit_s: float | None = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Wait for Ray; meanwhile others get their turn. One rank's error ends it, though others may never end."""
         import ray
 
-        watched = [_Watched(group, group.vigil, ranks) for group, ranks in (
-            (self, range(self.size) if ranks is None else ranks),
-            *((group, range(group.size)) for group in beside if isinstance(group, RayHosts)),
-        ) if group.vigil]  # fmt: skip
+        watched = [
+            _Watched(group, group.vigil, ranks)
+            for group, ranks in (
+                (self, range(self.size) if ranks is None else ranks),
+                *((group, range(group.size)) for group in beside if isinstance(group, RayHosts)),
+            )
+            if group.vigil
+        ]
         for one in watched:
             one.vigil.touch(one.ranks)
         patience = LOOK_S if self.meanwhile else LOOK_EVERY_S if watched else None

@@ -97,9 +97,13 @@ class Watch:
     """
 
     def __init__(
-        self, *, hang_timeout_s: float, start_timeout_s: float, folder: Path | None = None,
+        self,
+        *,
+        hang_timeout_s: float,
+        start_timeout_s: float,
+        folder: Path | None = None,
         daemons: Daemons | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         import ray
 
         self.hang_timeout_s, self.start_timeout_s, self.folder = hang_timeout_s, start_timeout_s, folder

@@ -41,9 +41,11 @@ class Guard:
         self.mark = mark
         code = _CODE.format(path=sys.path, driver=os.getpid(), mark=mark)
         self.process = subprocess.Popen(
-            [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            [sys.executable, "-S", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,  # signals of the terminal are for the driver alone
-        )  # fmt: skip
+        )
         assert self.process.stdin is not None, "asked for above"
         self._pipe = self.process.stdin
 

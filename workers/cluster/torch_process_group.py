@@ -10,9 +10,13 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 
 def join(
-    rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float, *,
+    rank: int,
+    world_size: int,
+    address: tuple[str, int] | None,
+    timeout_s: float,
+    *,
     listener: socket.socket | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Initialise torch.distributed for this rank, once in a process.
 
     Args:

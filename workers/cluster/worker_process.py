@@ -92,9 +92,13 @@ def keep_freed_memory() -> None:
 def quiet() -> None:
     """Only errors from libraries on this process's terminal."""
     os.environ.update(
-        TRANSFORMERS_VERBOSITY="error", VLLM_LOGGING_LEVEL="ERROR", PYTHONWARNINGS="ignore", TQDM_DISABLE="1",
-        GLOO_LOG_LEVEL="ERROR", TORCH_CPP_LOG_LEVEL="ERROR",
-    )  # fmt: skip
+        TRANSFORMERS_VERBOSITY="error",
+        VLLM_LOGGING_LEVEL="ERROR",
+        PYTHONWARNINGS="ignore",
+        TQDM_DISABLE="1",
+        GLOO_LOG_LEVEL="ERROR",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )
     import warnings
 
     warnings.simplefilter("ignore")

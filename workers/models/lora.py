@@ -45,9 +45,12 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
     alpha: Any = int(config.alpha) if whole else config.alpha  # peft takes fractions too
     settings = LoraConfig(
-        r=config.rank, lora_alpha=alpha, target_modules=names,
-        task_type="CAUSAL_LM", inference_mode=False,
-    )  # fmt: skip
+        r=config.rank,
+        lora_alpha=alpha,
+        target_modules=names,
+        task_type="CAUSAL_LM",
+        inference_mode=False,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model)  # in place
@@ -118,8 +121,9 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """The adapters by the names of their matrices; none of a model that has none."""
     return {
         f"{name}.weight": Adapter(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
-        for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")
-    }  # fmt: skip
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:

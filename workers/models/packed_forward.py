@@ -99,9 +99,14 @@ def pack(batch: DataProto) -> Pack:
     is_input = positions(response_lengths) < (response_lengths - 1).repeat_interleave(response_lengths)
     ids[at[is_input]] = batch.values("responses")[is_input]
     return Pack(
-        ids[None], positions(lengths)[None], Rows(lengths, ids.device), int(lengths.max()), starts.int(), at - 1,
+        ids[None],
+        positions(lengths)[None],
+        Rows(lengths, ids.device),
+        int(lengths.max()),
+        starts.int(),
+        at - 1,
         batch.values("responses"),
-    )  # fmt: skip
+    )
 
 
 def _buckets(lengths: Tensor, device: torch.device) -> tuple[Bucket, ...]:
@@ -124,9 +129,14 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
     if device.type == "cpu":
         return packed
     return Pack(
-        packed.input_ids.to(device), packed.position_ids.to(device), Rows(packed.rows.lengths, device), packed.longest,
-        packed.offsets.to(device), packed.predicting.to(device), packed.targets.to(device),
-    )  # fmt: skip
+        packed.input_ids.to(device),
+        packed.position_ids.to(device),
+        Rows(packed.rows.lengths, device),
+        packed.longest,
+        packed.offsets.to(device),
+        packed.predicting.to(device),
+        packed.targets.to(device),
+    )
 
 
 def packed_attention(
@@ -270,18 +280,20 @@ def policy_output(
 
     with replaced_head(model, columns):
         out = model(
-            input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
-            logits_to_keep=packed.predicting, packed=packed,
-        ).logits  # fmt: skip
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=packed.predicting,
+            packed=packed,
+        ).logits
     log_probs, *others, probe = out.unbind()
     check_probe(probe, model)
     kept = states[0] if hidden else None
     if packed.sequence is not None:
         log_probs, *others = (gather(column, whole, packed.sequence) for column in (log_probs, *others))
         kept = None if kept is None else gather(kept, whole, packed.sequence)
-    return PolicyOutput(
-        log_probs, others[0] if entropies else None, None if reference is None else others[-1], kept
-    )  # fmt: skip
+    return PolicyOutput(log_probs, others[0] if entropies else None, None if reference is None else others[-1], kept)
 
 
 def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:

@@ -28,9 +28,16 @@ SHARD_BYTES = 4 << 30
 ADAPTER, ADAPTER_CONFIG = "adapter", "adapter/adapter_config.json"
 _FLOAT_BYTES = 4
 _BESIDE = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "generation_config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -86,10 +93,13 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
         settings = json.loads(small[ADAPTER_CONFIG])
         parts = list(_merged(state, settings))
         halves = [
-            _Part(f"base_model.model.{name.replace(f'.{NAME}.', '.')}", tuple(state.size(f"model.{name}")),
-                  _reading(state, name))
+            _Part(
+                f"base_model.model.{name.replace(f'.{NAME}.', '.')}",
+                tuple(state.size(f"model.{name}")),
+                _reading(state, name),
+            )
             for name in state.names("model")
-        ]  # fmt: skip
+        ]
         written += _write_tensors(folder, f"{ADAPTER}/adapter_model", halves)
     else:
         parts = [part for name in state.names("model") for part in _as_in_files(state, name, model)]

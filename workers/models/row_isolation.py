@@ -24,9 +24,11 @@ def load_policy(path: str) -> PreTrainedModel:
     """The causal language model of a directory, found to keep packed rows apart. Raises ConfigError for any other."""
     model = load_model(AutoModelForCausalLM, path)
     check_rows_apart(
-        model, model.get_output_embeddings(), lambda packed: policy_output(model, packed, temperature=1.0),
+        model,
+        model.get_output_embeddings(),
+        lambda packed: policy_output(model, packed, temperature=1.0),
         f"model.path={path}",
-    )  # fmt: skip
+    )
     return model
 
 
@@ -81,6 +83,8 @@ def _rows(words: int, seed: int) -> DataProto:
     source = torch.Generator().manual_seed(seed)
     ids = [torch.randint(words, (length + 1,), generator=source).tolist() for length in LENGTHS]
     return DataProto.from_dict(
-        {"prompts": jagged([row[:1] for row in ids], torch.int64),
-         "responses": jagged([row[1:] for row in ids], torch.int64)}
-    )  # fmt: skip
+        {
+            "prompts": jagged([row[:1] for row in ids], torch.int64),
+            "responses": jagged([row[1:] for row in ids], torch.int64),
+        }
+    )

@@ -22,10 +22,16 @@ INDEX = ".metadata"
 _CLASSES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
     for kind in (
-        dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.TensorProperties, dcp.ChunkStorageMetadata,
-        dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, _StorageInfo,
+        dcp.Metadata,
+        dcp.MetadataIndex,
+        dcp.TensorStorageMetadata,
+        dcp.TensorProperties,
+        dcp.ChunkStorageMetadata,
+        dcp.StorageMeta,
+        dcp._MEM_FORMAT_ENCODING,
+        _StorageInfo,
     )
-}  # fmt: skip
+}
 
 
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:

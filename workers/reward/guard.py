@@ -141,9 +141,15 @@ class GuardedWorker:
         return True
 
     def score(
-        self, requests: Sequence[RewardRequest], *, deadline_s: float, hold_s: float = math.inf, stepwise: bool = False,
-        function: int | None = None, **limits: Any,
-    ) -> list[RewardResult] | Overdue | Ended:  # fmt: skip
+        self,
+        requests: Sequence[RewardRequest],
+        *,
+        deadline_s: float,
+        hold_s: float = math.inf,
+        stepwise: bool = False,
+        function: int | None = None,
+        **limits: Any,
+    ) -> list[RewardResult] | Overdue | Ended:
         """See `RewardWorker.score`; the process is killed, with all that it started, when it takes too long.
 
         Args:
@@ -212,10 +218,14 @@ class GuardedWorker:
             code = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
             # What functions print is dropped: Ray would keep all of it on disk.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], cwd=self._directory,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno()],
+                cwd=self._directory,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a function that signals its process group must not reach this one
-            )  # fmt: skip
+            )
             _GUARDED.add(self._process.pid)
             theirs.close()
             self._connection = Connection(ours.detach())

@@ -81,9 +81,15 @@ class RewardPool:
 
     @classmethod
     def on_ray(
-        cls, reward: RewardConfig, *, workers: int, spares: int = 0, start_timeout_s: float,
-        runtime_env: dict[str, Any] | None = None, watch: Watch | None = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        reward: RewardConfig,
+        *,
+        workers: int,
+        spares: int = 0,
+        start_timeout_s: float,
+        runtime_env: dict[str, Any] | None = None,
+        watch: Watch | None = None,
+    ) -> Self:
         """Score in Ray actors, which start at once and without being waited for. Ray must be initialised.
 
         Args:

@@ -70,8 +70,10 @@ class RayTransport:
         # Actors have a working directory of their own.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
-            "concurrency": reward.concurrency, "memory_mb": reward.memory_mb, "settings": settings(reward),
-        }  # fmt: skip
+            "concurrency": reward.concurrency,
+            "memory_mb": reward.memory_mb,
+            "settings": settings(reward),
+        }
         self._start_timeout_s = start_timeout_s
         # Without CPUs of their own they fit beside engines and trainers; a retry would run a deadly sample again.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
@@ -95,9 +97,15 @@ class RayTransport:
         """See `Transport`."""
         chosen = self._slots[slot]
         chosen.pending = chosen.actor.score.remote(
-            slot // self.size, call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s,
-            deadline_s=call.deadline_s, hold_s=call.hold_s if self._spares else math.inf, stepwise=call.stepwise,
-        )  # fmt: skip
+            slot // self.size,
+            call.requests,
+            function=call.function,
+            budget_s=call.budget_s,
+            limit_s=call.limit_s,
+            deadline_s=call.deadline_s,
+            hold_s=call.hold_s if self._spares else math.inf,
+            stepwise=call.stepwise,
+        )
         chosen.limit_s = call.deadline_s + _MARGIN_S
         chosen.deadline = time.monotonic() + call.budget_s + chosen.limit_s
 
@@ -178,9 +186,10 @@ class RayTransport:
             slot.pending = None
             return []
         lost: list[Event] = [
-            Lost(lane, False, reason, outside=True) for lane in self._lanes(worker)
+            Lost(lane, False, reason, outside=True)
+            for lane in self._lanes(worker)
             if self._slots[lane].pending is not None and not self._slots[lane].starting
-        ]  # fmt: skip
+        ]
         slot = self._slots[worker]
         self._replace(worker, slot, reason)
         for lane in self._lanes(worker)[1:]:

@@ -153,9 +153,12 @@ class RewardWorker:
 
 
 def _call_each(
-    functions: list[_Function], requests: Sequence[RewardRequest], outcomes: list[dict[int, Outcome]], end: float,
+    functions: list[_Function],
+    requests: Sequence[RewardRequest],
+    outcomes: list[dict[int, Outcome]],
+    end: float,
     report: Callable[[RewardResult], None] | None,
-) -> int:  # fmt: skip
+) -> int:
     """Call the plain functions, sample by sample, until they are through or time is up; returns how many were begun.
 
     A sample whose function raised is failed, and its other plain functions are not called.
@@ -176,9 +179,12 @@ def _call_each(
 
 
 def _await_each(
-    functions: list[_Function], requests: Sequence[RewardRequest], outcomes: list[dict[int, Outcome]], limit_s: float,
+    functions: list[_Function],
+    requests: Sequence[RewardRequest],
+    outcomes: list[dict[int, Outcome]],
+    limit_s: float,
     concurrency: int,
-) -> None:  # fmt: skip
+) -> None:
     """Call the async functions, so many at once: when one ends, the next begins."""
     wanted = [
         (row, number, one, request)

@@ -151,11 +151,14 @@ class Batch:
         reasons = ["stop" if stop else "length" for stop in stopped[ended].tolist()]
         return [
             Completion(
-                self.requests[row].key, tokens[n][begins[n] :], log_probs[n][begins[n] :], reasons[n],
+                self.requests[row].key,
+                tokens[n][begins[n] :],
+                log_probs[n][begins[n] :],
+                reasons[n],
                 self.versions[begins[n] :],
             )
             for n, row in enumerate(ended.tolist())
-        ]  # fmt: skip
+        ]
 
     def take(self, rows: Tensor) -> None:
         """Keep these rows (N,), in this order, and the columns that they need."""
@@ -225,7 +228,9 @@ def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tens
     """Two tensors below each other, ending in the same column of `axis`; 0 before the narrower, and in `room` more."""
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)
-    return torch.cat([
-        F.pad(part, [side for sides in (*padding, (width - part.size(axis), room)) for side in sides])
-        for part in (above, below)
-    ])  # fmt: skip
+    return torch.cat(
+        [
+            F.pad(part, [side for sides in (*padding, (width - part.size(axis), room)) for side in sides])
+            for part in (above, below)
+        ]
+    )

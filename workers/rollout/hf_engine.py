@@ -123,9 +123,13 @@ class HFEngine:
     def _forward(self, batch: Batch, first: int) -> Tensor:
         """Run the columns from `first` on, which the cache lacks; logits (B, V) after the last one."""
         output = self.model(
-            input_ids=batch.ids[:, first:], attention_mask=batch.mask(first), position_ids=batch.positions(first),
-            past_key_values=batch.cache, use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
+            input_ids=batch.ids[:, first:],
+            attention_mask=batch.mask(first),
+            position_ids=batch.positions(first),
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -169,9 +173,14 @@ class HFEngine:
     def settings(self, request: Request) -> dict[str, Any]:
         """What this engine samples with (invariant E2)."""
         return {
-            "temperature": request.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": request.seed,
-            "max_tokens": request.max_tokens, "stop_token_ids": sorted(self.stop_ids),
-        }  # fmt: skip
+            "temperature": request.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "seed": request.seed,
+            "max_tokens": request.max_tokens,
+            "stop_token_ids": sorted(self.stop_ids),
+        }
 
     def close(self) -> None:
         """Nothing to end."""
@@ -211,9 +220,7 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
     """The engine for a config."""
-    return HFEngine(
-        config.rollout, path, config.model.dtype, stop_ids, deterministic=config.trainer.deterministic
-    )  # fmt: skip
+    return HFEngine(config.rollout, path, config.model.dtype, stop_ids, deterministic=config.trainer.deterministic)
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -49,9 +49,14 @@ class RolloutPool:
     """
 
     def __init__(
-        self, hosts: Hosts, *, sleeps: bool = False, replace: Callable[[int], Any] | None = None,
-        building: Sequence[Any] = (), start_timeout_s: float = math.inf,
-    ) -> None:  # fmt: skip
+        self,
+        hosts: Hosts,
+        *,
+        sleeps: bool = False,
+        replace: Callable[[int], Any] | None = None,
+        building: Sequence[Any] = (),
+        start_timeout_s: float = math.inf,
+    ) -> None:
         self.hosts, self.sleeps, self.asleep, self.replace = hosts, sleeps, False, replace
         self.running: list[set[tuple[int, int]]] = [set() for _ in range(hosts.size)]
         self.sent: list[tuple[int, Any]] = []  # by replica: `submit` calls that may not have arrived

@@ -74,8 +74,9 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
     }
     if torch.cuda.is_available():
         return arguments | {
-            "gpu_memory_utilization": config.vllm.gpu_memory_utilization, "enable_sleep_mode": sleeps,
-        }  # fmt: skip
+            "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
+            "enable_sleep_mode": sleeps,
+        }
     cache = config.vllm.kv_cache_mb << 20
     # A prompt cut in two makes vLLM rewind the random stream of its request, which CPU generators cannot do.
     arguments["enable_chunked_prefill"] = False
@@ -86,11 +87,19 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
 def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams:
     """The parameters of one request; everything that could filter the distribution is off."""
     return SamplingParams(
-        temperature=request.temperature, top_p=1.0, top_k=0, min_p=0.0, seed=request.seed,
+        temperature=request.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=request.seed,
         max_tokens=request.max_tokens,
-        logprobs=0, detokenize=False, stop_token_ids=list(stop_ids), ignore_eos=True,
-        output_kind=RequestOutputKind.FINAL_ONLY, **OWN,
-    )  # fmt: skip
+        logprobs=0,
+        detokenize=False,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **OWN,
+    )
 
 
 def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:

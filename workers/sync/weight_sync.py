@@ -34,9 +34,14 @@ class Ranks(Protocol):
 
 
 def sync(
-    actor: Ranks, rollout: Hosts, version: int, *, check: bool, share: bool = True,
+    actor: Ranks,
+    rollout: Hosts,
+    version: int,
+    *,
+    check: bool,
+    share: bool = True,
     replicas: Sequence[int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Send the actor's weights to the engines.
 
     Args:

@@ -87,9 +87,12 @@ class ActorWorker:
 
         def columns(part: DataProto, packed: Pack) -> dict[str, Tensor]:
             output = policy_output(
-                self.model, packed, temperature=temperature, entropies="entropies" in self.required,
+                self.model,
+                packed,
+                temperature=temperature,
+                entropies="entropies" in self.required,
                 reference=self._reference(part) if in_reward else None,
-            )  # fmt: skip
+            )
             found = {"old_log_probs": output.log_probs, "entropies": output.entropies, "full_kl": output.full_kl}
             return {name: values for name, values in found.items() if values is not None}
 
@@ -124,10 +127,12 @@ class ActorWorker:
         part, packed, columns = microbatch(batch, rows)
         algorithm, mask = self.config.algorithm, columns["mask"]
         output = policy_output(
-            self.model, packed, temperature=self.config.rollout.temperature,
+            self.model,
+            packed,
+            temperature=self.config.rollout.temperature,
             entropies=entropy_coef > 0 or algorithm.entropy_target is not None,
             reference=self._reference(part) if algorithm.kl_loss.full else None,
-        )  # fmt: skip
+        )
         columns["log_probs"] = unpack(output.log_probs, mask)
         columns.setdefault(
             "old_log_probs", columns["log_probs"].detach()
@@ -137,9 +142,13 @@ class ActorWorker:
         if output.full_kl is not None:
             columns["full_kl"] = unpack(output.full_kl, mask)
         loss, parts, sums = actor_loss(
-            columns, algorithm, entropy_coef=entropy_coef, num_tokens=minibatch.num_tokens,
-            num_sequences=minibatch.num_sequences, max_response_length=self.config.rollout.max_response_length,
-        )  # fmt: skip
+            columns,
+            algorithm,
+            entropy_coef=entropy_coef,
+            num_tokens=minibatch.num_tokens,
+            num_sequences=minibatch.num_sequences,
+            max_response_length=self.config.rollout.max_response_length,
+        )
         (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
         _add(result.losses, parts)
         _add(result.sums, sums)

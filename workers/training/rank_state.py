@@ -122,9 +122,10 @@ class RankState:
             rank, own = dist.get_rank(), f"{STATE}/{self.role}"
             state = folder.at(own)
             names = [
-                f"{own}/{name}" for name in state.names()
+                f"{own}/{name}"
+                for name in state.names()
                 if name.startswith(f"__{rank}_") or (name == INDEX and not rank)
-            ]  # fmt: skip
+            ]
             if small is not None:
                 exported = export_model(StateFiles(state), small, self.model, folder.at(MODEL))
                 names += [f"{MODEL}/{name}" for name in exported]

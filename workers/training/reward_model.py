@@ -59,9 +59,12 @@ def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     # The model itself would return one output for the pack, which it takes for one row.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        attention_mask=None,
+        use_cache=False,
         packed=packed,
-    )  # fmt: skip
+    )
     hook.remove()
     begins = packed.position_ids[0] == 0
     return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next begins, the last before the first
