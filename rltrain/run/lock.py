@@ -17,8 +17,9 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 class RunLock:
     """Holds the output folder, and that of checkpoints where it is local, until the process ends or this is left.
 
-    The locks are those of POSIX: they end with the process however it dies, and no child of it keeps them, as it would
-    those of flock. Entering refuses folders that another run holds and leaves nothing behind; `take` makes the files.
+    The locks are POSIX record locks. They end with the process however it dies, and a forked child does not keep them.
+    The filelock library uses flock, whose locks a forked child would keep. Entering refuses folders that another run
+    holds and leaves nothing behind; `take` makes the files.
 
     Args:
         trainer: names the folders.
