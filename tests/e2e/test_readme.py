@@ -13,12 +13,16 @@ import pytest
 import yaml
 
 from rltrain.main import main
+from rltrain.monitoring.catalogue import METRICS
 from rltrain.settings.algorithm_rules import check_algorithm
 from rltrain.settings.compose import choices, compose, parse_args
 
 ROOT = Path(__file__).parents[2]
 PRESETS = "config/algorithm/README.md"
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md", PRESETS]
+GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md", PRESETS, *GUIDES]
+WITHOUT_COMMANDS = {"docs/metrics.md", "docs/reading-a-run.md", "docs/algorithms.md"}
+LONGEST_README = 200  # lines: five minutes
 COMMAND = "python -m rltrain.main"
 TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
@@ -58,7 +62,17 @@ def metrics_of(run):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_document_has_commands(document):
-    assert bash_lines(document)
+    assert bool(bash_lines(document)) != (document in WITHOUT_COMMANDS)
+
+
+def test_the_readme_is_short_and_leads_to_every_guide():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= LONGEST_README
+    linked = {*re.findall(r"\((docs/[\w-]+\.md)\)", text)}
+    linked |= {
+        f"docs/{page}" for guide in linked for page in re.findall(r"\]\(([\w-]+\.md)", (ROOT / guide).read_text())
+    }
+    assert sorted(linked) == GUIDES
 
 
 @pytest.mark.parametrize(("document", "arguments"), [(name, text) for name in DOCUMENTS for text in runs(name)])
@@ -152,21 +166,18 @@ def test_the_algorithm_of_contributing_works(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_recipe_for_own_data_trains_and_the_readme_explains_its_metrics(tmp_path):
+def test_the_recipe_for_own_data_trains_and_the_catalogue_explains_its_metrics(tmp_path):
     printed = script("own_data.sh", f"trainer.output_dir={tmp_path / 'run'}")
     assert "scored by right, length" in printed
     *_, last = [record for record in metrics_of(tmp_path / "run") if "reward/mean" in record]
     assert last["reward/mean"] == pytest.approx(last["reward/right/mean"] - 0.01 * last["reward/length/mean"], abs=1e-5)
-    explained = "|".join(_glossary())
-    names = {name for record in metrics_of(tmp_path / "run") for name in record} - {"step"}
-    assert [name for name in sorted(names) if not re.fullmatch(explained, name)] == []
+    assert unexplained(tmp_path / "run") == []
 
 
-def _glossary():
-    """A pattern for each name in the README's table of metrics; <what> stands for any one word."""
-    section = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return [re.sub("<.*?>", r"\\w+", name) for row in rows for name in re.findall("`(.*?)`", row)]
+def unexplained(run):
+    """The metrics of a run that the catalogue does not have."""
+    names = {name for record in metrics_of(run) for name in record} - {"step"}
+    return [name for name in sorted(names) if not any(metric.matches(name) for metric in METRICS)]
 
 
 @pytest.mark.slow
@@ -182,15 +193,14 @@ def test_the_recipe_that_compares_algorithms_ends_with_a_table(tmp_path):
     ]
     assert [row.split()[0] for row in rows] == ["gspo", "ppo"]
     assert all(len(re.findall(r"[\d.e-]+ -> [\d.e-]+", row)) == 4 for row in rows)
-    written = {name for record in metrics_of(tmp_path / "ppo") for name in record} - {"step"}
-    assert [name for name in sorted(written) if not re.fullmatch("|".join(_glossary()), name)] == []
+    assert unexplained(tmp_path / "ppo") == []
 
 
 def test_the_librarys_example_runs_and_trains(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.DOTALL)
     (example,) = (block for block in blocks if "from rltrain.algorithms import" in block)
     names = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(example, "docs/algorithms.md", "exec"), names)
     gradient = names["log_probs"].grad
     assert (gradient[0] < 0).all()  # a descent step makes the right answer likelier
     assert (gradient[1] > 0).all()

@@ -1,0 +1,66 @@
+"""The metric catalogue describes what runs write, and runs write what it describes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rltrain.monitoring.catalogue import METRICS, page
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
+    "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4", "data.val_size=4", "trainer.sample_every=0",
+]  # fmt: skip
+RUNS = {
+    "ppo": ["algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.01"],
+    "grpo": ["algorithm.entropy_target=1.0"],
+    "cispo": [],
+    "sapo": [],
+    "kl_cov": [],
+    "dapo": [],
+    "icepop": [],
+    "sequence_masking": [],
+}
+EACH = """
+import json, sys
+from rltrain.main import main
+sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The names of the metrics that any of the runs wrote."""
+    folder = tmp_path_factory.mktemp("runs")
+    every = [
+        [f"algorithm={name}", *words, *TINY, f"trainer.output_dir={folder / name}"] for name, words in RUNS.items()
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", EACH, json.dumps(every)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    files = [folder / name / file for name in RUNS for file in ("metrics.jsonl", "evaluations.jsonl")]
+    return {name for file in files for line in file.read_text().splitlines() for name in json.loads(line)} - {"step"}
+
+
+@pytest.mark.slow
+def test_every_metric_that_runs_write_is_in_the_catalogue(written):
+    assert [name for name in sorted(written) if not any(metric.matches(name) for metric in METRICS)] == []
+
+
+@pytest.mark.slow
+def test_every_metric_of_the_catalogue_is_written_by_some_run(written):
+    assert [metric.name for metric in METRICS if not any(metric.matches(name) for name in written)] == []
+
+
+def test_no_two_entries_of_the_catalogue_describe_the_same_metric():
+    names = [metric.name for metric in METRICS if "<" not in metric.name]
+    assert [name for name in names if sum(metric.matches(name) for metric in METRICS) != 1] == []
+
+
+def test_the_page_of_metrics_is_the_catalogue():
+    assert (ROOT / "docs/metrics.md").read_text() == page()
