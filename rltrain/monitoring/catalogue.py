@@ -211,10 +211,10 @@ def page() -> str:
         "",
         "This page is made from `rltrain/monitoring/catalogue.py`: `python -m rltrain.monitoring.catalogue`.",
         "",
-        "`metrics.jsonl` has one line for each step, `evaluations.jsonl` one for each evaluation. Shares and means",
-        "a token are over all trained tokens, those that `correction` or `rejection` drop included. Nothing",
-        "under `reward/`, `actor/` or `critic/` depends on the clock. The progress line shows `actor/ppo_kl` as `kl`, or the",
-        "KL to the reference where there is a KL term.",
+        "`metrics.jsonl` has one line for each step, `evaluations.jsonl` one for each evaluation. Shares and means a",
+        "token are over all trained tokens, including those that `correction` or `rejection` drop. Nothing under",
+        "`reward/`, `actor/` or `critic/` depends on the clock. `kl` in the progress line is `actor/ppo_kl`, or the KL",
+        "to the reference if there is a KL term.",
     ]
     for title, metrics in SECTIONS.items():
         lines += ["", f"## {title}", "", "| name | meaning | unit | healthy |", "|---|---|---|---|"]
