@@ -307,7 +307,7 @@ class Trainer:
 
         Where one optimizer step trains on the whole batch they are the current ones, and the column is left out.
         Returns the batch, and how far engine and actor are apart where the actor computed, as it does in the first step
-        always (invariant E1). Raises LogProbError past the limit at the first step.
+        always. Raises LogProbError past the limit at the first step.
         """
         metrics: dict[str, float] = {}
         if self.needs_actor_pass or not self.engine_checked:

@@ -40,7 +40,7 @@ class ClusterLost(RLTrainError, RuntimeError):
 
 
 class SyncError(RLTrainError, RuntimeError):
-    """After a weight sync an engine does not compute with the weights that the trainer sent (invariant E5)."""
+    """After a weight sync an engine does not compute with the weights that the trainer sent."""
 
 
 class CheckpointError(RLTrainError, RuntimeError):
@@ -60,7 +60,7 @@ class Stopped(RLTrainError):
 
 
 class LogProbError(RLTrainError, RuntimeError):
-    """The engine's log-probs are not those of the trainer for the same tokens (invariants E1 and D1)."""
+    """The engine's log-probs are not those of the trainer for the same tokens."""
 
 
 class NumericsError(RLTrainError, ArithmeticError):

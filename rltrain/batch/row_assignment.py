@@ -1,6 +1,6 @@
 """Who computes which rows: pure functions from row lengths to plans.
 
-A plan never looks at the number of ranks or at the token budget to decide which rows share a mini-batch (invariant A7).
+A plan never looks at the number of ranks or at the token budget to decide which rows share a mini-batch.
 """
 
 import itertools

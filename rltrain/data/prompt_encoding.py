@@ -107,7 +107,7 @@ class PromptEncoder:
     def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
         if not texts:
             return {}
-        # A saved tokenizer may have truncation switched on: say no (E10).
+        # A saved tokenizer may have truncation switched on: say no.
         batch = self.tokenizer(
             list(texts.values()),
             add_special_tokens=add_special_tokens,
@@ -152,7 +152,7 @@ def unicode(text: str, place: str, what: str = "the prompt") -> str:
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Leave one of several begin tokens: text that starts with one, and a tokenizer that adds it (E9)."""
+    """Leave one of several begin tokens: text that starts with one, and a tokenizer that adds it."""
     extra = 0
     while bos is not None and ids[extra : extra + 2] == [bos, bos]:
         extra += 1

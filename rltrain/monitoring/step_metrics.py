@@ -82,7 +82,7 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
-    """How far the engine's log-probs are from the actor's for the same tokens and weights (invariant E1).
+    """How far the engine's log-probs are from the actor's for the same tokens and weights.
 
     Mean and largest absolute difference in nats, estimates of KL(engine || actor), and the effective sample size of the
     importance weights, as a share of the tokens.

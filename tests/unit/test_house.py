@@ -128,6 +128,11 @@ def test_every_module_has_its_layer():
     assert sorted(placed) == sorted({"workers", *(name_of(path) for path in top)} - {"rltrain"})
 
 
+def test_no_comment_or_message_names_an_invariant_by_a_code_that_only_another_document_explains():
+    code = re.compile(r"invariants? [A-Z]\d")
+    assert {str(path): code.search(path.read_text())[0] for path in SOURCES if code.search(path.read_text())} == {}
+
+
 def test_no_file_names_a_path_of_somebodys_machine():
     own = re.compile("/(?:" + "|".join(["home", "Users", "root", "work"]) + r")/\w")
     assert {path: own.search(text)[0] for path, text in texts().items() if own.search(text)} == {}

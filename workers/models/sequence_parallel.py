@@ -4,7 +4,7 @@ Every rank of the group has the whole pack and computes its slice of the tokens 
 Attention needs all tokens of a row: before it, an all-to-all turns a slice of the tokens with all heads into all tokens
 with a slice of the heads, and after it another one turns that back. What the model says of its slice of the response
 tokens is gathered, so that every rank of the group computes the same loss; each one's backward pass goes through its
-own slice only, so that the gradients of all ranks sum up to the whole and no token counts twice (invariant A3).
+own slice only, so that the gradients of all ranks sum up to the whole and no token counts twice.
 """
 
 import functools

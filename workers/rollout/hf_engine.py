@@ -171,7 +171,7 @@ class HFEngine:
         return False
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """What this engine samples with (invariant E2)."""
+        """What this engine samples with."""
         return {
             "temperature": request.temperature,
             "top_p": 1.0,

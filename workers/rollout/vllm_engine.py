@@ -197,7 +197,7 @@ class InProcessVLLM:
         self.engine.set_weight_version(str(version))
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """What the engine resolved for this request, after all its defaults (invariant E2)."""
+        """What the engine resolved for this request, after all its defaults."""
         return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
 
     def close(self) -> None:
@@ -393,7 +393,7 @@ class AsyncVLLM:
         await self.engine.resume_generation()
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """What the engine resolved for this request, after all its defaults (invariant E2)."""
+        """What the engine resolved for this request, after all its defaults."""
         return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
 
     def close(self) -> None:

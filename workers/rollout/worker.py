@@ -121,11 +121,11 @@ class RolloutWorker:
         return self._run(lambda: self.receiver.start(self.engine, sync, version))
 
     def load_bucket(self, sync: str, _before: None, *parts: Bucket) -> None:
-        """Take some weights, after those `_before`. Raises SyncError when they did not arrive (invariant E5)."""
+        """Take some weights, after those `_before`. Raises SyncError when they did not arrive."""
         self._run(lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def finish_load(self, sync: str, _before: None) -> None:
-        """Generate with the new weights. Raises SyncError unless the engine computes with them (invariant E5)."""
+        """Generate with the new weights. Raises SyncError unless the engine computes with them."""
         self._run(lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:

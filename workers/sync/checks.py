@@ -1,4 +1,4 @@
-"""The proof that weights arrived (invariant E5): checksums of bytes, and products with a fixed random vector.
+"""The proof that weights arrived: checksums of bytes, and products with a fixed random vector.
 
 With each piece of a tensor goes a checksum of its bytes, and with each matrix W the product W v. An engine checks the
 bytes that it received, and then runs its own linear layers on the same v: on CPU the engine packs weights away, so only

@@ -48,7 +48,7 @@ def sync(
         actor: the ranks.
         rollout: the engines' processes, one a replica.
         version: of the weights.
-        check: prove that they arrived (invariant E5).
+        check: prove that they arrived.
         share: use shared memory where all are on one host.
         replicas: those that get them; None: all.
 

@@ -32,7 +32,7 @@ from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.rank_state import RankState, Saved
 
-# Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's (invariant D1).
+# Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's.
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -104,7 +104,11 @@ class ActorWorker:
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
-        """One optimizer step a mini-batch. Raises LogProbError where the first mini-batch breaks invariant D1."""
+        """Take one optimizer step for each mini-batch.
+
+        Raises:
+            LogProbError: before the first step, the actor's log-probs are not the old ones.
+        """
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
             chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
@@ -279,7 +283,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """How far the actor's log-probs are, before its first step, from the old ones (D1) and the engine's (E1)."""
+    """How far the actor's log-probs are, before its first step, from the old ones and from the engine's."""
     mask, now = columns["response_mask"], columns["log_probs"].detach()
     change = (now - columns["old_log_probs"]).abs()
     _add(result.first, {"same_policy": torch.where(mask, change, 0).sum()})

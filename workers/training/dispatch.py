@@ -84,7 +84,7 @@ def split_minibatches(
 ) -> list[list[Minibatch]]:
     """Each rank's mini-batches, all with the counts of the whole; `work` as in `plan_minibatch`.
 
-    Rows without a trained token are in no micro-batch: they would add exactly zero (invariant A6).
+    Rows without a trained token are in no micro-batch: they would add exactly zero.
     """
     trained = torch.segment_reduce(batch.values("response_mask").float(), "sum", offsets=batch.offsets("response_mask"))
     plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
