@@ -299,12 +299,6 @@ class RolloutPool:
             else:
                 self.state[replica] = State.WAITING
 
-    def settings(self, request: Request) -> dict[str, Any]:
-        """The sampling parameters that the first replica resolved for a request."""
-        found: dict[str, Any]
-        (found,) = self.hosts.call("rollout", "settings", [(request,)], ranks=self._in(State.SERVING)[:1])
-        return found
-
     def close(self) -> None:
         """End the engines."""
         ready = [n for n in self._in(State.SERVING, State.WAITING) if n not in self.hosts.dead()]
