@@ -126,7 +126,7 @@ def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, 
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, overlong_prompts=overlong, **data))
     (here_once / name).write_bytes(content)
     try:
-        said = refused(lambda: [list(prompts) for prompts in load_data(config, tokenizer)])
+        said = refused(lambda: [list(prompts or ()) for prompts in load_data(config, tokenizer)])
         assert not said or name in said, said
     finally:
         (here_once / name).unlink()
