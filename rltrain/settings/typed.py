@@ -1,4 +1,4 @@
-"""Conversion of plain values into typed dataclasses. Errors name the key, and the nearest known key if it is unknown."""
+"""Conversion of plain values into typed dataclasses. Errors name the key, and the nearest key if it is unknown."""
 
 import dataclasses
 import difflib
