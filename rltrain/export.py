@@ -1,4 +1,4 @@
-"""`python -m rltrain.export CHECKPOINT OUT_DIR`: the policy of a checkpoint in Hugging Face form."""
+"""Export the policy of a checkpoint in Hugging Face format: `python -m rltrain.export CHECKPOINT OUT_DIR`."""
 
 import json
 import sys
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from rltrain.base.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
 from rltrain.settings.typed import require
 
-LONGEST = 1000  # characters of an error that are shown
+LONGEST = 1000  # maximum length of a printed error message, in characters
 USAGE = (
     "usage: python -m rltrain.export CHECKPOINT OUT_DIR (the folder of a checkpoint, such as run/checkpoints/step_8)"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. Expected errors are one line on stderr."""
+    """Run the command line and return the exit status. Errors are printed as one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["--help"], ["-h"]):
         print(USAGE)  # noqa: T201
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
         return _fail(f"{error.strerror or error}; choose another OUT_DIR", 1)
-    except Exception as error:  # whatever a file system's driver raises
+    except Exception as error:  # a file system driver may raise any exception
         return _fail(f"unexpected {described(error, LONGEST)}", 1)
     except KeyboardInterrupt:
         return 130
@@ -40,11 +40,12 @@ def _fail(message: str, status: int) -> int:
 
 
 def export(checkpoint: str, out: str) -> int:
-    """Write the model; returns the number of files.
+    """Write the policy of a checkpoint to the folder `out` and return the number of files.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
-        ConfigError: there is none, the output folder is not empty, or the weights below its adapters are not whole.
+        CheckpointError: the checkpoint is missing or damaged, or its model cannot be loaded.
+        ConfigError: a folder cannot be reached, the output folder is not empty, or the base weights of the checkpoint's
+            adapters are incomplete.
     """
     from rltrain.data.model_weights import check_weights, skeleton
     from rltrain.run.checkpoints import read
@@ -66,7 +67,7 @@ def export(checkpoint: str, out: str) -> int:
     state = StateFiles(source.at(f"{STATE}/actor"))
     try:
         whole = skeleton(model.root)
-    except Exception as error:  # whatever transformers makes of a stranger's files
+    except Exception as error:  # transformers may raise any exception on invalid files
         raise CheckpointError(f"{model}: is no model that loads ({reason(error)}); give another checkpoint") from None
     return len(export_model(state, small, whole, target))
 

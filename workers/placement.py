@@ -1,4 +1,7 @@
-"""Which processes there are and what lives in each: starts Ray and the workers, or puts all into this process."""
+"""Decides which processes a run has and which roles each one holds.
+
+This module starts Ray and the worker processes, or puts all roles into the current process.
+"""
 
 import contextlib
 import logging
@@ -37,20 +40,20 @@ ROLES = {
 }
 _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
-_ANSWER_S = 10.0  # for a cluster's port to be open
+_ANSWER_S = 10.0  # timeout in seconds of a connection to a cluster's port
 _LAST_PORT = 65_535
-COLLECTIVE_TIMEOUT_S = 600.0  # at least; a hang is to be found before
-# For processes that all are on this machine: nobody else can connect to them.
+COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collectives, so that a hang is detected before they time out
+# Environment for processes that all run on this machine. No other machine can connect to them.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass
 class _Connection:
-    """This process's connection to Ray, of which there is one at most.
+    """This process's connection to Ray. A process has at most one connection.
 
     Attributes:
-        guard: outlives this process, and ends what it leaves.
-        daemons: that the connection depends on.
+        guard: Guard process, which outlives this process and kills the processes that it leaves behind.
+        daemons: Ray daemons that the connection depends on.
     """
 
     guard: Guard | None = None
@@ -62,12 +65,12 @@ _connection = _Connection()
 
 @dataclass(frozen=True)
 class Training:
-    """The training ranks' processes, and how their roles are built.
+    """The processes of the training ranks. Builds the roles in them.
 
     Attributes:
-        config: the whole config.
-        paths: model directory of each role.
-        hosts: of each role, which may share them.
+        config: The whole config.
+        paths: Model directory of each role.
+        hosts: Processes of each role. Several roles may share the same processes.
     """
 
     config: Config
@@ -75,7 +78,7 @@ class Training:
     hosts: dict[str, Hosts]
 
     def build(self) -> None:
-        """Form the process groups and build all roles. Raises WorkerLost when a process dies or hangs meanwhile."""
+        """Form the process groups and build all roles. Raises WorkerLost if a process dies or hangs meanwhile."""
         pending, placement = [], self.config.placement
         for group in dict.fromkeys(self.hosts.values()):
             if isinstance(group, RayHosts):
@@ -87,7 +90,10 @@ class Training:
             hosts.wait(calls, limit_s=placement.start_timeout_s)
 
     def restart(self) -> None:
-        """End all training ranks and start them anew, in place: with the weights that the run began with."""
+        """End all training ranks and start new ones in their places.
+
+        The new ranks have the weights that the run began with.
+        """
         for group in dict.fromkeys(self.hosts.values()):
             assert isinstance(group, RayHosts), "an object in this process is not restarted"
             group.renew(range(group.size))
@@ -110,13 +116,13 @@ class Workers:
 
     @property
     def restart_training(self) -> Callable[[], None] | None:
-        """Ends the training ranks' processes and starts them anew; None where they are not processes."""
+        """Return the function that restarts the training ranks, or None if the ranks are not separate processes."""
         return self.training.restart if isinstance(self.actor.hosts, RayHosts) else None
 
     def close(self) -> None:
-        """End what this run started."""
+        """Stop all workers of this run."""
         if self.daemons.lost():
-            return  # nobody would answer; leaving Ray ends the processes
+            return  # the workers would not answer; disconnecting from Ray ends their processes
         with contextlib.suppress(WorkerError):
             self.rewards.close()
         with contextlib.suppress(WorkerError):
@@ -129,9 +135,14 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start or join Ray; returns the cluster's resources. Raises ConfigError when there is none to join."""
+    """Start or join a Ray cluster. Returns the cluster's resources.
+
+    Raises:
+        ConfigError: There is no cluster to join.
+        WorkerError: Ray does not start.
+    """
     local, address = config.placement.address == "local", config.placement.address
-    if address == "auto":  # Ray's own would also join the private cluster of another run on this machine
+    if address == "auto":  # Ray's own "auto" could join the private cluster of another run on this machine
         address = os.environ.get("RAY_ADDRESS", "")
         if not address:
             raise ConfigError(
@@ -140,14 +151,14 @@ def connect(config: Config) -> dict[str, float]:
             )
     if not local:
         _require_answer(address)
-    if "ray" not in sys.modules:  # it reads these when it is imported
+    if "ray" not in sys.modules:  # Ray reads these variables when it is imported
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but said aloud it needs no warning
-            os.environ.setdefault("RAY_worker_niceness", "0")  # workers are all there is to run
-            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # for a dashboard alone
-            # Each of glibc's arenas keeps its largest use for ever, and Ray's many threads would have one each.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default; setting it avoids a warning
+            os.environ.setdefault("RAY_worker_niceness", "0")  # workers need no lower priority
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard uses them
+            # Each glibc arena keeps its peak memory forever, and each of Ray's many threads would have its own arena.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
@@ -174,10 +185,10 @@ def connect(config: Config) -> dict[str, float]:
 
 
 def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
-    """What to raise when Ray could not be started or joined."""
+    """Return the error to raise when Ray could not be started or joined."""
     if isinstance(error, ConnectionError):
         return _no_cluster(address, error)
-    # Ray has no type of its own for a daemon that is not there in time.
+    # Ray has no exception type for a daemon that does not start in time.
     return WorkerError(
         f"Ray did not start ({type(error).__name__}: {one_line(str(error), 200)}): this machine may be overloaded; "
         "try again, or use placement=inprocess"
@@ -185,9 +196,12 @@ def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
 
 
 def _short_temporary_folder() -> dict[str, str]:
-    """The option of `ray.init` for a place where its sockets have short names; none where its own choice will do.
+    """Return the `ray.init` option for a temporary folder with a short path.
 
-    A socket's path has at most 107 characters, of which Ray's names for session and socket take some 70.
+    The path of a socket has at most 107 characters. Ray's own folder and file names take about 70 of them.
+
+    Returns:
+        {} if the default folder is short enough, if the user has set RAY_TMPDIR, or if /tmp is not writable.
     """
     if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir()) <= _LONGEST_TMPDIR or not os.access(_TMP, os.W_OK):
         return {}
@@ -195,10 +209,10 @@ def _short_temporary_folder() -> dict[str, str]:
 
 
 def _require_answer(address: str) -> None:
-    """Refuse an address where nothing listens: Ray would try it for minutes."""
+    """Raise ConfigError if no program listens at the address. Ray would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would take it modulo 65,536, and find whoever listens there
+        if int(port) > _LAST_PORT:  # the C library would use the port modulo 65,536, where another program may listen
             raise _no_cluster(address, OverflowError(f"the last port is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -214,8 +228,9 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 
 def _no_reports() -> None:
-    """Keep Ray from printing a paragraph for each process or call that failed: what comes of it is said in one line."""
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a second rank: the first one's is raised
+    """Keep Ray from printing a long report of each failed process or call. The run reports a failure in one line."""
+    # Errors of further ranks stay unhandled, because the error of the first rank is raised.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
         from ray._private import worker
 
@@ -224,10 +239,11 @@ def _no_reports() -> None:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Imported in here, Ray takes the loopback address for that of this node, and its daemons listen nowhere else.
+    """Make Ray use the loopback address for this node, so that its daemons listen at no other address.
 
-    Despite its name the variable counts on Linux too. `ray.init(_node_ip_address="127.0.0.1")` does not do it: Ray
-    takes that for a mistake. Programs started later may well want a cluster, so it is not left behind.
+    Ray must be imported inside this block. Despite its name, the environment variable also works on Linux.
+    `ray.init(_node_ip_address="127.0.0.1")` has no such effect, because Ray treats that value as a mistake. The block
+    restores the variable at its end, because programs that start later may need a cluster.
     """
     name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.get(name)
@@ -243,26 +259,27 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Started in here, Ray's daemons know a token of their own, unless the user has set one.
+    """Give the Ray daemons that start in this block their own authentication token, unless the user has set one.
 
-    Ray's own default is one token for all clusters of a user, which it writes into the home folder and leaves there.
+    By default, Ray uses one token for all clusters of a user. Ray writes that token into the home folder and leaves it
+    there.
     """
     from ray import _raylet
 
     loader: Any = _raylet
 
-    loader.AuthenticationTokenLoader.instance().reset_cache()  # it keeps that of the cluster before
+    loader.AuthenticationTokenLoader.instance().reset_cache()  # it may hold the previous cluster's token
     if own := not {_TOKEN, f"{_TOKEN}_PATH"} & os.environ.keys():
         os.environ[_TOKEN] = secrets.token_hex(32)
     try:
         yield
     finally:
-        if own:  # for a cluster that this process joins later it would be the wrong one
+        if own:  # the token would be wrong for a cluster that this process joins later
             del os.environ[_TOKEN]
 
 
 def disconnect() -> None:
-    """Leave Ray; ends all processes of a local one."""
+    """Disconnect from Ray. This ends all processes of a local cluster."""
     import ray
 
     ray.shutdown()
@@ -276,13 +293,13 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     """Start all workers of a run and wait until they are ready.
 
     Args:
-        config: the whole config; Ray is connected unless the launcher is `inprocess`.
-        path: model directory.
-        stop_ids: the model's end tokens.
-        needs_critic: whether the advantage estimator asks for values.
+        config: The whole config. Ray must be connected unless the launcher is `inprocess`.
+        path: Model directory.
+        stop_ids: Ids of the model's end tokens.
+        needs_critic: Whether the advantage estimator needs values.
 
     Raises:
-        WorkerError: if a process does not come up within `placement.start_timeout_s`.
+        WorkerError: A process does not start within `placement.start_timeout_s`.
     """
     devices = shared_devices(config)
     try:
@@ -327,7 +344,7 @@ def _start(
             {role: shared or ray_hosts(config, f"{role} rank", placement.actor_ranks, watch=watch) for role in roles},
         )
         if devices:
-            pool.start()  # an engine measures what is free on its device: nobody else takes any meanwhile
+            pool.start()  # an engine measures the free memory of its device, so the ranks must not allocate any yet
     training.build()
     pool.start()
     groups = {role: group_of(hosts, role, paths[role], config) for role, hosts in training.hosts.items()}
@@ -347,7 +364,14 @@ def _start(
 def _engines_on_ray(
     config: Config, engine: tuple[Any, ...], watch: Watch, devices: SharedDevices | None
 ) -> RolloutPool:
-    """Rollout replicas in processes of their own, whose engines begin to be built; `engine` is what `build` takes."""
+    """Start the rollout replicas in separate processes, and start to build their engines.
+
+    Args:
+        config: The whole config.
+        engine: Arguments of `build`, beginning with the import path of the role.
+        watch: Monitor of the processes.
+        devices: GPUs that replicas share with training ranks. None: Ray chooses the devices.
+    """
     replicas = ray_hosts(config, "rollout replica", config.placement.rollout_replicas, watch=watch, devices=devices)
 
     def replace(replica: int) -> Any:
@@ -364,18 +388,21 @@ def _engines_on_ray(
 
 
 def group_of(hosts: Hosts, role: str, path: str, config: Config) -> WorkerGroup:
-    """The ranks of a role as one. Reward models run packs whole, so each of their ranks gets rows of its own."""
+    """Return the ranks of a role as one group.
+
+    Reward models do not split packs over ranks, so each of their ranks gets its own rows.
+    """
     shares = 1 if role.startswith(REWARD_MODEL) else config.placement.sequence_ranks
     return WorkerGroup(hosts, role, work_of(role, path), sequence_ranks=shares)
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """What this role's model computes for a row; only policies have a head over the vocabulary."""
+    """Return the cost model of a role's work per row. Only policies have an output head over the vocabulary."""
     return row_work(text_config(path), head=role in ("actor", "reference"))
 
 
 def build(hosts: Hosts, role: str, path: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-    """Start building a role on these ranks (all by default); an engine has its own thread where it has a process."""
+    """Start to build a role on these ranks (all by default). An engine in its own process also gets its own thread."""
     if isinstance(hosts, LocalHosts):
         extra = {"threaded": False} if role == "rollout" else {}
         hosts.host.build(role, path, *arguments, **extra)
@@ -388,7 +415,7 @@ def build(hosts: Hosts, role: str, path: str, *arguments: Any, ranks: Sequence[i
 
 
 def watch_of(config: Config) -> Watch:
-    """What watches the processes of this run."""
+    """Return the monitor of this run's processes."""
     folder = Path(config.trainer.output_dir).expanduser().absolute()
     return Watch(
         hang_timeout_s=config.trainer.hang_timeout_s,
@@ -399,9 +426,10 @@ def watch_of(config: Config) -> Watch:
 
 
 def shared_devices(config: Config) -> SharedDevices | None:
-    """The GPUs for ranks and replicas that share them; None without GPUs, or where each process has its own.
+    """Reserve the GPUs that ranks and replicas share. Returns None without GPUs, or if each process has its own GPU.
 
-    Raises WorkerError where too few are free within `placement.start_timeout_s`.
+    Raises:
+        WorkerError: Too few GPUs become free within `placement.start_timeout_s`.
     """
     placement = config.placement
     if placement.launcher == "inprocess" or not placement.share_ranks or not _has_gpus():
@@ -414,20 +442,25 @@ def shared_devices(config: Config) -> SharedDevices | None:
 def ray_hosts(
     config: Config, name: str, count: int, *, watch: Watch | None = None, devices: SharedDevices | None = None
 ) -> RayHosts:
-    """Ray actors for one group of ranks or replicas, each called `name` in messages, and each on its own of `devices`.
+    """Start the Ray actors of one group of ranks or replicas.
 
-    Without `devices` Ray chooses among all that have enough left.
+    Args:
+        config: The whole config.
+        name: Name of one actor in messages.
+        count: Number of actors.
+        watch: Monitor of the actors' processes.
+        devices: GPUs of the actors, one per actor. None: Ray chooses among all devices with enough capacity left.
     """
     import ray
 
     engines = name.startswith("rollout")
-    # Synchronous groups take turns; others compute while the engines do.
+    # Without staleness, ranks and engines take turns. Otherwise they compute at the same time and share the cores.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )
     threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
     has_gpus = _has_gpus()
-    share = 0.5 if config.placement.share_ranks else 1.0  # engine and trainer of a shared device get half of it each
+    share = 0.5 if config.placement.share_ranks else 1.0  # an engine and a rank that share a GPU get half of it each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus:
         resources["num_gpus"] = share * (config.rollout.shards if engines else 1)
@@ -441,8 +474,8 @@ def ray_hosts(
     } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})
     if config.placement.address == "local":
         environment |= LOOPBACK
-    # A training rank does one thing at a time, in the order of the calls; an engine listens while it generates.
-    make: Any = ray.remote  # whose types name no options
+    # A training rank runs one call at a time, in order. An engine must accept calls while it generates.
+    make: Any = ray.remote  # Any, because Ray's type annotations lack these options
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> Any:
@@ -453,7 +486,7 @@ def ray_hosts(
 
 
 def meet(hosts: RayHosts, config: Config) -> None:
-    """Form one process group of these ranks."""
+    """Join these ranks into one torch.distributed process group."""
     limit_s = config.placement.start_timeout_s
     loopback = config.placement.address == "local"
     address = hosts.wait([hosts.actors[0].address.remote(loopback=loopback)], limit_s=limit_s)[0]

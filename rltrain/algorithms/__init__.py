@@ -1,6 +1,6 @@
-"""Reinforcement-learning algorithms as pure functions on tensors: a library of its own, which imports only torch.
+"""Reinforcement-learning algorithms as pure functions on tensors, in a package that imports only torch.
 
-Importing it fills the registries; `registry` states what every registered function promises.
+Importing the package fills the registries. `registry` states the contract of every registered function.
 """
 
 from rltrain.algorithms import advantages as _advantages
@@ -70,4 +70,4 @@ __all__ = [
     "value_loss",
 ]
 
-del _advantages, _policy_losses  # imported for what they register
+del _advantages, _policy_losses  # imported only to register their functions

@@ -1,4 +1,4 @@
-"""From token losses to one number: the only place that divides a loss by a count."""
+"""Aggregation of token losses into a scalar loss: the only place that divides a loss by a count."""
 
 import torch
 from torch import Tensor
@@ -25,9 +25,14 @@ def aggregate_loss(
         seq-mean-token-mean      sum_b (sum_t l_bt / |mask_b|) / num_sequences            GRPO, arXiv 2402.03300 eq. 3
         seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr. GRPO, arXiv 2503.20783
 
-    `num_tokens` and `num_sequences` count the trained tokens, and the rows that have one, of the mini-batch over all
-    micro-batches and ranks; with them, the results of any partition add up to that of the whole. Left out, they are
-    those of this call. Masked tokens, and rows with no trained token, add exactly 0; no token at all gives 0.
+    `num_tokens` is the number of trained tokens, and `num_sequences` the number of rows with a trained token. Both
+    count the whole mini-batch over all micro-batches and ranks. With these counts, the results of the parts of any
+    partition add up to the result of the whole mini-batch. If a count is None, it is computed from the tensors of this
+    call. Masked tokens, and rows with no trained token, add exactly 0. If there is no trained token at all, the result
+    is 0.
+
+    Raises:
+        ValueError: if `loss_agg_mode` is unknown, or if seq-mean-token-sum-norm gets no `max_response_length` >= 1.
     """
     mask = as_mask(response_mask)
     losses = masked(token_losses, mask)
@@ -49,7 +54,7 @@ def aggregate_loss(
 
 
 def _count(number: int | Tensor, like: Tensor) -> Tensor:
-    """A divisor: at least 1, so that an empty mini-batch gives 0 / 1."""
+    """Return a divisor of at least 1, so that an empty mini-batch gives 0 / 1."""
     return torch.as_tensor(number, dtype=like.dtype, device=like.device).clamp(min=1)
 
 

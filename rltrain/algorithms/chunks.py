@@ -1,4 +1,4 @@
-"""Softmax over a vocabulary, forward and backward, without ever holding all logits: chunks of (positions, words)."""
+"""Softmax over a vocabulary, forward and backward, in chunks of (positions, words) instead of the full logits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,23 +8,23 @@ from torch import Tensor
 
 from rltrain.algorithms.ratio import as_float
 
-LEAST_LOG = -1e4  # its exp is 0 in every type; what is clamped to it can be multiplied by 0, which -inf cannot
-MAX_ROWS = 2048  # more rows make the matrix products no faster, and a chunk narrower
-# Numbers in one chunk, by kind of device. On a CPU a chunk stays in the cache between the few passes over it; elsewhere
-# products must be large enough to hide the launches of kernels.
+LEAST_LOG = -1e4  # finite replacement for -inf: exp gives 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN
+MAX_ROWS = 2048  # more rows do not speed up the matrix products, and make a chunk narrower
+# Logits per chunk, by device type. On a CPU, a chunk stays in the cache between the few passes over it. On other
+# devices, the matrix products must be large enough to hide the kernel launch overhead.
 CHUNK_SIZES = {"cpu": 2**21}
 OTHER_CHUNK_SIZE = 2**26
 
 
 def default_chunk_size(device: torch.device) -> int:
-    """How many logits one chunk has on this device unless a caller says otherwise."""
+    """Return the number of logits in one chunk on this device when the caller gives none."""
     return CHUNK_SIZES.get(device.type, OTHER_CHUNK_SIZE)
 
 
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of chunks of at most `size` logits that cover a (positions, words) matrix.
+    """Yield the (rows, columns) of chunks of at most `size` logits that cover a (positions, words) matrix.
 
-    All rows of some columns come before the next columns, so that each row of the head is read once.
+    All rows of one block of columns come before the next block, so that each row of the head is read once.
     """
     height = max(1, min(positions, MAX_ROWS, size))
     width = max(1, min(words, size // height))
@@ -34,20 +34,21 @@ def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice
 
 
 def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """(rows, H) by (columns, H) to a new (rows, columns), over the temperature.
+    """Compute logits (rows, columns) from (rows, H) and (columns, H), divided by the temperature, in a new tensor.
 
-    The product has the type of its factors, as a model's last layer has it; what follows is at least float32.
+    The matrix product is computed in the dtype of its factors, as in a model's last layer. The result is at least
+    float32.
     """
     product = as_float(F.linear(hidden, head, bias))
     return product if temperature == 1 else product.div_(temperature)
 
 
 class RunningSoftmax:
-    """Of each position, the sum of exp(logit) and a mean under the softmax, while columns arrive chunk by chunk.
+    """For each position, the sum of exp(logit) and a mean under the softmax, accumulated over chunks of columns.
 
-    Sums are kept relative to the largest logit so far and rescaled when a larger one arrives. The mean is that of
-    `values`, and where there are none, of the distance to the largest logit. A word of probability 0, such as one whose
-    logit is -inf, adds exactly 0 to it, whatever its value.
+    The sums are relative to the largest logit so far, and are rescaled when a larger logit arrives. The mean is over
+    `values`, or, if no values are given, over the differences from the largest logit. A word of probability 0, such as
+    a word with logit -inf, adds exactly 0 to the mean, whatever its value.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -57,7 +58,7 @@ class RunningSoftmax:
         self.total, self.weighted = torch.zeros_like(self.top), torch.zeros_like(self.top)
 
     def add(self, rows: slice, chunk: Tensor, values: Tensor | None = None) -> None:
-        """Take in the logits of a chunk, which are overwritten, and its `values`, which are too."""
+        """Add the logits of a chunk and, optionally, their `values`; both tensors are overwritten."""
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))
         fade = (before - top).exp_()
@@ -75,19 +76,20 @@ class RunningSoftmax:
 
     @property
     def log_sum(self) -> Tensor:
-        """(R,) log sum exp of all logits."""
+        """Return log sum exp of all logits, as (R,) for the R positions."""
         return self.top + self.total.log()
 
     @property
     def mean(self) -> Tensor:
-        """(R,) of the values under the softmax."""
+        """Return the mean under the softmax, as (R,) for the R positions."""
         return self.weighted / self.total
 
 
 class GradientSums:
-    """Gradients of hidden (R, H), head (V, H) and bias (V,), from those of the logits of one chunk after another.
+    """Gradients of hidden (R, H), head (V, H) and bias (V,), accumulated over the logit gradients of the chunks.
 
-    Narrower types are summed in float32 and rounded once. What is not `wanted` is None and costs nothing.
+    Types narrower than float32 are summed in float32 and rounded once. A gradient that is not `wanted` is None and is
+    not computed.
     """
 
     def __init__(self, hidden: Tensor, head: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
@@ -99,7 +101,7 @@ class GradientSums:
         self.part = torch.empty(0)
 
     def add(self, rows: slice, columns: slice, to_logits: Tensor) -> None:
-        """Take in a chunk's gradient (rows, columns), the chunks in the order of `chunks`."""
+        """Add a chunk's gradient (rows, columns); the chunks must arrive in the order of `chunks`."""
         if self.to_bias is not None:
             self.to_bias[columns] += to_logits.sum(0)
         narrow = to_logits.to(self.head.dtype)
@@ -115,7 +117,10 @@ class GradientSums:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden, head and bias, each in the type of what it belongs to."""
+        """Return the gradients of hidden, head and bias.
+
+        The gradient of hidden has the dtype of hidden. The gradients of head and bias have the dtype of head.
+        """
         to_hidden = None if self.to_hidden is None else self.to_hidden.to(self.hidden.dtype)
         return to_hidden, self.to_head, None if self.to_bias is None else self.to_bias.to(self.head.dtype)
 

@@ -1,6 +1,7 @@
-"""Coefficients that a measurement steers: of the KL penalty, and of the entropy bonus.
+"""Controllers that adapt the coefficients of the KL penalty and of the entropy bonus to measurements.
 
-`value` is the coefficient to use now; `update` moves it after a measurement; `state_dict` is what a checkpoint keeps.
+`value` is the coefficient to use now. `update` changes the coefficient after a measurement. `state_dict` returns the
+state to save in a checkpoint.
 """
 
 import math
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 class FixedKLController:
-    """A coefficient that stays as it is."""
+    """A constant KL coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = float(kl_coef)
@@ -19,11 +20,11 @@ class FixedKLController:
         """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the state from a `state_dict`."""
         self.value = float(state["kl_coef"])
 
 
@@ -32,8 +33,8 @@ class AdaptiveKLController(FixedKLController):
 
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
-    KL: measured since the last update, in the unit of `target`. n_steps: how much was seen since then, in the unit of
-    `horizon` (the schema says sequences).
+    KL is measured since the last update, in the unit of `target`. n_steps is the amount of data seen since the last
+    update, in the unit of `horizon` (sequences, according to the configuration schema).
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
@@ -46,7 +47,11 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = float(target), horizon
 
     def update(self, kl: float | Tensor, n_steps: int) -> None:
-        """Move the coefficient by at most a fifth of n_steps / horizon of itself."""
+        """Multiply the coefficient by a factor within 1 +- 0.2 * n_steps / horizon.
+
+        Raises:
+            ValueError: if `kl` is not finite, or `n_steps` is at least 5 * horizon.
+        """
         kl = float(kl)
         if not math.isfinite(kl):
             raise ValueError(f"kl={kl}: the controller needs a finite KL; look for broken log-probs before this step")
@@ -60,7 +65,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 class FixedEntropyController:
-    """A coefficient that stays as it is."""
+    """A constant entropy coefficient."""
 
     def __init__(self, entropy_coef: float) -> None:
         if not 0 <= entropy_coef < math.inf:
@@ -71,11 +76,11 @@ class FixedEntropyController:
         """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the state from a `state_dict`."""
         self.value = float(state["value"])
 
 
@@ -85,12 +90,16 @@ class AdaptiveEntropyController(FixedEntropyController):
         c <- min(c + step, maximum) where e < target,  max(c - step, 0) where e > target
         value = c where e <= target,                   0 where e > target
 
-    e: the policy's mean entropy over trained tokens, in nats. c, here `entropy_coef`, starts at the value given (the
-    paper's at 0), which is also the `value` until something is measured. Two bounds are not in the paper's formula: a
-    floor of 0, below which the bonus would be a penalty once the entropy falls under the target again, and `maximum`,
-    0.005 in the authors' training script, without which a target that cannot be reached makes the bonus outweigh the
-    reward. A state with a larger coefficient is loaded as `maximum`. One more difference: with an update after each
-    step, what switches the bonus on or off is the entropy of the step before, not of the step itself.
+    e is the mean entropy of the policy over trained tokens, in nats. c is the attribute `entropy_coef`. c starts at the
+    given value (at 0 in the paper), which is also the initial `value` until the first measurement.
+
+    The controller differs from the paper in three ways:
+
+    * c has a floor of 0. Below 0, the bonus would be a penalty when the entropy next falls below the target.
+    * c has the upper bound `maximum`, 0.005 in the authors' training script. Without this bound, an unreachable target
+      makes the bonus outweigh the reward. `load_state_dict` reduces a larger coefficient to `maximum`.
+    * With an update after each step, the entropy of the previous step switches the bonus on or off, not the entropy of
+      the current step.
     """
 
     def __init__(self, entropy_coef: float, target: float, step: float, maximum: float) -> None:
@@ -110,7 +119,11 @@ class AdaptiveEntropyController(FixedEntropyController):
         self.maximum = float(maximum)
 
     def update(self, entropy: float | Tensor) -> None:
-        """Move the coefficient by one step towards where the entropy is `target`, and switch the bonus on or off."""
+        """Move c by one step in the direction that brings the entropy to `target`, and switch the bonus on or off.
+
+        Raises:
+            ValueError: if `entropy` is not finite.
+        """
         entropy = float(entropy)
         if not math.isfinite(entropy):
             raise ValueError(
@@ -123,10 +136,10 @@ class AdaptiveEntropyController(FixedEntropyController):
         self.value = self.entropy_coef if entropy <= self.target else 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {**super().state_dict(), "entropy_coef": self.entropy_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the state from a `state_dict`, with coefficients reduced to at most `maximum`."""
         self.value = min(float(state["value"]), self.maximum)
         self.entropy_coef = min(float(state["entropy_coef"]), self.maximum)

@@ -1,4 +1,4 @@
-"""Off-policy correction: the policy that sampled is not quite the one that is trained."""
+"""Off-policy correction for the difference between the policy that samples and the policy that is trained."""
 
 import math
 
@@ -33,25 +33,34 @@ def rollout_correction(
     lower: float | None,
     upper: float | None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Importance weights w = pi_old / pi_rollout and the tokens that keep their policy term: (weights, mask, metrics).
+    """Compute importance weights w = pi_old / pi_rollout and the tokens that keep their policy term.
 
-    `level` says what w is: "token" pi_old(y_t) / pi_rollout(y_t); "sequence" the product over the row's trained tokens;
-    "geometric" the |y|-th root of that product. `mode` says what happens outside [lower, upper]:
+    `level` defines w. "token" is pi_old(y_t) / pi_rollout(y_t). "sequence" is the product of these ratios over the
+    row's trained tokens. "geometric" is the |y|-th root of that product. `mode` defines what happens outside of
+    [lower, upper]:
 
-        truncate  w is clamped to the bounds and nothing is dropped; lower=0 for TIS (truncated importance sampling)
+        truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
         mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855)
         reject    the row is dropped if its w, or at level "token" any of its tokens' w, is outside; weights are 1
 
-    None as a bound means none. With `advantages`, mask and reject drop only where A < 0 (bad samples that the trainer
-    finds unlikely are what destabilises); what is kept then still has w clamped to the bounds.
+    A bound of None means no bound. With `advantages`, mode mask drops a token only if its A < 0, and mode reject drops
+    a row only if A < 0 for at least one of its outside tokens. The reason is that bad samples that the trainer finds
+    unlikely are the ones that destabilise training. In mode mask, the w of tokens that are outside but kept is clamped
+    to the bounds.
 
-    The policy term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate it over the whole
-    `response_mask`: a dropped token stays in every count and keeps its KL and entropy terms, so dropping half of a row
-    halves the row's policy gradient (IcePop keeps 1/|y| over all sampled tokens).
+    The policy term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate this term over the whole
+    `response_mask`. A dropped token then still counts in every denominator and keeps its KL and entropy terms. If half
+    of a row is dropped, the row's policy gradient is therefore halved (IcePop keeps 1/|y| over all sampled tokens).
 
-    weights (B, T), detached. mask (B, T) bool, within `response_mask`; outside of it weights are 0. Log-ratios are
-    clamped to [-20, 20]. Masked slots are ignored. Metrics, as sums over `response_mask`: `weight_mean`,
-    `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout || pi_old).
+    Log-ratios are clamped to [-20, 20]. Masked slots are ignored.
+
+    Returns:
+        (weights, mask, metrics). The weights (B, T) are detached, and 0 outside of the mask. The mask (B, T) is bool
+        and a subset of `response_mask`. The metrics are sums over `response_mask`: `weight_mean`,
+        `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout || pi_old).
+
+    Raises:
+        ValueError: if `level` or `mode` is unknown, or unless 0 <= lower <= 1 <= upper.
     """
     low, high = _check(level, mode, lower, upper)
     trained = as_mask(response_mask)
@@ -85,29 +94,41 @@ def rollout_rejection(
     lower: float | None = None,
     upper: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens on which the policy is still near the one that sampled them: (mask, metrics).
+    """Compute the mask of tokens on which the policy is still close to the policy that sampled them.
 
     With d = log pi_rollout(y_t) - log pi(y_t), a token's value is that of an estimator of KL(pi_rollout || pi):
 
         k1 d        k2 d^2 / 2        k3 e^-d - 1 + d        abs |d|
 
-    What is outside [lower, upper] is dropped; None as a bound means none. `level` says what is compared:
+    Tokens or rows with a value outside of [lower, upper] are dropped. A bound of None means no bound. `level` defines
+    which values are compared with the bounds, and what is dropped:
 
         token     each token's value; the token is dropped
         sequence  the mean over the row's trained tokens (k1: log of the geometric mean of pi_rollout / pi); the row is
-        max       each token's value; the row is dropped for any one token
+                  dropped
+        max       each token's value; the row is dropped if any one of its tokens is outside
 
-    With `advantages` only what has A < 0 is dropped: the token's, or for a row the mean over its trained tokens.
+    With `advantages`, only a token with A < 0 is dropped, or, at the levels sequence and max, only a row whose mean A
+    over its trained tokens is < 0.
 
-    pi is the policy of the gradient step, so call this anew in each update: k1 at level sequence with `upper` and
-    `advantages` is then DeepSeek-V3.2's off-policy sequence masking (arXiv 2512.02556 eq. 9). A row is judged by its
-    own tokens alone, so rows may be split over micro-batches and ranks, but each must be whole.
+    pi is the policy of the gradient step, so this function must be called again in each update. k1 at level sequence
+    with `upper` and `advantages` is then DeepSeek-V3.2's off-policy sequence masking (arXiv 2512.02556 eq. 9). The
+    decision on a row depends only on its own tokens. Rows may therefore be split over micro-batches and ranks, but each
+    row must be whole.
 
-    Only the policy term is dropped, `torch.where(mask, token_losses, 0)`: aggregate it over the whole `response_mask`.
+    Only the policy term is dropped: use `torch.where(mask, token_losses, 0)`, and aggregate it over the whole
+    `response_mask`.
 
-    mask (B, T) bool, within `response_mask`; no gradient goes to `log_probs`. d is clamped to [-20, 20]. Masked slots
-    are ignored; a NaN in a trained slot rejects nothing, so that it stays visible. Metrics, as sums over
-    `response_mask`: `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
+    No gradient goes to `log_probs`. d is clamped to [-20, 20]. Masked slots are ignored. A NaN in a trained slot causes
+    no rejection, so that the NaN stays visible.
+
+    Returns:
+        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over
+        `response_mask`: `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
+
+    Raises:
+        ValueError: if `kl_estimator` or `level` is unknown, if both bounds are None, if `lower` is given for an
+            estimator other than k1, or unless lower <= 0 <= upper.
     """
     low, high = _check_rejection(kl_estimator, level, lower, upper)
     trained = as_mask(response_mask)
@@ -128,10 +149,16 @@ def rollout_rejection(
 
 
 def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """How far the engine is from the actor on what the engine sampled, as sums over trained tokens; all (B, T).
+    """Measure how far the engine is from the actor on the tokens that the engine sampled.
 
-    With w = pi_old(y_t) / pi_rollout(y_t), its log in [-20, 20], and d = -log w: `kl` d and `k3` e^-d - 1 + d, both
-    estimates of KL(pi_rollout || pi_old), `abs` |d|, `weight` w and `weight_squared` w^2 (for `effective_sample_size`).
+    All tensors are (B, T), and the results are sums over trained tokens. With w = pi_old(y_t) / pi_rollout(y_t), log w
+    clamped to [-20, 20], and d = -log w, the results are:
+
+        kl              d, an estimate of KL(pi_rollout || pi_old)
+        k3              e^-d - 1 + d, another estimate of KL(pi_rollout || pi_old)
+        abs             |d|
+        weight          w
+        weight_squared  w^2, for `effective_sample_size`
     """
     mask = as_mask(response_mask)
     log_ratio = safe_log_ratio(old_log_probs.detach(), rollout_log_probs, mask)
@@ -146,22 +173,22 @@ def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, respon
 def effective_sample_size(
     weight_sum: float | Tensor, weight_squared_sum: float | Tensor, count: float | Tensor
 ) -> float | Tensor:
-    """(sum w)^2 / (count * sum w^2), in (0, 1]: the share of `count` samples that weighted ones are worth.
+    """Compute (sum w)^2 / (count * sum w^2), in (0, 1]: the effective share of `count` weighted samples.
 
-    1 where all weights are equal, as where engine and actor agree, and for no sample at all: nothing disagrees there.
-    Kish, Survey Sampling (1965). Numbers or 0-dim tensors.
+    The result is 1 if all weights are equal, as when engine and actor agree. It is also 1 if there is no sample.
+    Formula: Kish, Survey Sampling (1965). The arguments are numbers or 0-dim tensors.
     """
     if not count > 0:
         return 1.0
     share = (weight_sum / count) * (weight_sum / weight_squared_sum)
-    return min(share, 1.0)  # rounding can take it above
+    return min(share, 1.0)  # rounding can make it slightly larger than 1
 
 
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Token values of an estimator of KL(pi_rollout || pi), from log(pi / pi_rollout).
+    """Compute the token values of an estimator of KL(pi_rollout || pi) from log(pi / pi_rollout).
 
-    k3 is without the bound that it has as a penalty: a measurement shows how far apart the policies are, and a
-    threshold above 10 nats can act.
+    Here k3 does not have the bound of the KL penalty. The measurement therefore shows how far apart the policies are,
+    and a threshold above 10 nats can have an effect.
     """
     if kl_estimator == "k3":
         return k3_unbounded(log_ratio)
@@ -170,7 +197,7 @@ def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
 
 
 def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Token log-ratios (B, T), 0 where masked, to those of the level, in [-20, 20] again."""
+    """Convert token log-ratios (B, T), 0 where masked, to the log-ratios of the level, again clamped to [-20, 20]."""
     if level == "token":
         return log_ratio
     per_row = log_ratio.sum(-1, keepdim=True) if level == "sequence" else masked_row_mean(log_ratio, mask)

@@ -1,17 +1,18 @@
-"""Random numbers by name: a draw is a function of (seed, step, row, token), not of what was drawn before it."""
+"""Counter-based random numbers: each draw is a function of (seed, step, row, token), not of earlier draws."""
 
 import torch
 from torch import Tensor
 
 
 def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
-    """One number in [0, 1) for each token of each row, as (N,) float64: all of row 0, then all of row 1 and so on.
+    """Return one number in [0, 1) for each token of each row, as (N,) float64, row after row.
 
         u = h(h(h(h(seed) + step) + row) + token) / 2^64, its first 53 bits
         h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
 
-    lengths (B,) int64: tokens of each row, 0 included; N is their sum. No generator is involved, so the number of
-    (row, token) is the same however long the other rows are, on any device and at a resume.
+    `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`. The function
+    uses no generator state. The number of a (row, token) pair is therefore independent of the lengths of other rows,
+    and equal on every device and after a resume.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
     row = rows.repeat_interleave(lengths)
@@ -21,15 +22,15 @@ def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
 
 
 def stream_draws(streams: Tensor, tokens: Tensor) -> Tensor:
-    """The number in [0, 1) of token `tokens` (N,) of the stream with seed `streams` (N,), as (N,) float64.
+    """Return the number in [0, 1) of token `tokens` (N,) in the stream with seed `streams` (N,), as (N,) float64.
 
-    h(h(stream) + token) / 2^64, with h as in `uniform_draws`.
+    The number is h(h(stream) + token) / 2^64, with h as in `uniform_draws`.
     """
     return _shift(_hash(_hash(streams) + tokens), 11).double() * 2.0**-53
 
 
 def _hash(state: Tensor) -> Tensor:
-    """SplitMix64's output at each int64 state; products wrap around as in unsigned arithmetic."""
+    """Return the SplitMix64 output at each int64 state; products wrap around as in unsigned arithmetic."""
     mixed = state + _signed(0x9E3779B97F4A7C15)
     mixed = (mixed ^ _shift(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shift(mixed, 27)) * _signed(0x94D049BB133111EB)
@@ -37,10 +38,10 @@ def _hash(state: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros; the operator on int64 fills with the sign."""
+    """Shift right and fill with zeros; the >> operator on int64 fills with the sign bit."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(number: int) -> int:
-    """The int64 with the last 64 bits of `number`."""
+    """Return the int64 with the lowest 64 bits of `number`."""
     return (number + 2**63) % 2**64 - 2**63

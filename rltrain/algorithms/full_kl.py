@@ -1,4 +1,4 @@
-"""The exact KL divergence over the vocabulary, without ever holding all logits."""
+"""The exact KL divergence over the vocabulary, computed in chunks so that the full logits are never in memory."""
 
 import math
 from typing import Any
@@ -19,21 +19,28 @@ def full_kl(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """KL(pi || pi_ref) at each of N positions, the reverse divergence that the estimators of `kl` estimate.
+    """Compute KL(pi || pi_ref) at each of N positions, the reverse divergence that the estimators of `kl` estimate.
 
         KL = sum_v pi_v (log pi_v - log pi_ref_v),   pi = softmax(z / temperature),  z = hidden @ head^T
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
-    hidden (N, H) and head (V, H) of the policy; ref_hidden (N, H') and ref_head (V, H') of the reference, which gets no
-    gradient. Returns (N,), never negative. A word of probability 0 under the policy adds exactly 0 and has no gradient,
-    so both models may put -inf on the logits of the same words; where the reference alone does, the KL is inf.
+    hidden (N, H) and head (V, H) belong to the policy. ref_hidden (N, H') and ref_head (V, H') belong to the reference,
+    which gets no gradient. Returns (N,), never negative.
 
-    At most `chunk_size` logits (positions times words; None: what suits the device) are alive of each model at a time,
-    in the backward pass too, which computes them again; how many does not change the result. Each product is in the
-    type of its factors, as the models have it; from there on float64 stays float64, and anything else is float32.
+    A word of probability 0 under the policy adds exactly 0 and has no gradient. Both models can therefore have logits
+    of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
 
-    There is no mask: select the trained positions before. It takes whole distributions, so their mean over sampled
-    contexts needs no ratio for the token itself.
+    Each model has at most `chunk_size` logits (positions times words) in memory at a time. This also holds in the
+    backward pass, which recomputes the logits. If `chunk_size` is None, it depends on the device. The chunk size does
+    not change the result. Each matrix product is computed in the dtype of its factors, as in the models. The following
+    operations use float64 for float64 products and float32 otherwise.
+
+    The function takes no mask; the caller selects the trained positions first. The KL is over whole distributions, so
+    its mean over sampled contexts needs no importance ratio for the token itself.
+
+    Raises:
+        ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between
+            policy and reference.
     """
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be finite and > 0: logits are divided by it; use 1.0, say")
@@ -54,7 +61,7 @@ def full_kl(
 class _FullKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, ref_hidden: Tensor, ref_head: Tensor, *knobs: Any) -> Tensor:
-        """Keep of the logits three numbers a position."""
+        """Compute the KL in chunks, and save three numbers per position instead of the logits for the backward pass."""
         temperature, size = knobs
         policy = RunningSoftmax(hidden, with_mean=True)
         reference = RunningSoftmax(ref_hidden, with_mean=False)
@@ -64,16 +71,16 @@ class _FullKL(torch.autograd.Function):
                 ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
-        # The difference of the sums' logarithms, without the rounding of each.
+        # Subtracts the difference of the two `log_sum` values in a form that avoids the rounding of each.
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size
-        return kl.clamp(min=0)  # rounding alone can take it below
+        return kl.clamp(min=0)  # rounding can make it slightly negative
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden and head, summed over chunks."""
+        """Compute the gradients of hidden and head, summed over chunks."""
         hidden, head, ref_hidden, ref_head, log_sum, ref_log_sum, kl = ctx.saved_tensors
         weights = gradients[0] / ctx.temperature
         sums = GradientSums(hidden, head, None, ctx.needs_input_grad)

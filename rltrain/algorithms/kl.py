@@ -1,7 +1,8 @@
-"""KL divergence: estimators from samples, and the penalty inside the reward.
+"""KL divergence: estimators from samples, and the KL penalty in the reward.
 
-Write d = log pi - log pi_ref for a sampled token. What an estimator's value estimates and what its gradient does
-are different things; each docstring says what the expected gradient is when tokens are sampled from pi itself.
+The docstrings write d = log pi - log pi_ref for a sampled token. The quantity that an estimator's value estimates can
+differ from the quantity that its gradient minimises. Each docstring therefore also states the expected gradient when
+tokens are sampled from pi itself.
 """
 
 import functools
@@ -14,28 +15,36 @@ from torch import Tensor
 from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, k3_unbounded, masked, safe_log_ratio
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
-MAX_K3 = 10.0  # nats; k3 passes it where pi is 14 times below the reference, or 60,000 times above it
+MAX_K3 = 10.0  # nats; k3 exceeds this where pi is 14 times below the reference, or 60,000 times above it
 
 
 @KL_ESTIMATORS.register("k1")
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """d. Mean: reverse KL(pi || pi_ref). Expected gradient: zero, so alone it is for rewards, not for losses."""
+    """Compute d = log pi - log pi_ref.
+
+    The mean is the reverse KL(pi || pi_ref). The expected gradient is zero, so k1 alone is suitable for rewards but not
+    for losses.
+    """
     return log_probs - ref_log_probs
 
 
 @KL_ESTIMATORS.register("k2")
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """d^2 / 2. Mean: near the reverse KL when it is small. Expected gradient: exactly that of the reverse KL."""
+    """Compute d^2 / 2 with d = log pi - log pi_ref.
+
+    The mean is close to the reverse KL when that is small. The expected gradient is exactly that of the reverse KL.
+    """
     return (log_probs - ref_log_probs).square() / 2
 
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """min(e^-d - 1 + d, 10), never negative (GRPO, arXiv 2402.03300 eq. 4, without the bound).
+    """Compute min(e^-d - 1 + d, 10), which is never negative (GRPO, arXiv 2402.03300 eq. 4, without the bound).
 
-    Mean: reverse KL. Expected gradient: forward KL's. Both hold while every token is below the bound of 10 nats, which
-    is reached at d = -2.6 and at d = 11. A token at the bound has no gradient: without it a token at d = -12 would have
-    one of 1.6e5, and decide the whole update.
+    d is log pi - log pi_ref. The mean is the reverse KL, and the expected gradient is that of the forward KL. Both
+    statements hold while every token is below the bound of 10 nats, which is reached at d = -2.6 and at d = 11. A token
+    at the bound has no gradient. Without the bound, a token at d = -12 would have a gradient of 1.6e5 and dominate the
+    whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)
@@ -43,14 +52,17 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("abs")
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|d|. Expected gradient: that of sum |pi - pi_ref|, twice the total variation distance."""
+    """Compute |d| with d = log pi - log pi_ref.
+
+    The expected gradient is that of sum |pi - pi_ref|, twice the total variation distance.
+    """
     return (log_probs - ref_log_probs).abs()
 
 
 def _straight_through(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Value of `estimator`, gradient of k2: whatever is reported, what is minimised is the reverse KL.
+    """Return an estimator with the value of `estimator` and the gradient of k2, so that the reverse KL is minimised.
 
-    k3+ has the bound of k3 on its value alone: the gradient of k2 is d, which needs no bound.
+    In k3+, the bound of k3 applies only to the value. The gradient is that of k2, which is d and needs no bound.
     """
 
     @functools.wraps(estimator)
@@ -68,19 +80,27 @@ for _name in KL_ESTIMATORS.names():
 def kl_estimate(
     log_probs: Tensor, ref_log_probs: Tensor, kl_estimator: str, *, old_log_probs: Tensor | None = None
 ) -> Tensor:
-    """Estimate the KL divergence from pi_ref at each sampled token: (B, T), or any one shape.
+    """Estimate the KL divergence from pi_ref at each sampled token: (B, T), or any other shape shared by the inputs.
 
-    With `old_log_probs`, the policy that sampled, the estimate is times r = pi / pi_old, which makes its mean that of
-    samples from pi. Gradient flows through r as well: r k1 and r k3 have exactly the gradient of the reverse KL (that r
-    is what k1 and k3 lack without it; r k3 is DeepSeek-V3.2's unbiased estimate, arXiv 2512.02556 eq. 7); r k2 and
-    r abs that of the mean of k2 and abs under pi. A "+" form already has the whole gradient, so there r only reweights
-    and is detached: through both it would count twice.
+    `old_log_probs` are the log-probs of the policy that sampled the tokens. If they are given, the estimate is
+    multiplied by r = pi / pi_old, so that its mean over samples from pi_old equals the mean over samples from pi.
+    Gradients also flow through r:
 
-    A token at the bound of k3 has no gradient through r either: r times a constant would drive log pi further away
-    from the reference. The bound is on k3; r, with its log in [-20, 20], multiplies what comes out of it.
+    * r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. r k3 is the
+      unbiased estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
+    * r k2 and r abs have the gradient of the mean of k2 and of abs under pi.
+    * A "+" estimator already has the complete gradient, and a gradient through r would count twice. r is therefore
+      detached and only reweights.
 
-    There is no mask here: where an input is NaN or inf the result is NaN and no gradient goes back, so that
-    `aggregate_loss` drops it in masked slots and it stays visible in trained ones.
+    A token at the bound of k3 has no gradient through r either, because the gradient of r times a constant would drive
+    log pi further away from the reference. The bound applies to k3 before the multiplication by r. log r is in
+    [-20, 20].
+
+    The function takes no mask. Where an input is NaN or inf, the result is NaN and has no gradient. `aggregate_loss`
+    then drops the NaN in masked slots, and the NaN stays visible in trained slots.
+
+    Raises:
+        ValueError: if `kl_estimator` is not registered.
     """
     try:
         estimator = KL_ESTIMATORS.get(kl_estimator)
@@ -106,9 +126,10 @@ def apply_kl_in_reward(
     kl_coef: float | Tensor,
     kl_estimator: str,
 ) -> Tensor:
-    """Token rewards s_t - kl_coef * kl_t, no gradient; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
+    """Compute the token rewards s_t - kl_coef * kl_t; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
 
-    All (B, T). A masked slot has reward 0, so with `kl_coef` 0 the rewards of a row sum to its score.
+    All tensors are (B, T). The result has no gradient. A masked slot has reward 0, so with `kl_coef` 0 the rewards of a
+    row sum to its score.
     """
     mask = as_mask(response_mask)
     kl = masked(kl_estimate(old_log_probs.detach(), ref_log_probs, kl_estimator), mask)

@@ -1,4 +1,4 @@
-"""Rewards and advantages against the statistics of their group or batch, and several rewards into one."""
+"""Normalisation of rewards and advantages by group or batch statistics, and combination of several rewards."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,10 @@ _AGGREGATIONS = ("sum", "normalize_then_sum")
 
 
 class Statistics(NamedTuple):
-    """Of the population of each row, in the shape of the scores; `varied`: at least two valid rows, and max > min."""
+    """The statistics of the population that each row belongs to, in the shape of the scores.
+
+    `size` is the number of valid rows. `varied` is True if there are at least two valid rows and max > min.
+    """
 
     size: Tensor
     mean: Tensor
@@ -23,21 +26,22 @@ class Statistics(NamedTuple):
 
 
 def group_index(uid: Tensor) -> Tensor:
-    """Number the groups: uid (B,) -> an index below B for each row."""
+    """Map the group ids `uid` (B,) to an index below B for each row; rows with equal `uid` get the same index."""
     index: Tensor = torch.unique(uid, return_inverse=True)[1]
     return index
 
 
 def group_sum(values: Tensor, members: Tensor) -> Tensor:
-    """Sum over the rows that share a value of `members` (B,), for each row: (B, ...) -> (B, ...)."""
+    """Return, for each row, the sum over all rows with the same value of `members` (B,): (B, ...) -> (B, ...)."""
     return torch.zeros_like(values).index_add(0, members, values)[members]
 
 
 def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: bool = True) -> Statistics:
-    """Statistics of `scores` (B, ...) over the valid rows that share a value of `members` (B,), each column its own.
+    """Compute statistics of `scores` (B, ...) over the valid rows with the same value of `members` (B,).
 
-    `valid` has the shape of the scores. Of a population without a valid row, mean and std are 0, `highest` is -inf. One
-    with a NaN or inf in it counts as varied, so that what is made of it is not finite either.
+    Each column of `scores` has its own statistics. `valid` has the shape of the scores. If a population has no valid
+    row, its mean and std are 0 and `highest` is -inf. A population of at least two valid rows that includes a NaN or
+    inf counts as varied, so that results computed from it are not finite either.
     """
     zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
     where = members.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
@@ -47,12 +51,12 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
     highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
     lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
-    unknown = ~mean.isfinite()  # a NaN is not larger than itself: its population must not pass for a constant one
+    unknown = ~mean.isfinite()  # max > min is False for NaN, but a population with NaN is not constant
     return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & ((highest > lowest) | unknown))
 
 
 class _Levels(NamedTuple):
-    """How to normalise: the knobs of `normalize_rewards`, checked."""
+    """The checked normalisation knobs of `normalize_rewards` and `normalize_advantages`."""
 
     mean: str | None
     std: str | None
@@ -72,7 +76,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """(raw - mean) / (std + eps); values that are not counted are moved and scaled too. All (B,)."""
+    """Compute (raw - mean) / (std + eps), also for values that are not counted; all tensors are (B,)."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -99,20 +103,27 @@ def normalize_rewards(
     eps: float = 1e-6,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """(r - mean) / (std + eps) for each row: (B,) -> (B,), no gradient.
+    """Compute (r - mean) / (std + eps) for each row: (B,) -> (B,), no gradient.
 
-    `mean_level`, `std_level`: over the rows with the same `uid` ("group"), all rows ("batch"), or none (None). The std
-    is of the raw scores about their own mean; `unbiased` divides by n - 1. `leave_one_out` takes the mean of the
-    *other* rows: k/(k-1) (r - mean).
+    `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch").
+    None turns the subtraction of the mean or the division by the std off. The std is that of the raw scores about their
+    own mean. `unbiased` divides the variance by n - 1. `leave_one_out` subtracts the mean of the *other* rows:
+    k/(k-1) (r - mean).
 
-    A row that is not `valid` has no score: it is in no statistic and gets 0. A valid row that is not `counted` (B,) is
-    in no statistic either, but it is moved and scaled by the statistics of the counted ones, as in
-    `normalize_advantages`: so a cut answer that is excluded keeps its own score on the common scale, and a wrong one
-    scores no better for being cut. None counts all valid rows.
+    A row that is not `valid` has no score. It is excluded from the statistics and gets 0.
 
-    A population with fewer than two counted rows, or with max == min, says nothing: the deviations of its counted rows
-    are exactly 0, and nothing is divided by its std; a row that is not counted gets its deviation from the mean,
-    undivided, and the mean of nothing is 0. Sums run in float64, so that the order of rows does not show.
+    A valid row that is not `counted` (B,) is also excluded from the statistics, but it is normalised by the statistics
+    of the counted rows, as in `normalize_advantages`. A truncated answer that is excluded from the statistics therefore
+    keeps its own score on the common scale, and truncation does not improve the score of a wrong answer. If `counted`
+    is None, all valid rows are counted.
+
+    A population with fewer than two counted rows, or with max == min, has no usable spread. The deviations of its
+    counted rows from the mean are exactly 0, and no row is divided by the std of such a population. A row that is not
+    counted gets its deviation from the mean without division. The mean of zero rows is 0. Sums are computed in float64,
+    so that the order of rows does not affect the result.
+
+    Raises:
+        ValueError: if a level is unknown, or if `leave_one_out` is used without a mean level or with a std level.
     """
     levels = _Levels(mean_level, std_level, leave_one_out, unbiased, eps)
     levels.check()
@@ -131,13 +142,22 @@ def combine_rewards(
     gates: Tensor | Sequence[bool] | None = None,
     aggregation: str = "sum",
 ) -> Tensor:
-    """sum_k w_k r_k for each row: (B, K) -> (B,).
+    """Compute sum_k w_k r_k for each row: (B, K) -> (B,).
 
-    NaN means that a component is not applicable to a row: it is left out and the other weights stay as they are; a row
-    of nothing but NaN gives NaN, for the caller to mark invalid. `gates` (K,): where a gate's score is <= 0, every
-    other component counts 0. `aggregation`: "sum", or "normalize_then_sum", where each component is first normalised
-    by mean and std over the valid rows of its group that it applies to (GDPO, arXiv 2601.05242), which needs `uid`. A
-    row that is not `valid` (B,) is in no statistic, and its components are moved and scaled by those of the others.
+    A NaN means that a component does not apply to a row. The sum omits this component, and the other weights do not
+    change. A row with only NaN gives NaN, and the caller must mark it invalid.
+
+    `gates` (K,) marks the components that are gates. Where the score of a gate is <= 0, every other component of the
+    row counts as 0.
+
+    `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", each component is first normalised by its
+    mean and std over the valid rows of the group that it applies to (GDPO, arXiv 2601.05242). This needs `uid`. The
+    components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised by the statistics
+    of the valid rows.
+
+    Raises:
+        ValueError: if `aggregation` is unknown, if `weights` or `gates` does not have K entries, or if
+            "normalize_then_sum" is used without `uid`.
     """
     components = as_float(components)
     if aggregation not in _AGGREGATIONS:
@@ -158,14 +178,14 @@ def combine_rewards(
 
 
 def _gated(scores: Tensor, applies: Tensor, gates: Tensor) -> Tensor:
-    """Zero each component of a row where a gate other than itself is shut; a gate that does not apply is open."""
+    """Set each component of a row to 0 where a gate other than itself is closed; a gate that does not apply is open."""
     shut = gates & applies & (scores <= 0)
     shut_by_others = shut.sum(-1, keepdim=True) - shut.long() > 0
     return scores.masked_fill(shut_by_others, 0)
 
 
 def _normalized_columns(scores: Tensor, applies: Tensor, uid: Tensor | None, valid: Tensor | None) -> Tensor:
-    """Normalise each of the K columns on its own, as if (component, uid) were the group."""
+    """Normalise each of the K columns separately, with (component, uid) as the group."""
     if uid is None:
         raise ValueError("uid=None: 'normalize_then_sum' normalises in groups; pass uid, or use aggregation='sum'")
     rows, columns = scores.shape
@@ -194,20 +214,26 @@ def normalize_advantages(
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """(A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient; by default whitening.
+    """Compute (A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient; the default is whitening.
 
-    `mean_level`, `std_level`: over the trained tokens of the rows with the same `uid` (B,) ("group"), of all rows
-    ("batch"), or none (None). Each token counts once, so a long row weighs more. The std is of the raw advantages;
-    `unbiased` divides by n - 1. `leave_one_out` takes the mean of the *other* tokens: n/(n-1) (A - mean).
+    `mean_level` and `std_level` select the population: the trained tokens of the rows with the same `uid` (B,)
+    ("group"), or of all rows ("batch"). None turns the subtraction of the mean or the division by the std off. Each
+    token counts once, so a long row weighs more. The std is that of the raw advantages. `unbiased` divides the variance
+    by n - 1. `leave_one_out` subtracts the mean of the *other* tokens: n/(n-1) (A - mean).
 
-    Masked slots are in no statistic and are 0 afterwards. `counted` (B,): the tokens of other rows are in no statistic
-    either, but they are moved and scaled by the statistics of the counted ones, so that a row that is excluded and
-    keeps its credit (under gae) keeps it on the common scale. A row that is to stay at 0 is left out of
-    `response_mask` instead. None counts all rows.
+    Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
+    enter the statistics; None means all rows. Tokens of other rows are normalised by the statistics of the counted
+    tokens. An excluded row whose advantages stay in use (under gae) therefore has them on the common scale. To keep the
+    advantages of a row at 0, leave the row out of `response_mask` instead.
 
-    A population with fewer than two counted tokens, or with max == min, says nothing: the deviations of its counted
-    tokens are exactly 0, and nothing is divided by its std; a token that is not counted gets its deviation from the
-    mean, undivided, and the mean of nothing is 0. Sums run in float64.
+    A population with fewer than two counted tokens, or with max == min, has no usable spread. The deviations of its
+    counted tokens from the mean are exactly 0, and no token is divided by the std of such a population. A token that is
+    not counted gets its deviation from the mean without division. The mean of zero tokens is 0. Sums are computed in
+    float64.
+
+    Raises:
+        ValueError: if a level is unknown, if `leave_one_out` is used without a mean level or with a std level, or if a
+            level is "group" and `uid` is None.
     """
     levels = _Levels(mean_level, std_level, leave_one_out, unbiased, eps)
     levels.check()

@@ -1,15 +1,15 @@
-"""What every loss shares: masking that survives NaN and inf, the safe log-ratio, the clipped ratio, metric sums."""
+"""Helpers of all losses: masking that is safe for NaN and inf, safe log-ratios, clipped ratios, and metric sums."""
 
 import math
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is finite in every type that we compute in
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is finite in float32 and float64
 
 
 def as_float(values: Tensor) -> Tensor:
-    """Return `values` in the type to compute in: float64 stays, anything else becomes float32."""
+    """Return `values` in the dtype to compute in: float64 stays float64, and any other dtype becomes float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -19,51 +19,61 @@ def as_mask(mask: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` as floats, exactly 0 (and without gradient) where `mask` is False, whatever they hold there."""
+    """Return `values` as floats, and 0 without gradient where `mask` is False, even for NaN or inf."""
     values = as_float(values)
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row of (B, T) over the tokens in `mask`, as (B, 1); 0 for a row that has none."""
+    """Compute the mean of each row of (B, T) over the tokens in `mask`, as (B, 1).
+
+    The mean is 0 for a row without tokens in `mask`.
+    """
     return masked(values, mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """log(pi / pi_old) per token (B, T), in [-20, 20], with gradient to `log_probs` inside of it only; 0 if masked."""
-    # Masked before anything non-linear: a NaN that reached exp would come back as gradient NaN * 0.
+    """Compute log(pi / pi_old) per token (B, T), clamped to [-20, 20], and 0 in masked slots.
+
+    The gradient goes only to `log_probs`, and only inside the clamp range.
+    """
+    # The mask comes before every non-linear operation: a NaN that reached exp would give the gradient NaN * 0 = NaN.
     difference = masked(as_float(log_probs) - as_float(old_log_probs.detach()), mask)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """log pi (B, T) as log pi_old + the safe log-ratio: finite also where pi is 0, with gradient where that has one."""
+    """Compute log pi (B, T) as log pi_old + the safe log-ratio.
+
+    The result is finite even where pi is 0. It has a gradient where the safe log-ratio has one.
+    """
     return masked(old_log_probs.detach(), mask) + log_ratio
 
 
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
-    """e^x - 1 - x, never negative: for tokens sampled from q and x = log(p / q), the k3 estimate of KL(q || p).
+    """Compute e^x - 1 - x, which is never negative.
 
-    It grows as e^x. A measurement wants that; a penalty that is trained on has a bound (`rltrain.algorithms.kl.k3`).
+    For tokens sampled from q and x = log(p / q), this is the k3 estimate of KL(q || p). It grows as e^x, which is right
+    for a measurement. A penalty to train on uses `rltrain.algorithms.kl.k3`, which has a bound.
     """
     return log_ratio.expm1() - log_ratio
 
 
 def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
-    """Raise ValueError for a range of ratios [1 - low, 1 + high] that leaves out 1."""
+    """Raise ValueError if the range of ratios [1 - low, 1 + high] does not contain 1."""
     for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value} must be >= 0, or the range leaves out r = 1; use 0.2, say")
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
-    """Raise ValueError for a cap on ratios that would act at r = 1."""
+    """Raise ValueError if a cap on ratios would act at r = 1."""
     if not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, say, or inf for none")
 
 
 def check_positive(**knobs: float) -> None:
-    """Raise ValueError for a knob that is not a finite number above 0."""
+    """Raise ValueError if a knob is not a finite number above 0."""
     for name, value in knobs.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value} must be finite and > 0; leave it out to have the default")
@@ -72,10 +82,11 @@ def check_positive(**knobs: float) -> None:
 def clipped_ratio(
     ratio: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float, cap: float = math.inf
 ) -> tuple[Tensor, Tensor]:
-    """Return the ratio that the pessimistic objective multiplies A with, and where clipping took its gradient away.
+    """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0; written so, no two
-    branches tie and the gradient is exactly 0 in the clipped regions. `cap` bounds r for A < 0 (the dual clip).
+    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. The second form has
+    no tie between two branches, so the gradient is exactly 0 in the clipped regions. `cap` bounds r for A < 0 (the dual
+    clip). The returned mask does not include tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))
@@ -84,12 +95,15 @@ def clipped_ratio(
 
 
 def metric_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Detached sum over trained tokens: how every metric leaves this package (see `registry`)."""
+    """Return the detached sum over trained tokens, the form of every metric of this package (see `registry`)."""
     return masked(values.detach(), mask).sum()
 
 
 def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums that every ratio loss reports; `ppo_kl` estimates KL(pi_old || pi) by r - 1 - log r, never negative."""
+    """Return the metric sums that every ratio loss reports.
+
+    `ppo_kl` estimates KL(pi_old || pi) by r - 1 - log r, which is never negative.
+    """
     return {
         "clip_fraction": metric_sum(clipped, mask),
         "ratio_mean": metric_sum(ratio, mask),

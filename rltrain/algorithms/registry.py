@@ -1,19 +1,23 @@
-"""Names for algorithms, and what a signature says: its columns and its knobs.
+"""Registries that map names to algorithms, and functions that read columns and knobs from a function's signature.
 
-What a registered function promises:
+Every registered function follows this contract:
 
-* positional parameters are columns of the batch, all required; keyword-only parameters are knobs, all with a default;
-* padded tensors are (B, T); `response_mask` is bool or 0/1, and slots where it is 0 are ignored whatever they hold;
-* float64 stays float64, every narrower type is computed in float32;
-* a policy loss returns `(token_losses, metrics)` without aggregating: `aggregate_loss` is the only place that divides;
-* a policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS, which returns that
-  column, (B, T) bool, from the columns of a whole mini-batch. Loss and selector have no knob name in common;
-* a policy loss says when it is registered what is special about it: `uses_ratio=False` where its gradient does not
-  depend on `old_log_probs`; `aggregations`, the modes of `aggregate_loss` that it is defined for, where not all are.
+* Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
+  a default.
+* Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where it is 0 are ignored, whatever they hold.
+* float64 inputs are computed in float64, and narrower types in float32.
+* A policy loss returns `(token_losses, metrics)` without aggregating. Only `aggregate_loss` divides by a count.
+* A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The selector
+  returns that column, (B, T) bool, from the columns of a whole mini-batch. A loss and its selector have no knob name in
+  common.
+* A policy loss states its special properties when it is registered. `uses_ratio=False` means that its gradient does not
+  depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss is defined for, if it is
+  not defined for all modes.
 
-**Metrics are sums.** Every metric is a detached 0-dim tensor: a sum over the trained tokens of this call. Sums add up
-exactly over micro-batches and ranks; whoever reports them divides once by the trained tokens of the whole mini-batch,
-the count that `aggregate_loss` takes as `num_tokens`. So `clip_fraction` is a number of tokens until then.
+**Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call. Sums
+add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the number of
+trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Until then, `clip_fraction` is a
+number of tokens.
 """
 
 import inspect
@@ -27,7 +31,10 @@ _SINKS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 class Registry:
-    """Functions of one kind by name. `required` says which metadata each must carry, and the values it may have."""
+    """Functions of one kind, indexed by name.
+
+    `required` maps each metadata key that every function must have to the values that the key can have.
+    """
 
     def __init__(self, kind: str, *, required: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self.kind = kind
@@ -35,7 +42,12 @@ class Registry:
         self._entries: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {}
 
     def register(self, name: str, **metadata: Any) -> Callable[[Algorithm], Algorithm]:
-        """Return a decorator that files a function under `name`, and refuses a signature that breaks the contract."""
+        """Return a decorator that registers a function under `name` with `metadata`.
+
+        Raises:
+            ValueError: if `name` is taken, or if required metadata is missing or has an unknown value. The decorator
+                raises ValueError if the function's signature breaks the contract.
+        """
         if name in self._entries:
             raise ValueError(f"{self.kind} '{name}' is already registered: names are unique; choose another")
         for key, values in self._required.items():
@@ -57,11 +69,11 @@ class Registry:
         return self._entry(name)[0]
 
     def metadata(self, name: str) -> Mapping[str, Any]:
-        """Return what `name` was registered with."""
+        """Return the metadata that `name` was registered with."""
         return self._entry(name)[1]
 
     def names(self) -> tuple[str, ...]:
-        """All names, sorted."""
+        """Return all registered names, sorted."""
         return tuple(sorted(self._entries))
 
     def _entry(self, name: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
@@ -71,34 +83,37 @@ class Registry:
 
 
 def columns_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the batch columns that `function` reads: its positional parameters, in order."""
+    """Return the names of the batch columns that `function` reads: its positional parameters, in order."""
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind != _KEYWORD)
 
 
 def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Knobs of `function` with their defaults: its keyword-only parameters."""
+    """Return the knobs of `function` (its keyword-only parameters) with their defaults."""
     return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind == _KEYWORD}
 
 
 def loss_functions(loss_mode: str) -> tuple[Callable[..., Any], ...]:
-    """The policy loss, and its token selector if it has one: the functions that share the knobs of the loss."""
+    """Return the policy loss and, if it has one, its token selector.
+
+    The configured knobs of a loss are divided between these functions.
+    """
     loss = POLICY_LOSSES.get(loss_mode)
     return (loss, TOKEN_SELECTORS.get(loss_mode)) if "selected" in columns_of(loss) else (loss,)
 
 
 def required_columns(advantage_estimator: str, loss_mode: str) -> frozenset[str]:
-    """Names of all batch columns that an estimator, a loss and the loss's token selector read."""
+    """Return the names of all batch columns that an estimator, a loss and the loss's token selector read."""
     functions = (ADVANTAGE_ESTIMATORS.get(advantage_estimator), *loss_functions(loss_mode))
     return frozenset(name for function in functions for name in columns_of(function))
 
 
 def own_knobs(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `given` knobs that `fn` takes."""
+    """Return the knobs in `given` that `fn` takes."""
     return {name: value for name, value in given.items() if name in knobs_of(fn)}
 
 
 def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a knob in `given` that none of `fns` takes, or a value of another type than its default."""
+    """Raise ValueError if none of `fns` takes a knob in `given`, or if its value does not have the default's type."""
     knobs = {name: default for fn in fns for name, default in knobs_of(fn).items()}
     for name, value in given.items():
         if name not in knobs:
@@ -110,10 +125,13 @@ def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[
 
 
 def _same_type(value: Any, default: Any) -> bool:
-    """Whether a knob's value has its default's type; an int will do for a float, a bool is not a number."""
+    """Return whether a knob's value has the type of its default.
+
+    An int is accepted for a float. A bool is not accepted as a number. Any value is accepted if the default is None.
+    """
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(default, tuple):  # of numbers; YAML has lists only
+    if isinstance(default, tuple):  # the default is a tuple of numbers, but YAML only has lists
         return isinstance(value, (list, tuple)) and all(_same_type(item, 0.0) for item in value)
     return type(value) is type(default) or default is None
 

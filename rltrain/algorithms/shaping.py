@@ -1,6 +1,6 @@
-"""Scores before they become rewards: scale and bounds, the price of length, and rows that were cut off.
+"""Transformations of scores into rewards: scaling and clipping, the length penalty, and truncated responses.
 
-Columns are (B,) and have no gradient; float64 stays float64, every narrower type is computed in float32.
+The columns are (B,) and have no gradient. float64 inputs are computed in float64, and narrower types in float32.
 """
 
 import torch
@@ -10,7 +10,11 @@ from rltrain.algorithms.ratio import as_float, as_mask
 
 
 def shape_scores(scores: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float | None = None) -> Tensor:
-    """(r + bias) scale, then cut to [-clip, clip] unless `clip` is None: (B,) -> (B,)."""
+    """Compute (r + bias) scale, clipped to [-clip, clip] unless `clip` is None: (B,) -> (B,).
+
+    Raises:
+        ValueError: if `scale` is 0 or `clip` is not above 0.
+    """
     if scale == 0:
         raise ValueError(f"scale={scale} must not be 0, or every score becomes 0; use 1.0 for no change")
     if clip is not None and not clip > 0:
@@ -20,14 +24,18 @@ def shape_scores(scores: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip:
 
 
 def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """What to add to the score of a response of this many tokens: (B,) -> (B,), in [-factor, 0].
+    """Compute the penalty to add to the score of a response of the given length: (B,) -> (B,), in [-factor, 0].
 
         0                                     up to L_max - buffer
         factor (L_max - buffer - l) / buffer  down to -factor at L_max
         -factor                               beyond
 
-    DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13, with `factor` 1. l: `lengths`; L_max:
-    `max_response_length`; `buffer`: the last tokens before it, in which the price rises.
+    With `factor` 1, this is DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13. l is `lengths`, in
+    tokens, and L_max is `max_response_length`. `buffer` is the number of last tokens before L_max over which the
+    penalty grows.
+
+    Raises:
+        ValueError: if `buffer` is not in [1, max_response_length] or `factor` is not above 0.
     """
     if not 1 <= buffer <= max_response_length:
         raise ValueError(
@@ -41,12 +49,14 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
 
 
 def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:
-    """min(r, nothing) where `truncated`, else r: (B,) -> (B,).
+    """Compute min(r, nothing) where `truncated`, else r: (B,) -> (B,).
 
-    nothing (B,): what the row would score if every reward function gave it 0. So a truncated row earns nothing, and no
-    more than its own score, where that is lower: being cut pays neither for a right answer nor for a wrong one.
-    `truncated` (B,): by the engine's finish reason, never by length. NaN, no score, stays NaN. Which rows are in a
-    statistic, and which tokens are in the loss, is decided elsewhere.
+    `nothing` (B,) is the score that the row would have if every reward function gave it 0. A truncated row gets
+    `nothing`, or its own score if that is lower. Truncation therefore improves the score of neither a right nor a wrong
+    answer.
+
+    `truncated` (B,) must come from the engine's finish reason, never from the length. A NaN score (no score) stays NaN.
+    This function does not decide which rows enter the statistics or which tokens enter the loss.
     """
     scores = as_float(scores)
     return torch.where(as_mask(truncated), torch.minimum(scores, as_float(nothing)), scores)

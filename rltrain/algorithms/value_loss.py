@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""The critic's value loss."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,20 @@ from rltrain.algorithms.ratio import as_mask, masked, metric_sum
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, clip_range_value: float = 0.2
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped squared error of the values.
+    """Compute the clipped squared error of the values.
 
         l = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-    V: values now; V_old: values when the batch was made; R: returns; c: `clip_range_value`, inf for no clipping. The
-    squared error is that of arXiv 1707.06347 eq. 9; the clipping comes with that paper's code (arXiv 2005.12729).
-    Gradient goes to `values` alone, and is 0 where the clipped branch is the larger.
+    V are the current values, V_old the values from when the batch was made, and R the returns. c is `clip_range_value`,
+    and inf means no clipping. The squared error is that of arXiv 1707.06347 eq. 9. The clipping is not in that paper
+    but in its code (arXiv 2005.12729). Only `values` gets a gradient, and the gradient is 0 where the clipped branch is
+    larger.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction`, `value_mean`, `return_mean`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
+    `value_mean` and `return_mean`.
+
+    Raises:
+        ValueError: if `clip_range_value` is not above 0.
     """
     if not clip_range_value > 0:
         raise ValueError(f"clip_range_value={clip_range_value} must be > 0, or no value moves; use inf for no clipping")
@@ -25,7 +30,7 @@ def value_loss(
     new, old, target = masked(values, mask), masked(old_values.detach(), mask), masked(returns.detach(), mask)
     change = new - old
     beyond = change.abs() > clip_range_value
-    # Inside the range both branches are the same number, bit for bit: old + (new - old) would round.
+    # Inside the range, use `new` itself: old + (new - old) would round, and both branches must be equal bit for bit.
     clipped = torch.where(beyond, old + change.clamp(-clip_range_value, clip_range_value), new)
     error, clipped_error = (new - target).square(), (clipped - target).square()
     metrics = {

@@ -1,1 +1,1 @@
-"""What all other folders may use and that knows nothing of them: errors, storage, secrets, threads."""
+"""Basics that all other folders may import and that import none of them: errors, storage, secrets, threads."""

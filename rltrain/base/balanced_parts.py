@@ -1,4 +1,7 @@
-"""Numbers to parts of nearly equal sums: pure, fast enough for every optimizer step of thousands of rows."""
+"""Partition numbers into parts with nearly equal sums.
+
+The functions are pure, and fast enough to run for thousands of rows in every optimizer step.
+"""
 
 import heapq
 import itertools
@@ -6,43 +9,47 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-CLOSE = 1.005  # of the lower bound: a largest sum this near it is not worth more search
-FEW, PARTNERS = 12, 8  # indices of two parts that are split anew in every way, and parts tried for that
+CLOSE = 1.005  # the search stops when the largest sum is at most this factor above its lower bound
+# `_resplit` tries all splits of two parts if they have at most FEW indices together. It is tried with the PARTNERS
+# lightest parts.
+FEW, PARTNERS = 12, 8
 NONE = -1  # no index
 
 
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
-    """A bound below which no partition has its largest sum: the mean, the heaviest, and what has to share a part.
+    """Return a lower bound on the largest sum of any partition. The weights are non-negative integers.
 
-    Of the k * parts + 1 heaviest, some part holds k + 1 at least, which weigh no less than the k + 1 lightest of them.
-    Non-negative integers; 0 where there are none.
+    The bound is the maximum of the mean sum, the heaviest weight, and a bound for each k. The bound for k is the sum of
+    the k + 1 lightest of the k * parts + 1 heaviest weights: one part must hold at least k + 1 of these weights.
+    Without weights, the bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
-    sums = [0, *itertools.accumulate(heaviest)]  # of the so many heaviest
+    sums = [0, *itertools.accumulate(heaviest)]  # sums[n]: sum of the n heaviest weights
     shared = [sums[k * parts + 1] - sums[k * parts - k] for k in range(-(-len(heaviest) // parts))]
     return max([-(-sums[-1] // parts), *shared])
 
 
 def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None = None, room: int = 0) -> Parts | None:
-    """Indices of `weights` in parts with a small largest sum: the heaviest first to the lightest part, then exchanges.
+    """Partition the indices of `weights` into parts such that the largest sum is small.
 
-    Greedy placing (Graham 1969, longest processing time first) is up to a third above the optimum. While the heaviest
-    part can be made lighter by giving an index to another part, by exchanging one for one, or by splitting the few
-    indices of both parts anew, that is done.
+    The algorithm first assigns the indices greedily, from the heaviest to the lightest, each to the part with the
+    smallest sum that has room (longest processing time first, Graham 1969). The greedy result is up to a third above
+    the optimum. `refined` then makes the heaviest part lighter while that is possible. It moves an index to another
+    part, exchanges two indices, or splits the few indices of two parts differently.
 
     Args:
         weights: non-negative integers.
-        parts: how many; with as many positive weights as parts, none is empty.
-        sizes: of each index, where every part has only `room` for the sum of them.
-        room: the bound on a part's sum of sizes.
+        parts: number of parts. If there are at least as many positive weights as parts, no part is empty.
+        sizes: size of each index, if the sum of sizes in each part is limited to `room`; None for no limit.
+        room: the limit on the sum of sizes in a part.
 
     Returns:
-        Indices of each part, or None where greedy placing finds an index that fits nowhere any more.
+        The indices of each part, or None if the greedy assignment finds an index that fits into no part.
     """
     sizes = sizes if sizes is not None else [0] * len(weights)
     placed: Parts = [[] for _ in range(parts)]
     left = [room] * parts
-    open_parts = [(0, 0, part) for part in range(parts)]  # sum, count, part: a heap
+    open_parts = [(0, 0, part) for part in range(parts)]  # a heap of (sum, count, part)
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], -sizes[i], i)):
         full = []
         while open_parts and left[open_parts[0][2]] < sizes[index]:
@@ -59,7 +66,10 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
 
 
 def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room: int) -> Parts:
-    """The parts after exchanges that make the heaviest lighter, until none does or the bound is near."""
+    """Return the parts after exchanges that make the heaviest part lighter.
+
+    The search ends when no exchange makes it lighter, or when its sum is close to the lower bound.
+    """
     parts = [list(part) for part in parts]
     sums = [sum(weights[index] for index in part) for part in parts]
     goal = CLOSE * least_largest_sum(weights, len(parts))
@@ -83,7 +93,11 @@ def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room:
 def _exchange(
     weights: Sequence[int], heavy: list[int], light: list[int], sizes: Sequence[int], room: int
 ) -> tuple[list[int], list[int]] | None:
-    """The two after one index went over, or two changed places, so that their sums come closest; None: no way."""
+    """Move one index from `heavy` to `light`, or exchange two indices, such that the sums get as close as possible.
+
+    Returns:
+        The new (heavy, light), or None if no move brings the sums closer.
+    """
     gap = sum(weights[index] for index in heavy) - sum(weights[index] for index in light)
     room_heavy, room_light = (room - sum(sizes[index] for index in part) for part in (heavy, light))
     back = sorted([(0, NONE), *((weights[index], index) for index in light)])
@@ -92,7 +106,7 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            more = sizes[index] - (0 if other == NONE else sizes[other])  # that the light part would have to hold
+            more = sizes[index] - (0 if other == NONE else sizes[other])  # growth of the light part's sum of sizes
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)
     if found is None:
@@ -105,11 +119,16 @@ def _exchange(
 def _resplit(
     weights: Sequence[int], heavy: list[int], light: list[int], sizes: Sequence[int], room: int
 ) -> tuple[list[int], list[int]] | None:
-    """The best of all splits of the two's few indices; None where they are many, or none is better."""
+    """Return the best of all splits of two parts' indices into two new parts.
+
+    Returns None if the parts have more than `FEW` indices together, or if no split is better.
+    """
     both = heavy + light
     if len(both) > FEW:
         return None
-    held, taken = [0], [0]  # sums of weights and of sizes by subset: bit k of its number says whether both[k] is in
+    # Sums of weights (held) and of sizes (taken) of each subset. Bit k of the subset's index tells whether it contains
+    # both[k].
+    held, taken = [0], [0]
     for index in both:
         held += [total + weights[index] for total in held]
         taken += [total + sizes[index] for total in taken]

@@ -1,46 +1,52 @@
-"""The project's exceptions: each message gives the value, the rule and the way out; all of them pickle (Ray)."""
+"""The exceptions of the project. All of them can be pickled, because Ray sends them between processes.
+
+Each message states the invalid value, the rule that it breaks and how to fix it.
+"""
 
 from typing import Any
 
 from rltrain.base.secret_values import redacted
 
-_READ = 100_000  # characters of an exception's text that are looked at
+_READ = 100_000  # number of characters of an exception's text that are processed
 
 
 class RLTrainError(Exception):
-    """Base of every error that rltrain raises on purpose."""
+    """Base class of every error that rltrain raises deliberately."""
 
 
 class ConfigError(RLTrainError, ValueError):
-    """What the user asked for cannot run; raised before any worker starts. The program exits with status 2."""
+    """The user's configuration cannot run. Raised before any worker starts; the program exits with status 2."""
 
 
 class WorkerError(RLTrainError, RuntimeError):
-    """A worker died, hung or answered with an error while the run went on."""
+    """A worker died, stopped responding or answered with an error during the run."""
 
 
 class WorkerLost(WorkerError):
-    """A worker's process died or hung: another can take its place, unlike one that answered with an error.
+    """A worker's process died or stopped responding.
+
+    Another process can replace it, unlike a worker that answered with an error.
 
     Attributes:
-        process: the worker itself (`workers.cluster.progress.Process`), where it is the one that says so.
+        process: the lost worker (`workers.cluster.progress.Process`), set only if the worker itself reports the loss.
     """
 
     process: Any = None
 
 
 class ClusterLost(RLTrainError, RuntimeError):
-    """A daemon of Ray died, which no run survives.
+    """A Ray daemon died. The run cannot continue.
 
     Attributes:
-        can_save: whether the run was between two steps and its training ranks still answer: a checkpoint can be saved.
+        can_save: True if the run was between two steps and its training ranks still respond, so that it can save a
+            checkpoint.
     """
 
     can_save = False
 
 
 class SyncError(RLTrainError, RuntimeError):
-    """After a weight sync an engine does not compute with the weights that the trainer sent."""
+    """After a weight sync, an engine does not use the weights that the trainer sent."""
 
 
 class CheckpointError(RLTrainError, RuntimeError):
@@ -48,10 +54,10 @@ class CheckpointError(RLTrainError, RuntimeError):
 
 
 class Stopped(RLTrainError):
-    """The user, or the machine's owner, asked the run to stop: it does so where nothing is lost.
+    """The user or the machine's owner asked the run to stop. The run stops at a point where nothing is lost.
 
     Attributes:
-        status: the program's exit status.
+        status: the exit status of the program.
     """
 
     def __init__(self, status: int) -> None:
@@ -60,7 +66,7 @@ class Stopped(RLTrainError):
 
 
 class LogProbError(RLTrainError, RuntimeError):
-    """The engine's log-probs are not those of the trainer for the same tokens."""
+    """The engine's log-probs differ from the trainer's for the same tokens."""
 
 
 class NumericsError(RLTrainError, ArithmeticError):
@@ -68,11 +74,11 @@ class NumericsError(RLTrainError, ArithmeticError):
 
 
 class RewardError(RLTrainError, RuntimeError):
-    """Scores cannot be had: too many reward calls failed, or what combines them did.
+    """The rewards cannot be computed: too many reward calls failed, or their aggregation failed.
 
     Attributes:
-        batch: the samples, where they are all there.
-        repairable: the source, as `source_name` calls it, that has to change before the run can go on; "" for none.
+        batch: the samples, if all of them are available.
+        repairable: the source, named by `source_name`, that must change before the run can be resumed; "" for none.
     """
 
     batch: Any = None
@@ -84,17 +90,17 @@ class EstimatorError(RLTrainError, RuntimeError):
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """Return the text as a terminal may get it: on one line, without secrets, its middle left out if it is long."""
-    # A control character could move the cursor or recolour the terminal: shown as \n, \x1b, ...
+    """Return the text on one line, without secrets and safe to print on a terminal. Long text is cut in the middle."""
+    # Control characters are escaped as \n, \x1b, ..., because they could move the cursor or recolor the terminal.
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redacted(text))
     return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
 
 
 def described(error: BaseException, limit: int = 300) -> str:
-    """Return type and text of an exception on one line, without secrets and cut after `limit` characters of text.
+    """Return an exception's type and text on one line, without secrets. The text is cut after `limit` characters.
 
-    Whatever the exception is, the result can be encoded, stored and shown: its `__str__` may raise, and its text may
-    hold half a surrogate pair.
+    The result can always be encoded, stored and shown. The function handles an exception whose `__str__` raises, and a
+    text that contains half of a surrogate pair.
     """
     try:
         text = str(error)[:_READ]

@@ -1,4 +1,4 @@
-"""A home folder for users who have none, as libraries keep their caches, settings and tokens there."""
+"""Provide a home folder to users who have none, because libraries keep caches, settings and tokens there."""
 
 import contextlib
 import os
@@ -8,11 +8,12 @@ from pathlib import Path
 
 
 def ensure_home() -> None:
-    """Let libraries write their caches and settings somewhere else where they cannot write to the home folder.
+    """Redirect the caches and settings of libraries if they cannot write to the home folder.
 
-    HOME names a private folder among the temporary files if there is no home folder at all, as for a user id that the
-    system does not know. A home folder that cannot be written to stays, for what can be read there, and new caches and
-    settings go to the private folder. Set for this process and those that it starts.
+    If there is no home folder at all, as for a user id that the system does not know, HOME is set to a private
+    temporary folder. If the home folder exists but is not writable, HOME stays, so that existing files can be read, and
+    new caches and settings go to the private folder. The environment variables are set for this process and its child
+    processes. Cache variables that are already set keep their values.
     """
     home = _home()
     if home is None:
@@ -20,7 +21,7 @@ def ensure_home() -> None:
     elif not _is_writable(home / ".cache"):
         private, hub = _private_folder(), Path(os.environ.get("XDG_CACHE_HOME", home / ".cache")) / "huggingface"
         for variable, folder in {
-            "HF_HOME": hub,  # models are read from there
+            "HF_HOME": hub,  # stays at its usual place, because downloaded models are read from there
             "XDG_CACHE_HOME": private / ".cache",
             "XDG_CONFIG_HOME": private / ".config",
             "TRITON_CACHE_DIR": private / ".triton",
@@ -29,7 +30,7 @@ def ensure_home() -> None:
 
 
 def _home() -> Path | None:
-    """The user's home folder, if it is there or can be made."""
+    """Return the user's home folder, or None if it neither exists nor can be created."""
     try:
         home = Path.home()
     except RuntimeError:  # HOME is not set, and the system does not know the user
@@ -38,7 +39,7 @@ def _home() -> Path | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made if need be."""
+    """Return whether files can be created in a folder. The folder is created if it does not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -47,7 +48,10 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _private_folder() -> Path:
-    """A folder that only this user can write to: the same one each time, unless somebody else has taken its name."""
+    """Return a folder that only this user can write to.
+
+    It is the same folder at each call, unless another user has already taken its name.
+    """
     folder = Path(tempfile.gettempdir()) / f"rltrain-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""How often to look at what goes on beside: the longer it has, the more rarely."""
+"""Poll interval that grows with the elapsed time."""
 
 import time
 
@@ -6,13 +6,13 @@ MOST_S, SHARE = 0.1, 0.02
 
 
 def pause(began: float, least_s: float) -> float:
-    """Seconds until the next look at what began at this `time.monotonic()`: a fiftieth of its time, within bounds.
+    """Return the seconds to wait before the next poll: a fiftieth of the elapsed time, within bounds.
 
-    A look takes a millisecond of processors that others work on. So what is short is hardly delayed, and what is long
-    hardly disturbed.
+    One poll takes about a millisecond of CPU time that other processes need. The growing interval delays short tasks
+    only slightly, and disturbs long tasks only slightly.
 
     Args:
-        began: when it did.
-        least_s: never less than this, though it be more than `MOST_S`, the most otherwise.
+        began: value of `time.monotonic()` when the task began.
+        least_s: lower bound in seconds. The upper bound is `MOST_S`, unless `least_s` is larger.
     """
     return max(least_s, min(MOST_S, SHARE * (time.monotonic() - began)))

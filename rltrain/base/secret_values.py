@@ -1,7 +1,7 @@
-"""Keys and tokens are kept out of what a run writes: configs, messages, logs.
+"""Keep keys and tokens out of everything that a run writes: configs, messages, logs.
 
-A program gets its secrets from its environment. A value counts as a secret if the variable that holds it has a telling
-name, or if the value looks like a key of the kinds that services give out.
+A program gets its secrets from its environment. A value counts as a secret if the name of its variable indicates one,
+or if the value has the form of a well-known service's keys.
 """
 
 import functools
@@ -15,19 +15,19 @@ from urllib.parse import quote
 
 _TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|MODE|ENV)$|^TOKENIZERS_", re.IGNORECASE)
-_SHORTEST = 8  # characters: TOKENS=all is a setting
-_SHORTEST_LINE = 16  # characters of a line of a longer secret that is hidden by itself
+_SHORTEST = 8  # shortest secret, in characters; a shorter value is a setting, such as TOKENS=all
+_SHORTEST_LINE = 16  # shortest line of a multi-line secret, in characters, that is hidden on its own
 _PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
-# OpenAI and its like, GitHub, Hugging Face, GitLab, Slack, AWS, Google, JSON web tokens; private keys in PEM form, with
-# all that follows where their end is missing.
+# Keys of OpenAI and similar services, GitHub, Hugging Face, GitLab, Slack, AWS, Google; JSON web tokens; and private
+# keys in PEM form. If the end marker of a private key is missing, the whole rest of the text matches.
 _LOOKS_LIKE_ONE = (
     r"\b(?:sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
     rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
-# As repr() and JSON spell it, however often one was put into the other: so each backslash may be many. Possessive, and
-# never begun amid others: a text of nothing but backslashes takes linear time.
+# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. So any number of backslashes matches.
+# The pattern is possessive and cannot start between backslashes, so a text of only backslashes takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
 _GAP = rf"(?:\s|{_LINE_BREAK}|{_BACKSLASHES}[tvf]|%20|%0[9adAD])*"
@@ -36,21 +36,21 @@ HIDDEN = "[hidden]"
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Collection[str] = ()) -> str:
-    """Return the text with [hidden] in the place of every secret.
+    """Return the text with every secret replaced by [hidden].
 
-    A secret is found with its whitespace as it is, changed, escaped or left out, and with its other characters as they
-    are or as repr(), JSON or a URL spells them. Of a secret with several lines each long one is hidden by itself too.
+    A secret is found even if its whitespace is changed, escaped or removed, and if its other characters are escaped as
+    in repr(), JSON or a URL. In a secret with several lines, each long line is also hidden on its own.
 
     Args:
-        text: what is to be shown. Cut it afterwards: the part of a secret that a cut leaves is not recognised.
-        environment: its variables with telling names hold secrets.
-        keys: further secrets, of any length.
+        text: the text to be shown. Shorten it only after redaction, because a truncated secret is not recognized.
+        environment: environment variables; those whose names indicate a secret hold secrets.
+        keys: additional secrets, of any length.
     """
     return _pattern(frozenset({*_values(environment), *keys})).sub(HIDDEN, text)
 
 
 def secret_in(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the dotted key of the first secret among nested values, as it can be shown; None if there is none."""
+    """Return the dotted key of the first secret in nested values, itself redacted; None if there is no secret."""
     for key, value in _leaves(values, ""):
         name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
         if (_OPTION.search(name) and value) or redacted(value, environment) != value:
@@ -59,10 +59,10 @@ def secret_in(values: Mapping[str, Any], environment: Mapping[str, str] = os.env
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats log records as `logging.Formatter` does, with their secrets hidden, those of a traceback included."""
+    """Log formatter that hides secrets in records, including tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's text."""
+        """Return the record's text without secrets."""
         return redacted(super().format(record))
 
 
@@ -82,7 +82,7 @@ def _values(environment: Mapping[str, str]) -> set[str]:
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
-    """Match each of the secrets, the long lines of each, and what looks like a key."""
+    """Return a pattern that matches each secret, the long lines of each secret, and well-known forms of keys."""
     lines = {line.strip() for secret in secrets for line in _LINES.split(secret)}
     wanted = {*secrets, *(line for line in lines if len(line) >= _SHORTEST_LINE)}
     spelled = map(_any_spelling, sorted(wanted, key=len, reverse=True))
@@ -90,7 +90,7 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
 
 
 def _any_spelling(secret: str) -> str:
-    """Return a regular expression of a text however its whitespace and its special characters are written."""
+    """Return a regular expression that matches a text in any spelling of its whitespace and special characters."""
     words = re.split(rf"(?:\s|{_LINE_BREAK})+", secret)
     return _GAP.join("".join(map(_spellings, re.sub(r"\\+", r"\\", word))) for word in words if word)
 
@@ -109,7 +109,7 @@ def _spellings(character: str) -> str:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(key, text) of every text in nested mappings and lists."""
+    """Yield (dotted key, text) for every text in nested mappings and lists."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))

@@ -1,4 +1,4 @@
-"""Standard streams of a program that goes on when the terminal, pipe or disk behind them does not."""
+"""Standard streams for a program that keeps running when its terminal, pipe or disk is gone."""
 
 import contextlib
 import io
@@ -6,11 +6,11 @@ import os
 import sys
 from typing import Any
 
-_STREAMS = ("stdin", "stdout", "stderr")  # by descriptor
+_STREAMS = ("stdin", "stdout", "stderr")  # the index is the file descriptor
 
 
 class _Lasting(io.FileIO):
-    """A file that drops what cannot be written: its reader has left, its terminal is gone, or its disk is full."""
+    """A file that drops data that cannot be written because the reader or terminal is gone or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -22,20 +22,21 @@ class _Lasting(io.FileIO):
 def open_closed_streams() -> None:
     """Connect standard streams that were closed when the program started to the null device.
 
-    The next file to be opened would get the number of a closed one, and with it whatever child processes print.
+    Otherwise the next file that the program opens would get the descriptor of a closed stream, and child processes
+    would print into that file.
     """
     for descriptor, name in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this descriptor
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, this descriptor
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 
 
 def outlive_readers() -> None:
-    """From now on, drop what cannot be written to stdout and stderr instead of raising OSError.
+    """Make stdout and stderr drop data that cannot be written, instead of raising OSError.
 
-    Streams that were replaced before, for instance by a test, stay as they are.
+    Streams that were replaced before, for example by a test, stay unchanged.
     """
     for descriptor, name in list(enumerate(_STREAMS))[1:]:
         stream = getattr(sys, name)
@@ -56,7 +57,7 @@ def outlive_readers() -> None:
 
 
 def _is_own(stream: Any, descriptor: int) -> bool:
-    """Whether this is the process's own stream, which writes to the descriptor."""
+    """Return whether this is the process's original stream, which writes to the descriptor."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor
     except io.UnsupportedOperation:

@@ -1,4 +1,4 @@
-"""Folders on any file system that fsspec knows: local paths, `file://`, `s3://` and so on."""
+"""Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on."""
 
 import os
 import sys
@@ -11,19 +11,19 @@ from fsspec.core import url_to_fs
 
 from rltrain.base.errors import ConfigError
 
-_CHUNK = 1 << 20  # bytes read at once; larger buffers leave holes in the memory of a process that lives for days
+_CHUNK = 1 << 20  # bytes per read; larger buffers fragment the memory of a process that runs for days
 
 
 @dataclass(frozen=True)
 class FileStart:
-    """The first `size` bytes of a local file. They stay as they are while more is appended to the file."""
+    """The first `size` bytes of a local file. These bytes do not change when more is appended to the file."""
 
     path: Path
     size: int
 
 
 class Folder:
-    """A folder, which need not exist.
+    """A folder, which does not have to exist.
 
     Args:
         url: a local path, or protocol://path.
@@ -39,28 +39,28 @@ class Folder:
         return self.root if self.local else self.url
 
     def at(self, name: str) -> "Folder":
-        """A folder in this one."""
+        """Return the subfolder with this name."""
         return Folder(f"{self.url}/{name}")
 
     def path(self, name: str) -> str:
-        """What the file system calls a file in this folder."""
+        """Return the path of a file in this folder, as the file system spells it."""
         return f"{self.root}/{name}"
 
     def open(self, name: str, mode: str = "rb") -> Any:
-        """Open a file; one to be written gets the folders that it lies in."""
+        """Open a file. If it is opened for writing, its parent folders are created."""
         if "r" not in mode:
             self.fs.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
         return self.fs.open(self.path(name), mode)
 
     def read(self, name: str) -> bytes:
-        """All of a file."""
+        """Return the content of a file."""
         with self.open(name) as stream:
             content: bytes = stream.read()
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file that is there as a whole or not at all, whenever this process is killed."""
-        temporary = f"{name}.partial" if self.local else name  # an object store shows an object when it is complete
+        """Write a file atomically: the file is complete or not written at all, even if this process is killed."""
+        temporary = f"{name}.partial" if self.local else name  # in an object store, only complete objects are visible
         with self.open(temporary, "wb") as stream:
             stream.write(content)
             if self.local:
@@ -69,7 +69,7 @@ class Folder:
             os.replace(self.path(temporary), self.path(name))
 
     def copy(self, start: FileStart, name: str) -> tuple[int, int]:
-        """Copy the start of a local file to `name`, in pieces; returns its size and CRC-32.
+        """Copy the start of a local file to `name`, in chunks. Returns the size and the CRC-32.
 
         Raises:
             OSError: the file has become shorter, or cannot be read or written.
@@ -87,11 +87,11 @@ class Folder:
         return start.size, crc
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Return whether a file or folder with this name exists."""
         return bool(self.fs.exists(self.path(name)))
 
     def names(self) -> list[str]:
-        """What lies directly in this folder; nothing where it does not exist."""
+        """Return the names of all files and folders directly in this folder; an empty list if it does not exist."""
         self.fs.invalidate_cache()
         try:
             found = self.fs.ls(self.root, detail=False)
@@ -100,20 +100,20 @@ class Folder:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
     def files(self) -> list[str]:
-        """All files below, by their paths from here."""
+        """Return all files below this folder, as paths relative to it."""
         self.fs.invalidate_cache()
         found = self.fs.find(self.root) if self.fs.exists(self.root) else []
         return sorted(path[len(self.root) :].lstrip("/") for path in found)
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder with all that is in it, if it is there."""
-        if self.local and os.path.islink(self.path(name)):  # what it points to stays, if that is there at all
+        """Remove a file, or a folder with all its content, if it exists."""
+        if self.local and os.path.islink(self.path(name)):  # remove the link only; its target may not even exist
             os.unlink(self.path(name))
         elif self.exists(name):
             self.fs.rm(self.path(name), recursive=True)
 
     def checksum(self, name: str) -> tuple[int, int]:
-        """Size and CRC-32 of a file, read to its end."""
+        """Return the size and the CRC-32 of a file."""
         size = crc = 0
         with self.open(name) as stream:
             while chunk := stream.read(_CHUNK):
@@ -122,21 +122,21 @@ class Folder:
 
 
 def flush(stream: Any) -> None:
-    """Let a local file's bytes reach the disk."""
+    """Flush a local file's content to the disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def local_path(path: str, where: str) -> Path:
-    """Return a path that the user named, with `~` replaced; nothing need be there.
+    """Return a path that the user wrote, with `~` expanded. The path does not have to exist.
 
     Args:
-        path: as the user wrote it.
-        where: what the error begins with.
+        path: the path as the user wrote it.
+        where: the beginning of the error message.
 
     Raises:
-        ConfigError: the system takes it for no path (a name is too long, links go round in a loop, it holds a NUL), the
-            user may not look there, a name is not UTF-8, or there is no home folder that `~` could stand for.
+        ConfigError: the path is invalid (a name is too long, symbolic links form a loop, it contains a NUL), the user
+            has no permission to look there, a name is not UTF-8, or there is no home folder for `~`.
     """
     try:
         found = Path(path).expanduser()
@@ -156,12 +156,15 @@ def local_path(path: str, where: str) -> Path:
 
 
 def _require_utf8(path: Path, where: str) -> None:
-    """Refuse a path that libraries in other languages, which write names in UTF-8, would look for elsewhere."""
+    """Raise ConfigError if the path's bytes are not UTF-8.
+
+    Libraries in other languages encode names in UTF-8, so they would look for such a path somewhere else.
+    """
     whole, encoding = os.path.abspath(path), sys.getfilesystemencoding()
     try:
         if os.fsencode(whole) == whole.encode("utf-8"):
             return
-    except UnicodeEncodeError:  # bytes that the encoding does not know are halves of surrogate pairs
+    except UnicodeEncodeError:  # Python represents undecodable bytes as lone surrogates, which UTF-8 cannot encode
         pass
     if encoding == "utf-8":
         raise ConfigError(f"{where}: a name in {whole!a} is not UTF-8; rename it")
@@ -172,5 +175,5 @@ def _require_utf8(path: Path, where: str) -> None:
 
 
 def absolute(url: str) -> str:
-    """The same for processes that have another working directory."""
+    """Return the URL in a form that is valid in processes with another working directory."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))

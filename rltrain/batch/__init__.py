@@ -1,1 +1,1 @@
-"""The batch that travels through a training step, how it crosses processes, and who computes which of its rows."""
+"""The batch of a training step: its columns, its transfer between processes, and the assignment of rows to ranks."""

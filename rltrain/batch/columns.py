@@ -1,7 +1,8 @@
-"""Columns of a batch taken apart into values and offsets, and how rows move between batches: each byte copied once.
+"""Columns of a batch as values and offsets, and the copying of rows between batches, which copies each byte once.
 
-Values are tensors, or *stored*: bytes of a received batch, in memory that other readers share. Stored bytes are
-read-only and no tensor is ever made over them; whoever wants one, or some rows, gets a copy of just these.
+Values are tensors, or they are *stored*: bytes of a received batch, in memory that other readers share. Stored bytes
+are read-only, and no tensor uses them as its memory. A caller that needs a tensor, or some rows, gets a copy of exactly
+these values.
 """
 
 import math
@@ -22,8 +23,9 @@ class Stored:
     """Values in shared memory.
 
     Attributes:
-        dtype, shape: of the values.
-        memory: their bytes (n,) uint8, read-only.
+        dtype: data type of the values.
+        shape: shape of the values.
+        memory: bytes of the values, (n,) uint8, read-only.
     """
 
     dtype: torch.dtype
@@ -34,7 +36,7 @@ class Stored:
         return self.shape[0]
 
     def copy(self) -> Tensor:
-        """A tensor of its own."""
+        """Return a copy of the values as a tensor."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         memory_of(tensor)[:] = self.memory
         return tensor
@@ -42,12 +44,12 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class Column:
-    """One column.
+    """One column of a batch.
 
     Attributes:
-        values: (B, ...) dense, or (N, ...) jagged.
-        offsets: (B + 1,) of a jagged one.
-        tensor: the same as one tensor, dense or nested, once it was asked for.
+        values: (B, ...) in a dense column, (N, ...) in a jagged column.
+        offsets: (B + 1,) in a jagged column, None in a dense column.
+        tensor: cache of `whole`: the column as one dense or nested tensor, or None.
     """
 
     values: Tensor | Stored
@@ -55,20 +57,20 @@ class Column:
     tensor: Tensor | None = None
 
     def own(self) -> Tensor:
-        """The values as a tensor; stored ones are copied, once."""
+        """Return the values as a tensor. Stored values are copied at the first call only."""
         if isinstance(self.values, Stored):
             self.values = self.values.copy()
         return self.values
 
     def whole(self) -> Tensor:
-        """The column as one tensor, always the same object."""
+        """Return the column as one tensor. Every call returns the same object."""
         if self.tensor is None:
             values = self.own()
             self.tensor = values if self.offsets is None else nested_tensor_from_jagged(values, self.offsets)
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """The same values with this offsets object, equal to its own."""
+        """Return a column with the same values and the given offsets object, which must equal this column's offsets."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -76,14 +78,14 @@ Columns = Mapping[str, Column]
 
 
 def column_of(tensor: Tensor) -> Column:
-    """A dense or nested tensor, taken apart."""
+    """Return the column of a dense or nested tensor."""
     if tensor.is_nested:
         return Column(values_in(tensor), offsets_in(tensor), tensor)
     return Column(tensor, None, tensor)
 
 
 def share_offsets(columns: Columns) -> dict[str, Column]:
-    """The same columns; jagged ones with equal offsets share the tensor of the first of them."""
+    """Return the same columns, where all jagged columns with equal offsets share the first one's offsets tensor."""
     families: list[Tensor] = []
 
     def known(offsets: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def share_offsets(columns: Columns) -> dict[str, Column]:
 
 
 def same(left: Column, right: Column) -> bool:
-    """Whether two columns hold the same values; NaN is the same as NaN."""
+    """Return whether two columns hold the same values. NaN counts as equal to NaN."""
     if left is right:
         return True
     if left.offsets is not None and right.offsets is not None:
@@ -117,11 +119,12 @@ def same(left: Column, right: Column) -> bool:
 
 
 def gather(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
-    """Copies of the rows of all parts, which have the same columns, one after the other.
+    """Copy the rows of several parts into new columns, one part after the other.
 
     Args:
-        parts: the columns of each part.
-        rows: numbers among all these rows, int64: only these, in this order; None: all of them.
+        parts: the columns of each part. All parts have the same column names.
+        rows: numbers of the rows to copy, in their new order, int64. Rows are numbered over all parts. None copies all
+            rows.
     """
     routes: dict[tuple[int, ...], Route] = {}
     gathered = {}
@@ -136,12 +139,12 @@ def gather(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str
 
 
 class Route(NamedTuple):
-    """Where the values of a family's new rows lie.
+    """Source locations of the values that a family's new rows consist of.
 
     Attributes:
-        pieces: (part, start, stop) of values that lie together, in the new order.
+        pieces: (part, start, stop) of contiguous values, in the new order.
         total: number of values.
-        offsets: of the new rows; None of a dense column.
+        offsets: offsets of the new rows; None for dense columns.
     """
 
     pieces: list[tuple[int, int, int]]
@@ -170,7 +173,7 @@ def _edges(column: Column) -> np.ndarray:
 
 
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
-    """Rows whose values lie one behind the other in the same part, as one piece."""
+    """Return the rows as pieces (part, start, stop). Rows with adjacent values in the same part form one piece."""
     if not len(owners):
         return []
     breaks = (owners[1:] != owners[:-1]) | (starts[1:] != stops[:-1])
@@ -194,7 +197,7 @@ def _copied(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
 
 
 def _joined(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
-    """The same by PyTorch: on other devices, with gradients, and of types that it has to reconcile."""
+    """Copy the values with PyTorch, for other devices, for gradients, and for parts with different types."""
     tensors = [source.copy() if isinstance(source, Stored) else source for source in sources]
     pieces = [tensors[part][start:stop] for part, start, stop in route.pieces]
     return torch.cat(pieces + [tensor[:0] for tensor in tensors])
@@ -205,7 +208,7 @@ def _is_plain(source: Tensor | Stored) -> bool:
 
 
 def memory_of(source: Tensor | Stored) -> np.ndarray:
-    """The bytes (n,) uint8 of values on the CPU: no copy unless they do not lie together."""
+    """Return the bytes (n,) uint8 of values on the CPU. The values are copied only if they are not contiguous."""
     if isinstance(source, Stored):
         return source.memory
     return source.detach().contiguous().view(-1).view(torch.uint8).numpy()

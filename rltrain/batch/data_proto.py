@@ -1,11 +1,11 @@
-"""`DataProto`: the batch that travels through a training step, and the table of its columns.
+"""`DataProto`, the batch of a training step, and the table of its columns.
 
-Shapes, everywhere in this project: P prompts in a step, G samples of one prompt (a group), B = P * G sequences,
-T response tokens (padded view), N tokens of a packed batch, V vocabulary.
+Letters for sizes in this project: P prompts in a step, G samples of one prompt (a group), B = P * G sequences,
+T response tokens (padded view), N tokens of a packed batch, V vocabulary entries.
 
-Variable-length columns are *jagged*: the values of all rows one after the other, (N,), and offsets, (B + 1,), so that
-row i is `values[offsets[i]:offsets[i + 1]]`. Columns of one family (all response columns, say) share one offsets
-tensor. Nothing is padded at rest or on the wire; `padded(column)` gives the (B, T) view that the algorithms read.
+Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and offsets, (B + 1,).
+Row i is `values[offsets[i]:offsets[i + 1]]`. All columns of a family, such as the response columns, share one offsets
+tensor. Batches are stored and sent without padding. `padded(column)` returns the (B, T) view that the algorithms read.
 """
 
 import json
@@ -24,7 +24,8 @@ from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
-# column -> (family, meaning). A family is one offsets tensor; "row" is one value per row, dense.
+# Maps each column to (family, meaning). All columns of a family share one offsets tensor. Columns of the family "row"
+# are dense, with one value per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": ("response", "token ids as the engine returned them, int64"),
@@ -63,13 +64,14 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 class DataProto:
-    """A batch of B rows: tensors, Python objects and facts about the whole. Methods return new batches.
+    """A batch of B rows: tensor columns, columns of Python objects, and metadata. Methods return new batches.
 
-    A batch that came from another process still lies in memory that other readers share. It is read there, and never
-    written: `[rows]` copies these rows of every column, `values` and the like copy their column, `batch` copies all.
+    A batch from another process stays in memory that other readers share. This class reads that memory and never writes
+    to it. `[rows]` copies the selected rows of every column. Methods that return a tensor, such as `values`, copy their
+    column. `batch` copies all columns.
 
     Attributes:
-        meta_info: facts about the batch as a whole.
+        meta_info: metadata of the batch as a whole.
     """
 
     def __init__(self, batch: TensorDict, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]) -> None:
@@ -100,7 +102,11 @@ class DataProto:
         non_tensors: Mapping[str, Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A batch from columns. Raises ValueError when they differ in their number of rows."""
+        """Return a batch with these columns.
+
+        Raises:
+            ValueError: the columns differ in their number of rows, or a name occurs in both mappings.
+        """
         tensors, non_tensors = dict(tensors or {}), dict(non_tensors or {})
         sizes = {name: len(c) if not c.is_nested else c.size(0) for name, c in tensors.items()}
         sizes |= {name: len(c) for name, c in non_tensors.items()}
@@ -114,7 +120,7 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDict:
-        """The tensors by column name, each (B, ...) dense or (B, j) jagged. What is set in it is set in this batch."""
+        """The tensors by column name, each (B, ...) dense or (B, j) jagged. Changes to the result change this batch."""
         if self._table is None:
             tensors = {key: column.whole() for key, column in self._columns.items()}
             self._table = TensorDict(tensors, batch_size=[self._rows])
@@ -122,7 +128,7 @@ class DataProto:
 
     @property
     def non_tensor_batch(self) -> dict[str, Any]:
-        """The object arrays (B,) by column name. What is set in it is set in this batch."""
+        """The object arrays (B,) by column name. Changes to the dict change this batch."""
         for key, column in self._others.items():
             if isinstance(column, Text):
                 self._others[key] = column.strings()
@@ -130,13 +136,13 @@ class DataProto:
 
     @property
     def _tensors(self) -> dict[str, Column]:
-        """The columns of `batch`, also after something was set in it."""
+        """The tensor columns, including changes that were made to `batch`."""
         if self._table is not None:
             known = {id(column.tensor): column for column in self._columns.values()}
             found = {
                 key: known.get(id(tensor)) or column_of(cast(Tensor, tensor)) for key, tensor in self._table.items()
             }
-            if found != self._columns:  # columns are equal when they are the same object
+            if found != self._columns:  # columns compare by identity
                 self._columns = share_offsets(found)
         return self._columns
 
@@ -150,25 +156,30 @@ class DataProto:
         return key in self._tensors or key in self._others
 
     def keys(self) -> list[str]:
-        """Names of all columns."""
+        """Return the names of all columns."""
         return [*self._tensors, *self._others]
 
     def offsets(self, column: str) -> Tensor:
-        """Offsets (B + 1,) of a jagged column."""
+        """Return the offsets (B + 1,) of a jagged column."""
         return self._jagged(column)[1]
 
     def values(self, column: str) -> Tensor:
-        """All rows of a jagged column one after the other, (N,)."""
+        """Return the concatenated rows of a jagged column, (N,)."""
         return self._jagged(column)[0].own()
 
     def lengths(self, column: str) -> Tensor:
-        """Row lengths (B,) of a jagged column."""
+        """Return the row lengths (B,) of a jagged column."""
         return self.offsets(column).diff()
 
     def with_values(self, like: str, **columns: Tensor) -> Self:
-        """This batch with further jagged columns, given as values (N,) in the rows of the column `like`.
+        """Return this batch with additional jagged columns.
 
-        Raises ValueError when there are more or fewer values than in `like`.
+        Args:
+            like: a jagged column, whose row lengths the new columns get.
+            **columns: values (N,) of the new columns.
+
+        Raises:
+            ValueError: a new column has more or fewer values than `like`.
         """
         column, offsets = self._jagged(like)
         for name, values in columns.items():
@@ -179,34 +190,55 @@ class DataProto:
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
     def with_padded(self, like: str, **columns: Tensor) -> Self:
-        """This batch with further jagged columns, given as (B, T) in the padded view of the column `like`."""
+        """Return this batch with additional jagged columns.
+
+        Args:
+            like: a jagged column, whose row lengths the new columns get.
+            **columns: the new columns, in the padded view (B, T) of the column `like`.
+        """
         mask = self.padding_mask(like)
         return self.with_values(like, **{name: padded[mask] for name, padded in columns.items()})
 
     def padded(self, column: str, *, padding: float = 0) -> Tensor:
-        """The (B, T) view of a jagged column: rows on the left, `padding` behind them."""
+        """Return a jagged column as (B, T), with `padding` at the right of each row."""
         values, mask = self.values(column), self.padding_mask(column)
         return torch.full(mask.shape, padding, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
     def padding_mask(self, column: str) -> Tensor:
-        """(B, T) bool: True where `padded(column)` holds a value."""
+        """Return a bool mask (B, T), True where `padded(column)` holds a value of the column."""
         lengths = self.lengths(column)
         width = int(lengths.max()) if len(self) else 0
         return torch.arange(width, device=lengths.device) < lengths[:, None]
 
     def select(self, keys: Iterable[str]) -> Self:
-        """Only these columns. Raises KeyError for one that is not there."""
+        """Return this batch with only these columns.
+
+        Raises:
+            KeyError: a column does not exist.
+        """
         keys, columns = self._known(keys), self._tensors
         others = {key: column for key, column in self._others.items() if key in keys}
         return self._of({key: columns[key] for key in keys if key in columns}, others, len(self), self.meta_info)
 
     def pop(self, keys: Iterable[str]) -> tuple[Self, Self]:
-        """(taken, rest): the batch with these columns, and the batch without them."""
+        """Split the columns into two batches. This batch does not change.
+
+        Returns:
+            The batch with only these columns, and the batch without them.
+        """
         keys = self._known(keys)
         return self.select(keys), self.select([key for key in self.keys() if key not in keys])
 
     def rename(self, names: Mapping[str, str]) -> Self:
-        """Columns under new names, `{old: new}`."""
+        """Return this batch with renamed columns.
+
+        Args:
+            names: `{old: new}`.
+
+        Raises:
+            KeyError: a column does not exist.
+            ValueError: two columns would have the same name.
+        """
         self._known(names)
         if len({names.get(key, key) for key in self.keys()}) != len(self.keys()):
             raise ValueError(f"rename {dict(names)} gives two columns one name; columns are {self.keys()}")
@@ -215,7 +247,11 @@ class DataProto:
         return self._of(columns, others, len(self), self.meta_info)
 
     def union(self, other: "DataProto") -> Self:
-        """Both batches' columns. Raises ValueError when rows differ, or one column or fact has different values."""
+        """Return a batch with the columns and metadata of both batches.
+
+        Raises:
+            ValueError: the numbers of rows differ, or a column or a metadata entry of both has different values.
+        """
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same rows")
         for key in set(self.keys()) & set(other.keys()):
@@ -232,9 +268,15 @@ class DataProto:
 
     @classmethod
     def concat(cls, parts: Sequence["DataProto"], *, rows: Tensor | None = None) -> Self:
-        """The rows of all parts, in order; with `rows`, int64, these of them, in this order. Copies them once.
+        """Return the rows of all parts as one batch. Each row is copied once.
 
-        Raises ValueError when the parts' columns differ or there is no part.
+        Args:
+            parts: the batches to concatenate.
+            rows: numbers of the rows to take, in their new order, int64. Rows are numbered over all parts. None takes
+                all rows in order.
+
+        Raises:
+            ValueError: the parts have different columns, or there is no part.
         """
         if not parts:
             raise ValueError("concat of no batches: give at least one")
@@ -252,24 +294,28 @@ class DataProto:
         return cls._of(share_offsets(columns), others, total, meta_info)
 
     def chunk(self, chunks: int) -> list[Self]:
-        """`chunks` batches whose sizes differ by at most one row; raises ValueError when there are fewer rows."""
+        """Split this batch into `chunks` batches whose sizes differ by at most one row.
+
+        Raises:
+            ValueError: there are fewer rows than chunks, or `chunks` is below 1.
+        """
         if not 1 <= chunks <= max(len(self), 1):
             raise ValueError(f"{len(self)} rows do not make {chunks} chunks; use 1 to {len(self)}")
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
 
     def split(self, size: int) -> list[Self]:
-        """Batches of `size` rows; the last may be smaller."""
+        """Split this batch into batches of `size` rows. The last one may be smaller."""
         if size < 1:
             raise ValueError(f"split size must be >= 1, got {size}")
         return [self[start : start + size] for start in range(0, len(self), size)]
 
     def repeat(self, times: int, *, interleave: bool = True) -> Self:
-        """Each row `times` times: a a b b with `interleave`, else a b a b."""
+        """Repeat each row `times` times. The order is a a b b with `interleave`, and a b a b without."""
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]
 
     def reorder(self, rows: Tensor | Sequence[int]) -> Self:
-        """The rows in this order."""
+        """Return the batch with its rows in this order."""
         return self[torch.as_tensor(rows, dtype=torch.int64)]
 
     def __getitem__(self, rows: slice | int | Tensor | np.ndarray | Sequence[int] | Sequence[bool]) -> Self:
@@ -278,7 +324,7 @@ class DataProto:
         return self._of(share_offsets(gather([self._tensors], index)), others, len(index), self.meta_info)
 
     def to(self, device: str | torch.device) -> Self:
-        """This batch with its tensors on `device`."""
+        """Return this batch with its tensors on `device`."""
         families: dict[int, Tensor] = {}
         moved = {}
         for key, column in self._tensors.items():
@@ -289,16 +335,20 @@ class DataProto:
         return self._of(moved, self._others, len(self), self.meta_info)
 
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
-        """(batch, added): rows repeated from the start until the number of rows is a multiple of `divisor`."""
+        """Append repeated rows, from the start of the batch, until the number of rows is a multiple of `divisor`.
+
+        Returns:
+            The longer batch, and the number of rows added.
+        """
         added = -len(self) % divisor
         return self[torch.arange(len(self) + added) % max(len(self), 1)], added
 
     def unpad(self, added: int) -> Self:
-        """The batch without the last `added` rows."""
+        """Return the batch without its last `added` rows."""
         return self[: len(self) - added]
 
     def save(self, path: str | Path) -> None:
-        """Write tensors, and objects and facts as JSON, to one file that `load` reads without unpickling code."""
+        """Write the batch to one file. Objects and metadata are stored as JSON, so that `load` unpickles no code."""
         families: dict[int, Tensor] = {}
         tensors = {}
         for key, column in self._tensors.items():
@@ -321,7 +371,7 @@ class DataProto:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote."""
+        """Read a batch that `save` wrote."""
         stored = torch.load(path, weights_only=True)
         families = stored["families"]
         columns = {

@@ -1,6 +1,6 @@
-"""Who computes which rows: pure functions from row lengths to plans.
+"""Assignment of rows to mini-batches, ranks and micro-batches, as pure functions of the row lengths.
 
-A plan never looks at the number of ranks or at the token budget to decide which rows share a mini-batch.
+Which rows share a mini-batch never depends on the number of ranks or on the token budget.
 """
 
 import itertools
@@ -13,16 +13,17 @@ Rows = list[int]
 
 
 def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step: int) -> list[Rows]:
-    """Rows of each mini-batch, in the order in which they are trained on.
+    """Return the rows of each mini-batch, in training order.
 
-    Whole prompt groups share a mini-batch, and sizes differ by one group at most; so where a step has fewer groups than
-    mini-batches some are empty. Each epoch shuffles the groups anew, keyed by (seed, step, epoch).
+    All rows of a prompt group are in the same mini-batch. The mini-batches of an epoch differ by at most one group in
+    size. If a step has fewer groups than mini-batches, some mini-batches are empty. Each epoch has its own shuffled
+    order of the groups, with (seed, step, epoch) as the random seed.
 
     Args:
         uids: prompt group of each row (B,).
-        count: mini-batches an epoch.
-        epochs: passes over the batch.
-        seed: of the run.
+        count: number of mini-batches per epoch.
+        epochs: number of passes over the batch.
+        seed: random seed of the run.
         step: number of the training step.
     """
     members: dict[int, Rows] = {}
@@ -39,7 +40,10 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
 
 
 def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
-    """Share `rows` out over `ranks` so that the largest sum of their `work` is small; no rank is empty without need."""
+    """Distribute `rows` over the ranks so that the largest sum of `work` on a rank is small.
+
+    No rank is empty if there are at least as many rows as ranks.
+    """
     rows = sorted(rows)
     shares = partition([max(work[row], 1) for row in rows], ranks)
     assert shares is not None, "without sizes every row fits"
@@ -49,13 +53,13 @@ def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
 def microbatches(
     lengths: Sequence[int], rows: Rows, max_tokens: int, *, work: Sequence[int] | None = None, count: int = 0
 ) -> list[Rows]:
-    """Cut `rows` into micro-batches of at most `max_tokens` tokens each, of nearly equal work, most work first.
+    """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    There are as many as it takes to lay the longest first into the first with room, or `count` where that is more and
-    there are rows enough.
+    The number of micro-batches is the number that first fit needs, with the longest row first. If `count` is larger,
+    the number is `count` instead, but never more than the number of rows.
 
     Raises:
-        ValueError: if one row alone is longer than the budget.
+        ValueError: a single row is longer than `max_tokens`.
     """
     rows, work = sorted(rows), lengths if work is None else work
     fewest = _first_fit(lengths, rows, max_tokens)
@@ -64,7 +68,7 @@ def microbatches(
     if not wanted:
         return []
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # it is tight: start from what fits
+    if even is None:  # too little room for balanced placement: start from the first-fit packing
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)
@@ -73,7 +77,13 @@ def microbatches(
 
 
 def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows]:
-    """First fit, longest first: at most 11/9 of the fewest possible, plus 6/9 (Dosa 2007)."""
+    """Pack rows into micro-batches by first fit, with the longest row first.
+
+    The number of micro-batches is at most 11/9 of the smallest possible number, plus 6/9 (Dosa 2007).
+
+    Raises:
+        ValueError: a single row is longer than `max_tokens`.
+    """
     cuts: list[Rows] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda r: (-lengths[r], r)):
@@ -90,7 +100,10 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 
 
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
-    """As many as `count`: the one with the most work that has two rows is cut in two, again and again."""
+    """Split micro-batches until there are `count` of them.
+
+    Each split divides the micro-batch with the most work among those with at least two rows.
+    """
     cuts = [list(cut) for cut in cuts]
     while len(cuts) < count:
         largest = max((cut for cut in cuts if len(cut) > 1), key=lambda cut: sum(work[row] for row in cut))
@@ -104,17 +117,17 @@ def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
 def plan_minibatch(
     lengths: Sequence[int], rows: Rows, ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
 ) -> list[list[Rows]]:
-    """Micro-batches of each rank for one mini-batch; every rank gets the same number.
+    """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.
 
-    Ranks wait for each other in every micro-batch: so all their k-th ones have nearly equal work. Where a rank has
-    fewer rows than there are micro-batches, its last ones are empty.
+    Ranks wait for each other in every micro-batch, so the k-th micro-batches of all ranks have nearly equal work. If a
+    rank has fewer rows than micro-batches, its last micro-batches are empty.
 
     Args:
-        lengths: tokens that each row of the batch takes in a pack.
-        rows: those of the mini-batch.
-        ranks: how many share it.
-        max_tokens: of one micro-batch, never exceeded.
-        work: of each row of the batch, in any unit; without it, its tokens.
+        lengths: number of tokens of each row of the batch in a pack.
+        rows: rows of the mini-batch.
+        ranks: number of ranks that share the mini-batch.
+        max_tokens: token limit of one micro-batch, never exceeded.
+        work: cost of each row of the batch, in any unit. The default is the number of tokens.
     """
     shares = balance(lengths if work is None else work, rows, ranks)
     most = max(1, *(len(_first_fit(lengths, share, max_tokens)) for share in shares))

@@ -1,14 +1,15 @@
-"""How much a model computes for a row of text, estimated from its Hugging Face config: pure, no model is built.
+"""Estimate of a model's compute cost for a row of text, from its Hugging Face config. No model is built.
 
-The unit is one multiply-add of a forward pass; a backward pass costs twice as much of everything, so shares stay.
-Norms, activations and rotations are left out: they are under 1% of a model worth balancing.
+The unit is one multiply-add of a forward pass. A backward pass costs twice as much in every part, so the ratios between
+rows are the same. Norms, activations and rotary embeddings are left out. They are under 1% of the cost of any model
+that is large enough to need balancing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Their feed-forward layers are two matrices; everybody else's have a gate, which makes three.
+# Model types whose feed-forward layers have two matrices. Those of all other types have a gate and thus three matrices.
 _UNGATED = {
     "bloom",
     "codegen",
@@ -23,17 +24,18 @@ _UNGATED = {
     "starcoder2",
 }
 _WINDOWED = ("sliding_attention", "chunked_attention")
-_ATTENTION = ("full_attention", *_WINDOWED)  # layers of other types cost nothing that grows with the row's square
+_ATTENTION = ("full_attention", *_WINDOWED)  # only these layer types have a cost per token pair
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """Multiply-adds of one model.
+    """Numbers of multiply-adds in the forward pass of one model.
 
     Attributes:
-        token: of one token, in the matrices of all layers.
-        output: of one response token, in the head.
-        attention: (window, multiply-adds of one pair of tokens) of layers that attend alike; window None: all before.
+        token: multiply-adds per token, in the matrices of all layers.
+        output: multiply-adds per response token, in the vocabulary head.
+        attention: (window, multiply-adds per pair of tokens) for each group of layers with the same attention window.
+            The window None covers all preceding tokens.
     """
 
     token: int = 1
@@ -41,25 +43,37 @@ class RowWork:
     attention: tuple[tuple[int | None, int], ...] = ()
 
     def of(self, tokens: int, outputs: int) -> int:
-        """A causal row of so many tokens, the head computed for `outputs` of them."""
+        """Return the multiply-adds of a causal row.
+
+        Args:
+            tokens: number of tokens in the row.
+            outputs: number of tokens for which the head is computed.
+        """
         pairs = sum(cost * causal_pairs(tokens, window) for window, cost in self.attention)
         return tokens * self.token + outputs * self.output + pairs
 
     def of_rows(self, tokens: Sequence[int], outputs: Sequence[int]) -> list[int]:
-        """Each of these rows."""
+        """Return the multiply-adds of each row. See `of`."""
         return [self.of(length, count) for length, count in zip(tokens, outputs, strict=True)]
 
 
 def causal_pairs(tokens: int, window: int | None) -> int:
-    """(query, key) pairs of a row in which each token sees itself and those before it, `window` in all."""
+    """Return the number of (query, key) pairs in a causal row.
+
+    Each token attends to itself and to the tokens before it, to at most `window` tokens in all.
+    """
     near = tokens if window is None else min(tokens, window)
     return near * (near + 1) // 2 + (tokens - near) * near
 
 
 def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
-    """The work of a model with this config; `head`: whether response tokens go through its vocabulary head.
+    """Return the cost of a model with this config.
 
-    A config that names no width or no layers gives tokens as the only work: long rows then look too cheap.
+    If the config gives no width or no number of layers, each token costs 1, which underestimates long rows.
+
+    Args:
+        model: the Hugging Face config.
+        head: whether response tokens go through the model's vocabulary head.
     """
     hidden = _number(model, "hidden_size", "n_embd", "d_model")
     layers = _number(model, "num_hidden_layers", "n_layer", "num_layers")
@@ -68,10 +82,10 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     heads = _number(model, "num_attention_heads", "n_head", "num_heads") or 1
     head_dim = _number(model, "head_dim") or hidden // heads
     key_heads = _number(model, "num_key_value_heads") or heads
-    projections = 2 * hidden * head_dim * (heads + key_heads)  # queries and output; keys and values
+    projections = 2 * hidden * head_dim * (heads + key_heads)  # queries and output, keys and values
     windows: dict[int | None, int] = {}
     for window in _windows(model, layers):
-        windows[window] = windows.get(window, 0) + 2 * heads * head_dim  # a query with a key, a weight with a value
+        windows[window] = windows.get(window, 0) + 2 * heads * head_dim  # query * key, weight * value
     return RowWork(
         layers * (projections + _feed_forward(model, hidden)),
         hidden * (_number(model, "vocab_size") or 0) if head else 0,
@@ -80,7 +94,10 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
 
 
 def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
-    """Of one token in one layer; of a mixture's experts, those that it is sent to."""
+    """Return the multiply-adds of one token in the feed-forward part of one layer.
+
+    In a mixture of experts, only the router, the chosen experts and the shared experts count.
+    """
     matrices = 2 if model.get("model_type") in _UNGATED else 3
     width = _number(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
     experts = _number(model, "num_experts", "num_local_experts", "n_routed_experts")
@@ -93,7 +110,7 @@ def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
 
 
 def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
-    """What each layer that attends sees: its window, or None for all before."""
+    """Return the attention window of each attention layer. None means all preceding tokens."""
     window = _number(model, "sliding_window", "attention_chunk_size") if model.get("use_sliding_window", True) else None
     kinds = model.get("layer_types")
     if not isinstance(kinds, Sequence):
@@ -103,5 +120,5 @@ def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
 
 
 def _number(model: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these keys that holds a number, as architectures call it."""
+    """Return the first integer value under these keys, or None. Architectures use different keys for the same size."""
     return next((int(model[name]) for name in names if isinstance(model.get(name), int)), None)

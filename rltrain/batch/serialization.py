@@ -1,7 +1,9 @@
-"""How a batch crosses processes: a small header, and one run of bytes a column, a family's offsets and a text column.
+"""Serialization of a batch for other processes.
 
-Pickle 5 takes the bytes out of band: Ray writes them into one object of its store straight from where they lie, and
-readers map that object. Nothing is copied on the way but into the store; a reader copies the rows that it takes.
+A serialized batch has a small header, and separate byte buffers for the values of each tensor column, the offsets of
+each family, and each text column. Pickle protocol 5 keeps the buffers out of band. Ray writes them directly into one
+object of its store, and readers map that object. The transfer copies the buffers only once, into the store. A reader
+copies only the rows that it takes.
 """
 
 import itertools
@@ -14,24 +16,24 @@ import torch
 
 from rltrain.batch.columns import Column, Columns, Stored, memory_of, share_offsets
 
-Bytes = Any  # what is pickled: a PickleBuffer, or plain bytes below protocol 5
+Bytes = Any  # a PickleBuffer, or plain bytes below pickle protocol 5
 Objects = Mapping[str, "np.ndarray | Text"]
-SURROGATES = "surrogatepass"  # text that holds half a surrogate pair, as a broken tokenizer may give it, passes too
+SURROGATES = "surrogatepass"  # accepts unpaired surrogates, which a broken tokenizer may produce
 
 
 class Text(NamedTuple):
-    """Strings in shared memory, UTF-8 one after the other; row i is `memory[starts[i]:stops[i]]`."""
+    """Strings in shared memory, as concatenated UTF-8. Row i is `memory[starts[i]:stops[i]]`."""
 
     memory: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
 
     def take(self, rows: np.ndarray) -> "Text":
-        """These rows; their text stays where it is."""
+        """Return the selected rows, without copying their text."""
         return Text(self.memory, self.starts[rows], self.stops[rows])
 
     def strings(self) -> np.ndarray:
-        """The strings as an object array (B,)."""
+        """Return the strings as an object array (B,)."""
         view = memoryview(self.memory.data)
         found = [
             str(view[a:b], "utf-8", SURROGATES) for a, b in zip(self.starts.tolist(), self.stops.tolist(), strict=True)
@@ -40,12 +42,14 @@ class Text(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """Columns as they are pickled.
+    """Columns in the form in which they are pickled.
 
     Attributes:
-        tensors: (name, dtype, shape, family, bytes); the family of a dense column is -1.
-        families: the offsets of each family, bytes of int64.
-        others: of strings, (name, bytes of UTF-8, bytes of int64: where each string ends); else (name, None, list).
+        tensors: (name, dtype, shape, family, bytes) of each tensor column. `family` is an index of `families`, or -1
+            for a dense column.
+        families: the offsets of each family, as int64 bytes.
+        others: all other columns. A column of strings is (name, UTF-8 bytes, int64 bytes with the end of each string).
+            Any other column is (name, None, list).
     """
 
     tensors: list[tuple[str, str, tuple[int, ...], int, Bytes]]
@@ -54,12 +58,15 @@ class Packet(NamedTuple):
 
 
 def objects(column: Any) -> np.ndarray:
-    """An object array (B,) of a sequence's elements, whatever they are."""
+    """Return an object array (B,) of the elements of a sequence, whatever their type."""
     return np.fromiter(column, dtype=object, count=len(column))  # np.array would unpack rows that are lists
 
 
 def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
-    """The columns as a `Packet`'s fields; from protocol 5 on without copying any."""
+    """Return the columns as the fields of a `Packet`.
+
+    From pickle protocol 5 on, contiguous tensors on the CPU are not copied.
+    """
 
     def wrap(memory: np.ndarray) -> Bytes:
         return PickleBuffer(memory.data) if protocol >= 5 else memory.tobytes()
@@ -83,7 +90,10 @@ def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
 
 
 def receive(packet: Packet) -> tuple[dict[str, Column], dict[str, "np.ndarray | Text"]]:
-    """The columns and object columns of a packet; values and strings stay where they arrived until they are read."""
+    """Return the tensor columns and the object columns of a packet.
+
+    Values and strings stay in the received memory until they are read.
+    """
     families = [torch.from_numpy(_read(memory).view(np.int64).copy()) for memory in packet.families]
     columns = {
         key: Column(Stored(getattr(torch, dtype), shape, _read(memory)), families[family] if family >= 0 else None)

@@ -1,1 +1,1 @@
-"""Prompt files and model directories: what they hold, checked before anything is started."""
+"""Loading and validation of prompt files and model directories, before any worker starts."""

@@ -1,4 +1,7 @@
-"""Chat templates rendered in a process of their own: one that never ends, or eats memory, is an error message."""
+"""Rendering of chat templates in a separate process.
+
+The process can be killed, so a template that never ends or uses too much memory only causes an error message.
+"""
 
 import contextlib
 import json
@@ -18,17 +21,19 @@ from typing import Any
 
 from rltrain.data.template_process import OUT_OF_MEMORY
 
-_CHATS, _BYTES = 256, 1 << 23  # of one request, at most
-_SILENCE_S = 240.0  # of real time without an answer; the start of the process is in it
-_TRIES = 3  # processes that are lost before no further one is started
+_CHATS, _BYTES = 256, 1 << 23  # a request is full at this many chats, or above this many bytes
+_SILENCE_S = 240.0  # wall-clock seconds to wait for an answer, including the start of the process
+_TRIES = 3  # number of lost processes after which no new one is started
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
 class TemplateError(ValueError):
-    """A chat template has no text for a chat; the message goes on from "the chat template".
+    """The chat template produced no text for a chat.
+
+    The message is the rest of a sentence that starts with "the chat template".
 
     Attributes:
-        chat: which of the chats that were to be rendered.
+        chat: index of the failed chat among the chats to render.
     """
 
     def __init__(self, message: str, chat: int = 0) -> None:
@@ -39,11 +44,11 @@ class TemplateError(ValueError):
 class ChatTemplates:
     """Renders chats with tokenizers' templates, as `apply_chat_template` does, within limits of time and memory.
 
-    The process starts with the first chat and ends with `close`, or with this object.
+    The rendering process starts with the first chat. It ends when `close` is called or this object is deleted.
 
     Args:
-        chat_seconds: processor time that one chat may take.
-        memory_mb: memory that rendering may take beyond what the process starts with.
+        chat_seconds: limit on the processor time for one chat, in seconds.
+        memory_mb: limit on the memory that rendering adds to the memory of the process at its start, in MB.
     """
 
     def __init__(self, *, chat_seconds: int = 5, memory_mb: int = 1024) -> None:
@@ -58,7 +63,7 @@ class ChatTemplates:
         self.close()
 
     def close(self) -> None:
-        """End the process, if there is one; the next chat starts another."""
+        """End the rendering process, if there is one. The next chat starts a new process."""
         if self._process is not None:
             self._end()
         self._process = None
@@ -67,18 +72,18 @@ class ChatTemplates:
         """Yield the text of each chat, in order.
 
         Args:
-            tokenizer: a Hugging Face tokenizer; its template and its special tokens are used.
+            tokenizer: a Hugging Face tokenizer, which provides the template and the special tokens.
             chats: lists of messages, each a dict with `role` and `content`.
-            add_generation_prompt: whether the text ends with what opens an answer.
+            add_generation_prompt: whether to append the text that opens an answer.
 
         Raises:
-            TemplateError: at the first chat that has no text.
+            TemplateError: a chat cannot be rendered. The chats before it are yielded first.
         """
         done = 0
         for pickles in _requests(chats):
             try:
                 template = tokenizer.get_chat_template()
-            except Exception as error:  # several templates, and no default
+            except Exception as error:  # the tokenizer has several templates and no default
                 raise TemplateError(f"cannot be chosen ({_words(error)}); {_FIX}") from None
             variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
             texts, refusal = self._answer(pickle.dumps((template, variables, pickles)), done)
@@ -88,7 +93,15 @@ class ChatTemplates:
                 raise TemplateError(f"refuses these messages ({_words(refusal)}); change them or the template", done)
 
     def _answer(self, request: bytes, done: int) -> tuple[list[str], str | None]:
-        """Have the process answer a request, before which so many chats were rendered."""
+        """Return the process's answer to a request: the rendered texts, and the template's error or None.
+
+        Args:
+            request: the pickled request.
+            done: number of chats rendered before this request.
+
+        Raises:
+            TemplateError: the process dies or does not answer in time.
+        """
         if self._process is None:
             self._start()
         silent = False
@@ -116,13 +129,13 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # Ctrl-C is for the process that started it
+                start_new_session=True,  # so that Ctrl-C reaches only the parent process
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)
 
     def _why_lost(self, silent: bool) -> str:
-        """End the process, which does not answer, and say why."""
+        """End the process that did not answer. Returns the reason as the text of an error message."""
         assert self._process is not None
         process, self._lost = self._process, self._lost + 1
         if not silent:
@@ -145,7 +158,7 @@ def _ended(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 
 def _requests(chats: Sequence[Any]) -> Iterator[list[bytes]]:
-    """Yield the chats as pickles, so many at a time as are rendered in one go."""
+    """Yield lists of pickled chats; each list is one request."""
     taken: list[bytes] = []
     size = 0
     for chat in chats:

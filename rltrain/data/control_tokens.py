@@ -1,14 +1,16 @@
-"""Encoding of text that spells a control token, such as `<|im_end|>`: in the data it stays text.
+"""Encoding of data that spells a control token, such as `<|im_end|>`, as ordinary text.
 
-A tokenizer makes a control token of its name wherever the name stands, so a message could end its own turn or open
-another one. Where the data spells no control token, the tokenizer is used as it is. Otherwise:
+A tokenizer replaces the name of a control token with that token wherever the name occurs. A chat message could
+therefore end its own turn or open another one. If the data spells no control token, the tokenizer is used unchanged.
+Otherwise, encoding has three steps:
 
-1. Stand-ins (private-use characters) replace the names in the data before the chat template is applied. All names in
-   the template's output are then its own.
-2. A copy of the tokenizer has private names for its control tokens, and none of their usual names. The names in the
-   output are replaced by private ones, the stand-ins by what the data has, and the copy encodes the result.
-3. The copy must give the tokenizer's own ids for the text with the stand-ins, and the same control tokens for the
-   result. If it does not, the text is refused.
+1. Stand-ins (private-use characters) replace the control-token names in the data before the chat template is applied.
+   All control-token names in the template's output then come from the template itself.
+2. A copy of the tokenizer knows its control tokens by private names and not by their usual names. In the template's
+   output, private names replace the usual names, and the original names replace the stand-ins. The copy encodes the
+   result.
+3. For the text with stand-ins, the copy must give the same ids as the tokenizer. For the result of step 2, the copy
+   must give the same control tokens as for the text with stand-ins. Otherwise, a `ControlTokenError` is raised.
 """
 
 import functools
@@ -18,41 +20,42 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # <|user|>: a control token by its form, whether it is flagged or not
-_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # code points of no script: stand-ins, and names in the copy
+# Names such as <|user|> count as control tokens even if the tokenizer does not flag them as special.
+_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # private-use code points, for stand-ins and names in the copy
 _STAND_INS = 0xF0000
 _NAME = "\U000ffff0{}\U000ffff1"
 _NAMED = re.compile(_NAME.format(r"(\d+)"))
 
 
 class ControlTokenError(ValueError):
-    """A text that spells a control token cannot be encoded as text; the message says why."""
+    """A text that spells a control token cannot be encoded as ordinary text. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class _Marked:
-    """A text with stand-ins where the data spells control tokens.
+    """A text in which stand-ins replace the control-token names from the data.
 
     Attributes:
-        text: the text, each stand-in one character.
-        spelled: what the data has in the place of each stand-in.
+        text: the text. Each stand-in is one character.
+        spelled: maps each stand-in to the name that it replaces.
     """
 
     text: str
     spelled: Mapping[str, str]
 
     def restored(self) -> str:
-        """Return the text as the data has it."""
+        """Return the text with the original names in place of the stand-ins."""
         return self.text.translate({ord(mark): name for mark, name in self.spelled.items()})
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: those that it flags as special, and others of the form `<|...|>`.
+    """The control tokens of a tokenizer: its special tokens, and added tokens of the form `<|...|>`.
 
-    Other added tokens, such as `<think>`, are vocabulary: text that spells one becomes one.
+    Other added tokens, such as `<think>`, count as vocabulary: text that spells such a token is encoded as the token.
 
     Attributes:
-        names: their texts.
+        names: the texts of the control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -60,36 +63,38 @@ class ControlTokens:
         self._added = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.content}
         flagged = {name for name, token in self._added.items() if token.special or _BARS.fullmatch(name)}
         names = flagged | {name for name in tokenizer.all_special_tokens if name}
-        # A tokenizer that is set to split its special tokens makes none of any text.
+        # With split_special_tokens, the tokenizer never turns text into a control token.
         self.names: Sequence[str] = [] if tokenizer.split_special_tokens else sorted(names)
         self._found, self._any_added = _pattern(self.names), _pattern([*self.names, *self._added])
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-        unknown = {tokenizer.unk_token, getattr(model, "unk_token", None)}  # any text may hold what it stands for
+        # The unknown token does not count as a control token, because ordinary text can be encoded as it.
+        unknown = {tokenizer.unk_token, getattr(model, "unk_token", None)}
         self._control_ids = {tokenizer.convert_tokens_to_ids(name) for name in self.names if name not in unknown}
         self._normalize, self._normalized = self._normalizer()
 
     def first_in(self, value: Any) -> str | None:
-        """Return the first control token that a text, or a text anywhere in a message, spells; None: there is none."""
+        """Return the first control token that a text, or any string in a message, spells; None if there is none."""
         text = "\0".join(_texts(value))
         if found := self._found.search(text):
             return found[0]
         return self._first_normalized(text)
 
     def spells_added(self, text: str) -> bool:
-        """Whether a text spells any added token, control token or not."""
+        """Return whether a text spells any added token or control token."""
         return self._any_added.search(text) is not None
 
     def encode(self, value: Any, write: Callable[[Any], str], *, written: str, add_special_tokens: bool) -> list[int]:
-        """Return the ids of what is written of a value in which data spells control tokens; there they are text.
+        """Return the token ids of data that spells control tokens, with the spelled names encoded as ordinary text.
 
         Args:
-            value: what the data has: a string, or dicts and lists with strings in them.
-            write: makes the text of such a value; the control tokens that it adds are tokens.
-            written: `write(value)`.
-            add_special_tokens: whether the tokenizer adds its own around the text.
+            value: the data: a string, or dicts and lists that contain strings.
+            write: converts `value` to the text to encode, e.g. with a chat template. Control-token names that `write`
+                adds are encoded as control tokens.
+            written: the result of `write(value)`.
+            add_special_tokens: whether the tokenizer adds its own special tokens around the text.
 
         Raises:
-            ControlTokenError: there are no such ids.
+            ControlTokenError: the data cannot be encoded this way.
         """
         value, spelled = self._marked(value)
         marked = _Marked(write(value), spelled)
@@ -98,7 +103,11 @@ class ControlTokens:
         return self._ids_of(marked, add_special_tokens=add_special_tokens)
 
     def _marked(self, value: Any) -> tuple[Any, dict[str, str]]:
-        """Put stand-ins for control tokens into a value; returns it, and what the data has in the place of each."""
+        """Replace the control-token names in a value with stand-ins.
+
+        Returns:
+            The value with stand-ins, and a map from each stand-in to the name that it replaces.
+        """
         text = "\0".join(_texts(value))
         if _PRIVATE.search(text):
             raise ControlTokenError("the text also has characters of private use, U+F0000 or beyond")
@@ -123,13 +132,13 @@ class ControlTokens:
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text that has its control tokens under their names in the copy."""
+        """Encode a text in which control tokens have their private names."""
         if self._tokenizer.is_fast:
             tokenizer, ids = self._copy
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return [ids.get(id, id) for id in found]
         found = []
-        for number, piece in enumerate(_NAMED.split(text)):  # text, number, text, number, ..., text
+        for number, piece in enumerate(_NAMED.split(text)):  # alternates: text, number, text, ..., text
             if number % 2:
                 found.append(self._tokenizer.convert_tokens_to_ids(self.names[int(piece)]))
             elif piece:
@@ -138,12 +147,12 @@ class ControlTokens:
 
     @functools.cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer with other names for its control tokens, and the id of each such name's control token."""
+        """A copy of the tokenizer with private names, and a map from its ids of these names to the original ids."""
         from tokenizers import AddedToken, Tokenizer
 
         try:
             spec = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        except Exception as error:  # parts in Python have no such form
+        except Exception as error:  # a component written in Python cannot be serialized
             raise ControlTokenError(f"the tokenizer cannot be copied ({error})") from None
         for token in spec["added_tokens"]:
             token["special"] = token["content"] in self.names
@@ -152,7 +161,7 @@ class ControlTokens:
             like = self._added.get(name, AddedToken(name, normalized=False))
             flags = {flag: getattr(like, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             made.add_tokens([AddedToken(_NAME.format(number), special=False, **flags)])
-        made.encode_special_tokens = True  # the names of special tokens are text
+        made.encode_special_tokens = True  # encode the names of special tokens as text
         known = self._tokenizer.convert_tokens_to_ids(self.names)
         own: Any = made.token_to_id
         return made, {own(_NAME.format(number)): id for number, id in enumerate(known)}
@@ -164,7 +173,10 @@ class ControlTokens:
         return [id for id in ids if id in self._control_ids]
 
     def _normalizer(self) -> tuple[Callable[[str], str] | None, re.Pattern[str]]:
-        """The normalisation after which some control tokens are looked for, if any are, and a pattern of those."""
+        """Return the normalizer for control tokens that are matched in normalized text, and a pattern of these tokens.
+
+        The normalizer is None if there are no such control tokens.
+        """
         own: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         normalize = own.normalizer.normalize_str if own is not None and own.normalizer is not None else None
         late = [name for name in self.names if name in self._added and self._added[name].normalized]
@@ -178,7 +190,10 @@ class ControlTokens:
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Match any of these texts, the longest first, as tokenizers do; nothing where there are none."""
+    """Return a pattern that matches any of these texts, the longest first, as tokenizers do.
+
+    Without texts, the pattern matches nothing.
+    """
     ordered = sorted({*names}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")
 

@@ -1,4 +1,4 @@
-"""What a model directory holds, looked at without loading the model: its config, its limits, its end tokens."""
+"""Inspection of a model directory without loading the model: its config, its limits, its end tokens."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,19 +9,23 @@ from rltrain.data.model_weights import check_weights, read_json, weight_files
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-_POSITIONS = ("max_position_embeddings", "n_positions")  # what architectures call it
-_LAYERS = ("layer_types", "layers_block_type")  # what configs call the kinds of their layers, and the kinds that attend
-_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
+_POSITIONS = ("max_position_embeddings", "n_positions")  # config keys for the number of positions
+_LAYERS = ("layer_types", "layers_block_type")  # config keys for the type of each layer
+_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")  # layer types with attention
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def check_directory(path: str, key: str = "model.path") -> None:
-    """Refuse a path, the value of `key`, that is no directory of a model in Hugging Face form.
+    """Raise an error unless `path` is a model directory in Hugging Face format.
 
-    What is in the weights is for `check_weights`.
+    The contents of the weight files are not checked here but by `check_weights`.
+
+    Args:
+        path: the directory.
+        key: the config key that holds `path`. Error messages start with it.
 
     Raises:
-        ConfigError: naming what is missing from it.
+        ConfigError: something is missing from the directory. The message names it.
     """
     where, folder = f"{key}={path}", Path(path).expanduser()
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
@@ -35,17 +39,23 @@ def check_directory(path: str, key: str = "model.path") -> None:
 
 
 def check_reward_model(path: str, key: str) -> None:
-    """Refuse a directory that holds no sequence classifier with one output, which is what a reward model is.
+    """Raise an error unless the directory holds a reward model, which is a sequence classifier with one output.
+
+    Args:
+        path: the directory.
+        key: the config key that holds `path`. Error messages start with it.
 
     Raises:
-        ConfigError: naming what it is instead, or the tensors that its weights lack.
+        ConfigError: the model is of another kind, or its weights are incomplete. The message names the kind of model,
+            or the missing tensors.
     """
     from transformers import AutoModelForSequenceClassification
 
     check_directory(path, key)
     config = text_config(Path(path).expanduser())
     kind = str((config.get("architectures") or ["unknown"])[0])
-    labels = config.get("num_labels", len(config.get("id2label", ("LABEL_0", "LABEL_1"))))  # two by default
+    # transformers assumes two labels by default.
+    labels = config.get("num_labels", len(config.get("id2label", ("LABEL_0", "LABEL_1"))))
     require(
         kind.endswith("ForSequenceClassification"),
         f"{key}={path}: is of the architecture {kind}; a reward model is a ...ForSequenceClassification",
@@ -56,10 +66,13 @@ def check_reward_model(path: str, key: str) -> None:
 
 
 def check_critic(path: str) -> None:
-    """Refuse a model that no critic can be made of: transformers has no form of it with one output a token.
+    """Raise an error if no critic can be built from the model.
+
+    A critic is a transformers token classifier: the model with one output per token.
 
     Raises:
-        ConfigError: naming the type, and the algorithms that need no critic; or tensors that its body lacks.
+        ConfigError: transformers has no token classifier for this type of model, or the base model's weights are
+            incomplete. The message names the type and the algorithms without a critic, or the missing tensors.
     """
     from transformers import AutoModelForTokenClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
@@ -74,21 +87,25 @@ def check_critic(path: str) -> None:
 
 
 def longest_row(path: str | Path) -> int | None:
-    """Return how many tokens a row may have so that the model reads all of it as it was trained; None: any number."""
+    """Return the maximum row length in tokens, or None if the model sets no limit.
+
+    The limit is the smallest of the model's number of positions, its attention windows and its RoPE limit.
+    """
     model = model_config(path)
     limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values(), _rope_limit(model)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def check_limits(config: Config, model: Mapping[str, Any]) -> None:
-    """Refuse lengths that the model has no positions for, layers that cannot be trained, and too many shards.
+    """Raise an error if the config's lengths or shard counts do not fit the model, or its layers cannot be trained.
 
     Args:
-        config: the whole config.
-        model: the model's own config, as from `model_config`.
+        config: the complete config.
+        model: the model's own config, as returned by `model_config`.
 
     Raises:
-        ConfigError: naming the model's limit.
+        ConfigError: the config exceeds a limit of the model, or the model has layers that cannot be trained. The
+            message names the limit or the layers.
     """
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_response_length
@@ -126,7 +143,10 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _check_layers(where: str, model: Mapping[str, Any]) -> None:
-    """Refuse layers that mix tokens by other means than attention: rows of a pack would see each other."""
+    """Raise ConfigError for layers that mix tokens by other means than attention.
+
+    Training keeps the rows of a pack apart only in attention, so rows would affect each other in such layers.
+    """
     kinds = {kind for name in _LAYERS for kind in model.get(name) or ()}
     other = ", ".join(sorted(kinds - {*_ATTENTION}))
     require(
@@ -137,7 +157,10 @@ def _check_layers(where: str, model: Mapping[str, Any]) -> None:
 
 
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
-    """Refuse attention and logits that training does not compute: its log-probs would be another model's."""
+    """Raise ConfigError for attention windows and logit caps that training does not compute.
+
+    For a model with such windows or caps, training would compute the log-probs of a different model.
+    """
     for key, window in _windows(model).items():
         require(
             longest <= window,
@@ -151,7 +174,7 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
 
 
 def _windows(model: Mapping[str, Any]) -> dict[str, int]:
-    """How many tokens back the model's layers look where that is limited, by the config's word for it."""
+    """Return the attention windows of the model's layers in tokens, by config key; empty if there are none."""
     found = {"attention_chunk_size": model.get("attention_chunk_size")}
     if model.get("use_sliding_window", True):
         found["sliding_window"] = model.get("sliding_window")
@@ -159,27 +182,33 @@ def _windows(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _rope_limit(model: Mapping[str, Any]) -> int | None:
-    """How long rows may be for RoPE to have the same frequencies for all of them, in engines too; None: any length.
+    """Return the row length up to which RoPE has the same frequencies for all rows; None if there is no such limit.
 
-    Of the types that change them, dynamic does so beyond the model's positions, where no row is.
+    The limit holds for engines too. Only the RoPE type longrope has such a limit. The RoPE type dynamic needs none: its
+    frequencies change only beyond the model's number of positions, and no row is that long.
     """
     rope = model.get("rope_parameters") or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each kind of layer, maybe
+    # Some configs hold one dict of RoPE parameters per layer type.
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     limits = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
-    """Load the tokenizer of a model directory, the value of `key`, without network access.
+    """Load the tokenizer of a model directory without network access.
+
+    Args:
+        path: the model's directory.
+        key: the config key that holds `path`. Error messages start with it.
 
     Raises:
-        ConfigError: there is none that loads.
+        ConfigError: the tokenizer does not load.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # broken files raise whatever their parser raises
+    except Exception as error:  # parsers raise many exception types for broken files
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
             f"{key}={path}: its tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
@@ -188,17 +217,17 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
 
 
 def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
-    """Refuse a tokenizer with ids that the model has no embeddings for.
+    """Raise an error if the tokenizer has ids for which the model has no embeddings.
 
-    Added tokens do not count: some models have one more of them than embeddings, for inputs that are no text.
+    Added tokens are not checked: some models have one more added token than embeddings, for inputs that are not text.
 
     Args:
         path: the model's directory.
-        tokenizer: its tokenizer.
-        where: the key and the path, which the error begins with.
+        tokenizer: the model's tokenizer.
+        where: the config key and the path. The error message starts with it.
 
     Raises:
-        ConfigError: naming the sizes of both vocabularies.
+        ConfigError: an id is too large. The message names the largest id and the model's vocabulary size.
     """
     size, words = text_config(path).get("vocab_size"), tokenizer.get_vocab()
     largest = max((words[word] for word in words.keys() - tokenizer.get_added_vocab().keys()), default=0)
@@ -210,15 +239,17 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
 
 
 def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
-    """Refuse prompts with a token that the model has no embedding for: one that was added to the tokenizer alone.
+    """Raise an error if a prompt has a token id for which the model has no embedding.
+
+    Such a token was added to the tokenizer but not to the model.
 
     Args:
         path: the model's directory.
-        largest: the largest id of all prompts.
-        where: the key and the prompts' source, which the error begins with.
+        largest: the largest token id in all prompts.
+        where: the config key and the source of the prompts. The error message starts with it.
 
     Raises:
-        ConfigError: naming the id and the size of the vocabulary.
+        ConfigError: the id is too large. The message names the id and the model's vocabulary size.
     """
     size = text_config(path).get("vocab_size")
     require(
@@ -229,10 +260,13 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
 
 
 def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer: those of the generation defaults, the model's config and the tokenizer.
+    """Return the token ids that end an answer.
+
+    The ids come from generation_config.json, the model's config and the tokenizer.
 
     Raises:
-        ConfigError: there is none, so that no answer could ever stop, or the model has no such token.
+        ConfigError: no end token exists, so that no answer would ever stop, or an end token is not in the model's
+            vocabulary.
     """
     folder, model = Path(path), text_config(path)
     sources = [read_json(folder / "generation_config.json"), model]
@@ -253,16 +287,20 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
 
 
 def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
-    """Return the language model's config of a directory, the value of `key`, as transformers completes it.
+    """Return the config of the language model in a directory, including transformers' default values.
+
+    Args:
+        path: the model's directory.
+        key: the config key that holds `path`. Error messages start with it.
 
     Raises:
-        ConfigError: transformers cannot read it.
+        ConfigError: transformers cannot read the config.
     """
     from transformers import AutoConfig
 
     try:
         whole = AutoConfig.from_pretrained(str(Path(path).expanduser()), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # configs of a kind that it does not know, or that do not fit their kind
+    except Exception as error:  # unknown model types, and configs that do not fit their type
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "
@@ -274,7 +312,10 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def text_config(path: str | Path) -> dict[str, Any]:
-    """Return a model's own config; where it has several parts, the values of the language model's come first."""
+    """Return the contents of a model's config.json.
+
+    If the config has a `text_config` section for the language model, the values of that section take precedence.
+    """
     whole = read_json(Path(path) / "config.json")
     return whole | (whole.get("text_config") or {})
 

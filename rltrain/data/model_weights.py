@@ -1,8 +1,9 @@
-"""The weights of a model directory: the files that hold them, and the proof that they are the whole model.
+"""The weight files of a model directory, and checks that they hold the complete model.
 
-Transformers gives a parameter that the files lack random numbers, and no more than logs it. Here the names and shapes
-in the files' headers go through transformers' own loading, with its renaming, tying and merging, on the meta device: no
-weight is read, no memory is taken, and every tensor that is missing, left over or of another shape is known by name.
+If the files lack a parameter, transformers initializes it with random numbers and only logs a message. This module
+therefore passes the tensor names and shapes in the file headers through transformers' own loading on the meta device,
+including its renaming, tying and merging of tensors. This check reads no weights and allocates no memory for them. It
+finds the name of every tensor that is missing, unexpected or of another shape.
 """
 
 import contextlib
@@ -20,24 +21,25 @@ from rltrain.settings.typed import require
 BUILTIN_MODEL = "builtin"
 SAFETENSORS, TORCH, INDEX = ".safetensors", ".bin", ".index.json"
 NAMES = (f"model{SAFETENSORS}", f"model{SAFETENSORS}{INDEX}", f"pytorch_model{TORCH}", f"pytorch_model{TORCH}{INDEX}")
-NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # vLLM passes over these
+NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # vLLM ignores these files
 AGAIN = "copy or download it again, or save the model again with save_pretrained"
 _FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
-_CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)  # a row of transformers' report
-# Causal masks, positions and frequencies, which older versions of transformers saved and computed anew nevertheless.
+_CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)  # a line of transformers' loading report
+# Causal masks, positions and frequencies. Older versions of transformers saved these buffers but did not need them,
+# because they recomputed them.
 _OLD_BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|attn\.(attention\.)?(masked_)?bias)$")
-_SHOWN = 3  # names of each kind in an error
+_SHOWN = 3  # number of names of each kind in an error message
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file's header says of one tensor.
+    """Description of one tensor, from the header of its file.
 
     Attributes:
-        file: where it is.
-        dtype: as the file spells it, such as F32 or torch.int8.
-        shape: its sizes.
+        file: the file that holds the tensor.
+        dtype: the data type as the file spells it, such as F32 or torch.int8.
+        shape: the tensor's shape.
     """
 
     file: Path
@@ -46,10 +48,10 @@ class StoredTensor:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in one of a model's files; {} where there is no such file.
+    """Return the JSON object in a file of a model, or {} if the file does not exist.
 
     Raises:
-        ConfigError: it is not a JSON object.
+        ConfigError: the file does not hold a JSON object.
     """
     if not file.is_file():
         return {}
@@ -62,14 +64,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, where: str) -> list[Path]:
-    """The files that transformers reads a model's weights from; other files that lie there hold none of them.
+    """Return the files from which transformers reads a model's weights.
+
+    No other file in the directory holds weights of the model.
 
     Args:
         folder: the model's directory.
-        where: the key and the path, which errors begin with.
+        where: the config key and the path. Error messages start with it.
 
     Raises:
-        ConfigError: there are none, or an index is broken or names a file that is not there.
+        ConfigError: the directory has no weight files, or an index is broken or names a file that does not exist.
     """
     own = read_json(folder / "config.json").get("transformers_weights")
     require(
@@ -85,10 +89,10 @@ def weight_files(folder: Path, where: str) -> list[Path]:
 
 
 def shards(index: Path, where: str) -> list[Path]:
-    """The files that an index names, in the order in which they are read.
+    """Return the weight files that an index names, in the order in which they are read.
 
     Raises:
-        ConfigError: it is no index, or one of its files is not there.
+        ConfigError: the file is not an index, or a file that it names does not exist.
     """
     content = read_json(index)
     named = content.get("weight_map")
@@ -108,10 +112,10 @@ def shards(index: Path, where: str) -> list[Path]:
 
 
 def stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
-    """What the headers of a model's weight files say, by the names that the tensors have there.
+    """Return the descriptions in the headers of a model's weight files, by tensor name.
 
     Raises:
-        ConfigError: a file is broken, or a tensor is in two of them.
+        ConfigError: a file is broken, or two files hold the same tensor.
     """
     found: dict[str, StoredTensor] = {}
     for file in weight_files(folder, where):
@@ -126,10 +130,15 @@ def stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
 
 
 def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
-    """The file as `safetensors.safe_open` opens it for a framework: its header read, its tensors not.
+    """Open a file with `safetensors.safe_open`, which reads the header but not the tensors.
+
+    Args:
+        file: the safetensors file.
+        where: the config key and the path. Error messages start with it.
+        framework: the framework of the tensors, as for `safe_open`.
 
     Raises:
-        ConfigError: it is cut short, garbled or unreadable.
+        ConfigError: the file is truncated, corrupt or unreadable.
     """
     from safetensors import safe_open
 
@@ -141,7 +150,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
 
 def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
-    # For torch the whole file would be mapped for writing, which a machine with less memory refuses.
+    # The framework "pt" would map the whole file for writing. A machine with less memory than that refuses the mapping.
     with open_safetensors(file, where, "numpy") as content:
         parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (it is no mapping)
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
@@ -152,7 +161,8 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
 
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
-    except Exception as error:  # whatever a garbled pickle makes of the reader; its advice would be to run the pickle
+    except Exception as error:  # a corrupt pickle can raise many exception types
+        # The message leaves out torch's own text, which advises to run the code in the pickle.
         raise ConfigError(
             f"{where}: {file.name} is no whole torch file of plain tensors ({type(error).__name__}); copy or download "
             "it again, or save the model again with save_pretrained, which writes safetensors"
@@ -165,15 +175,15 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
 
 
 def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
-    """The model of a directory, or the built-in one, without weights: on the meta device.
+    """Build a model without weights, on the meta device.
 
     Args:
-        path: the directory, or "builtin".
-        kind: one of transformers' Auto classes; a causal language model if left out. Classifiers get one output.
-        where: the key and the path, which errors begin with; `model.path=PATH` if left out.
+        path: the model's directory, or "builtin" for the built-in model.
+        kind: one of transformers' Auto classes. The default is a causal language model. Classifiers get one output.
+        where: the config key and the path. Error messages start with it. The default is `model.path=PATH`.
 
     Raises:
-        ConfigError: transformers makes no such model of its config.json.
+        ConfigError: transformers cannot build such a model from config.json.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -188,7 +198,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             folder, heads = Path(path).expanduser(), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
-        except Exception as error:  # configs of a kind that it does not know, or that do not fit their kind
+        except Exception as error:  # unknown model types, and configs that do not fit their type
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers makes no {kind.__name__} of its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
@@ -197,21 +207,26 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
 
 
 def parameter_count(path: str, kind: Any = None) -> int:
-    """Count the parameters of the model that a directory's config.json describes, tied ones once."""
+    """Return the number of parameters in the model that a directory's config.json describes.
+
+    Tied parameters count once.
+    """
     return sum(parameter.numel() for parameter in skeleton(path, kind).parameters())
 
 
 def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = False) -> None:
-    """Refuse weights that are not exactly the model of their config.json, before any of them is read.
+    """Raise an error unless the weight files hold exactly the model that config.json describes. No weight is read.
 
     Args:
         path: the model's directory.
-        where: the key and the path, which errors begin with.
-        kind: one of transformers' Auto classes; a causal language model if left out.
-        new_head: what is not of the base model is made anew: it may be absent, and another model's may be there.
+        where: the config key and the path. Error messages start with it.
+        kind: one of transformers' Auto classes. The default is a causal language model.
+        new_head: whether the parameters outside the base model are newly initialized. The files may then lack these
+            parameters, or hold the head of another model instead.
 
     Raises:
-        ConfigError: naming the broken file, or the tensors that are missing, unexpected or of another shape or type.
+        ConfigError: the weights do not fit. The message names the broken file, or the tensors that are missing,
+            unexpected, or of another shape or type. Adapters and quantized models are refused too.
     """
     folder = Path(path).expanduser()
     require(
@@ -239,7 +254,10 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 
 
 def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
-    """Refuse gaps in the numbers of experts: transformers stacks those that are there, whatever their numbers."""
+    """Raise ConfigError if the numbers of the experts have gaps.
+
+    The check is needed because transformers stacks the experts that it finds, whatever their numbers.
+    """
     numbers: dict[tuple[str, str], list[int]] = {}
     for match in filter(None, map(_EXPERT.match, tensors)):
         numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
@@ -253,7 +271,7 @@ def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
 
 
 def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], where: str) -> dict[str, Any]:
-    """What transformers' loading says of tensors of these names and shapes."""
+    """Return transformers' loading report for tensors with these names and shapes, without reading weights."""
     import torch
 
     state = {name: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for name, tensor in tensors.items()}
@@ -272,17 +290,19 @@ def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], whe
 
 
 def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kwargs: Any) -> Any:
-    """The model of a directory, each of whose parameters is the one in the files. Nothing else loads models.
+    """Load the model of a directory and check that each of its parameters comes from the files.
+
+    Transformers models are loaded only through this function.
 
     Args:
         kind: one of transformers' Auto classes.
         path: the model's directory.
-        where: the key and the path, which errors begin with.
-        new_head: as of `check_weights`.
-        **kwargs: for `from_pretrained`.
+        where: the config key and the path. Error messages start with it.
+        new_head: see `check_weights`.
+        **kwargs: arguments for `from_pretrained`.
 
     Raises:
-        ConfigError: as `check_weights`; what it finds is compared with what was loaded.
+        ConfigError: `check_weights` fails, or the loaded model lacks tensors or has unexpected ones.
     """
     check_weights(path, where, kind, new_head=new_head)
     with reported(where):
@@ -299,16 +319,16 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
 
 
 def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head: bool = False) -> None:
-    """Refuse what was not loaded exactly.
+    """Raise an error unless the loading report says that every tensor was loaded exactly.
 
     Args:
-        model: what was loaded.
-        found: as from `from_pretrained(output_loading_info=True)`.
-        where: the key and the path, which errors begin with.
-        new_head: as of `check_weights`.
+        model: the loaded model.
+        found: the loading report, as returned by `from_pretrained(output_loading_info=True)`.
+        where: the config key and the path. Error messages start with it.
+        new_head: see `check_weights`.
 
     Raises:
-        ConfigError: naming tensors that are missing, unexpected or of another shape.
+        ConfigError: tensors are missing, unexpected or of another shape. The message names them.
     """
     body = f"{model.base_model_prefix}."
 
@@ -333,7 +353,11 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
 
 @contextlib.contextmanager
 def reported(where: str) -> Iterator[None]:
-    """What transformers logs while it loads stays in here; tensors that it fails to join become a ConfigError."""
+    """Suppress transformers' log messages and progress bar while a model is loaded.
+
+    Raises:
+        ConfigError: transformers failed to merge tensors. The message names them.
+    """
     from transformers.utils import logging as progress
 
     said: list[str] = []
@@ -365,10 +389,10 @@ def reported(where: str) -> Iterator[None]:
 
 
 def check_engine_files(path: str, where: str) -> None:
-    """Refuse a directory of which vLLM would read other files than transformers.
+    """Raise an error if vLLM would read other weight files of a directory than transformers.
 
     Raises:
-        ConfigError: naming the files.
+        ConfigError: the files differ. The message names them.
     """
     folder = Path(path).expanduser()
     read, index = set(weight_files(folder, where)), folder / NAMES[1]
@@ -386,7 +410,7 @@ def check_engine_files(path: str, where: str) -> None:
 
 
 def _some(names: Any) -> str:
-    """The first few of these names, and how many others there are."""
+    """Format the first few names, and the number of names that are left out."""
     names = [one_line(str(name)) for name in names]
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

@@ -1,4 +1,4 @@
-"""Prompts, text or chat messages, made into token ids."""
+"""Encoding of prompts, which are text or chat messages, into token ids."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ _ALLOW = "set data.special_tokens=allow to make control tokens of such text"
 
 @dataclass(frozen=True)
 class Overlong:
-    """A prompt that is too long.
+    """A prompt that is longer than the limit.
 
     Attributes:
-        tokens: how many it has; a lower bound unless `exact`.
+        tokens: number of tokens in the prompt; a lower bound unless `exact` is true.
+        exact: whether `tokens` is the exact number.
     """
 
     tokens: int
@@ -32,12 +33,13 @@ class PromptEncoder:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        special_tokens: what becomes of text in the data that spells a control token: text, an error, or that token.
+        special_tokens: treatment of text in the data that spells a control token. "text" encodes it as ordinary text,
+            "refuse" raises an error, and "allow" encodes it as the control token.
         templates: renders the tokenizer's chat template.
 
     Attributes:
         spelling: number of prompts so far that spell a control token and were encoded as text.
-        first_spelling: where the first of them is, and the token.
+        first_spelling: location of the first such prompt, and the control token that it spells.
     """
 
     def __init__(self, tokenizer: Any, *, special_tokens: SpecialTokens, templates: ChatTemplates) -> None:
@@ -49,15 +51,15 @@ class PromptEncoder:
     def encode(
         self, prompts: Mapping[int, Any], place: Callable[[int], str], max_length: int
     ) -> Iterator[tuple[int, list[int] | Overlong]]:
-        """Yield (row, ids) of each prompt, in order; no prompt is cut.
+        """Yield (row, ids) for each prompt, in order. No prompt is truncated.
 
         Args:
-            prompts: text or chat messages as the data has them, by row.
-            place: says where a row is.
-            max_length: in tokens; a longer prompt has an `Overlong` in the place of its ids.
+            prompts: maps each row number to its prompt, which is text or chat messages as in the data.
+            place: returns the location of a row, for messages.
+            max_length: maximum number of tokens. For a longer prompt, an `Overlong` is yielded instead of the ids.
 
         Raises:
-            ConfigError: one line that names a row that cannot be encoded.
+            ConfigError: a row cannot be encoded. The message is one line and names the row.
         """
         for row, prompt in prompts.items():
             _require_prompt(prompt, self.tokenizer, place(row))
@@ -71,14 +73,21 @@ class PromptEncoder:
         ordinary = {row: text for row, text in texts.items() if row not in spelled}
         for chat in (False, True):
             batch = {row: text for row, text in ordinary.items() if isinstance(prompts[row], list) == chat}
-            found |= self._encoded(batch, add_special_tokens=not chat)  # a template has written its own
+            # Chat templates write their own special tokens.
+            found |= self._encoded(batch, add_special_tokens=not chat)
         for row in spelled.keys() & texts.keys():
             found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt spells {spelled[row]}")
         for row, prompt in prompts.items():
             yield row, self._finished(found[row], prompt, place(row), max_length)
 
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
-        """Return the first control token that a prompt spells, of all that spell any, unless that is allowed."""
+        """Return the first control token that each prompt spells, by row.
+
+        Rows without control tokens are left out. The result is empty if control tokens are allowed.
+
+        Raises:
+            ConfigError: a prompt spells a control token, and `special_tokens` is "refuse".
+        """
         if self.special_tokens == "allow":
             return {}
         names = {row: self._control.first_in(prompt) for row, prompt in prompts.items()}
@@ -94,7 +103,7 @@ class PromptEncoder:
         return spelled
 
     def _texts(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> Iterator[tuple[int, str]]:
-        """Yield the text of each row: the prompt itself, or its messages put through the chat template once."""
+        """Yield (row, text) for each prompt. Chat messages are rendered once with the chat template."""
         chats = {row: prompt for row, prompt in prompts.items() if isinstance(prompt, list)}
         rendered = self._templates.render(self.tokenizer, list(chats.values()), add_generation_prompt=True)
         for row, prompt in prompts.items():
@@ -107,7 +116,7 @@ class PromptEncoder:
     def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
         if not texts:
             return {}
-        # A saved tokenizer may have truncation switched on: say no.
+        # A saved tokenizer may have truncation enabled.
         batch = self.tokenizer(
             list(texts.values()),
             add_special_tokens=add_special_tokens,
@@ -119,7 +128,7 @@ class PromptEncoder:
         return dict(zip(texts, batch["input_ids"], strict=True))
 
     def _as_text(self, prompt: Any, text: str, what: str) -> list[int]:
-        """Encode a prompt that spells a control token so that it stays text."""
+        """Encode a prompt in which the spelled control tokens stay ordinary text."""
 
         def write(prompt: Any) -> str:
             return next(self._templates.render(self.tokenizer, [prompt], add_generation_prompt=True))
@@ -143,7 +152,10 @@ class PromptEncoder:
 
 
 def unicode(text: str, place: str, what: str = "the prompt") -> str:
-    """Refuse half a surrogate pair, which JSON can spell and no tokenizer takes."""
+    """Return the text unchanged, or raise ConfigError if it holds an unpaired surrogate.
+
+    JSON can spell an unpaired surrogate, but no tokenizer accepts one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -152,7 +164,10 @@ def unicode(text: str, place: str, what: str = "the prompt") -> str:
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Leave one of several begin tokens: text that starts with one, and a tokenizer that adds it."""
+    """Remove all but one of the begin tokens at the start.
+
+    Several begin tokens occur if the text starts with one and the tokenizer adds another.
+    """
     extra = 0
     while bos is not None and ids[extra : extra + 2] == [bos, bos]:
         extra += 1
@@ -175,7 +190,10 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
 
 
 def _tokens_added_after(tokenizer: Any) -> int:
-    """Count the tokens that the tokenizer puts behind a text: a prompt that ends in an end token is already over."""
+    """Return the number of tokens that the tokenizer appends to a text.
+
+    The encoder removes these tokens, because a prompt that ends with an end token is already complete.
+    """
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]
     before = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)

@@ -1,7 +1,7 @@
-"""Prompts: files or built-in tasks -> token ids and columns, and a shuffled order that can be resumed.
+"""Loading of prompts from files or built-in tasks, and the shuffled, resumable order in which they are used.
 
-Whatever is wrong with the data is a `ConfigError` of one line, raised while loading, before any worker starts. Nothing
-here imports torch; the tokenizer is passed in.
+Prompts are loaded as token ids and data columns. Any error in the data raises a one-line `ConfigError` during loading,
+before any worker starts. This module does not import torch. Callers pass in the tokenizer.
 """
 
 import difflib
@@ -26,11 +26,11 @@ from rltrain.settings.typed import require
 BUILTIN = "builtin:"
 BUILTIN_TRAIN_ROWS = 8192
 BUILTIN_VAL_ROWS = 512
-RESERVED_COLUMNS = ("response", "finish_reason")  # reward functions get these from the sample itself
-_BATCH = 1024  # prompts that go to the tokenizer in one call
-_ROUND_TRIPS = 64  # prompts that are compared with what comes back of their ids
+RESERVED_COLUMNS = ("response", "finish_reason")  # reward functions get values under these names from the sample
+_BATCH = 1024  # prompts per call of the tokenizer
+_ROUND_TRIPS = 64  # number of prompts that are encoded, decoded and compared with the original
 _ENDINGS = (".jsonl", ".json", ".parquet")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # in JSON: half a pair, or one of two halves
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, paired or not
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Prompt:
 
     Attributes:
         index: position in its `PromptSet`.
-        text: the prompt as reward functions get it: a text prompt as the data has it (without its control tokens where
-            they are allowed), and a chat as the chat template writes it, without control tokens.
-        ids: the exact token ids that the engine is sent.
-        columns: every other column of its row; None where the row has no value.
-        messages: the chat that was put through the chat template; None where the prompt is text.
+        text: the prompt as reward functions get it. A text prompt is the text in the data, without control tokens if
+            `data.special_tokens` allows them. A chat is the output of the chat template, without control tokens.
+        ids: the exact token ids that the engine receives.
+        columns: the values of all other columns of the row; None for a missing value.
+        messages: the chat messages; None if the prompt is text.
     """
 
     index: int
@@ -54,13 +54,13 @@ class Prompt:
 
 
 class PromptSet(Sequence[Prompt]):
-    """The prompts of one source, already checked and tokenised; `Prompt`s are made as they are asked for.
+    """The checked and tokenized prompts of one source. `Prompt` objects are created on access.
 
     Attributes:
-        source: what was loaded, as the config says it.
+        source: the source of the prompts, as written in the config.
         columns: names of the data's columns besides `prompt`.
         filtered: number of prompts left out because they are too long.
-        notes: what the user should know about the prompts, one line each.
+        notes: one-line messages for the user about the prompts.
     """
 
     def __init__(self, source: str, rows: "_Rows", tokenizer: Any, *, special_tokens: SpecialTokens = "text") -> None:
@@ -71,7 +71,7 @@ class PromptSet(Sequence[Prompt]):
         self._rows, self._tokenizer = rows, tokenizer
         allowed = special_tokens == "allow"
         self._left_out = tuple(token for token in tokenizer.all_special_tokens if token) if allowed else ()
-        # Ids lie flat: lists of Python ints would take ten times the memory.
+        # Flat arrays, because lists of Python ints would take ten times the memory.
         self._kept, self._ids, self._ends = array("q"), array("i"), array("q", [0])
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # negative indices, IndexError
+        index = range(len(self))[index]  # resolves a negative index and raises IndexError
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
         text, chat = row["prompt"], row["prompt"] if isinstance(row["prompt"], list) else None
@@ -93,22 +93,22 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(index, text, ids, {name: row.get(name) for name in self.columns}, chat)
 
     def fingerprint(self) -> int:
-        """A number that differs for other prompts, another order of them, or other values of the further columns."""
+        """Return a checksum of the prompts' token ids, their order, and the values of the other columns."""
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
         for row in map(self._rows.row, self._kept if self.columns else ()):
             crc = zlib.crc32(repr([row.get(name) for name in self.columns]).encode(), crc)
         return crc
 
     def rows(self, count: int) -> list[int]:
-        """Return the numbers in the source of the first `count` prompts."""
+        """Return the row numbers in the source of the first `count` prompts."""
         return self._kept[:count].tolist()
 
     def largest_id(self) -> int:
-        """The largest token id of any prompt."""
+        """Return the largest token id in any prompt."""
         return max(self._ids)
 
     def append(self, row: int, ids: Sequence[int]) -> None:
-        """Keep row number `row` of the source, with its token ids."""
+        """Add the prompt of row number `row` of the source, with its token ids."""
         self._kept.append(row)
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
@@ -126,22 +126,24 @@ def load_prompts(
     lossy_tokenizer: Literal["refuse", "allow"] = "refuse",
     limit: int | None = None,
 ) -> PromptSet:
-    """Read, check and tokenise the prompts of a built-in task or a file.
+    """Read, check and tokenize the prompts of a built-in task or a file.
 
     Args:
         source: `builtin:NAME`, or a path that ends in .jsonl, .json or .parquet.
         tokenizer: a Hugging Face tokenizer.
-        split: which config key names the source; built-in tasks hold different prompts in each.
-        seed: draws the prompts of a built-in task.
-        max_prompt_length: in tokens.
-        overlong: what happens to longer prompts: an error, or left out and counted in `filtered`.
-        special_tokens: what becomes of text that spells a control token: text, an error, or that token.
-        lossy_tokenizer: whether a tokenizer may lose something of the first prompts: see
+        split: the config key under `data` that names the source. Built-in tasks have different prompts in each split.
+        seed: random seed for the prompts of a built-in task.
+        max_prompt_length: maximum number of tokens in a prompt.
+        overlong: treatment of longer prompts. "refuse" raises an error, and "filter" leaves them out and counts them
+            in `PromptSet.filtered`.
+        special_tokens: treatment of text that spells a control token. "text" encodes it as ordinary text, "refuse"
+            raises an error, and "allow" encodes it as the control token.
+        lossy_tokenizer: whether the tokenizer may lose parts of the first prompts. See
             `rltrain.data.tokenizer_round_trip`.
-        limit: keep at most so many, the first that fit.
+        limit: maximum number of prompts. The first prompts that are not too long are kept.
 
     Raises:
-        ConfigError: one line: which file and row, what is wrong, and the way out.
+        ConfigError: the data is invalid. The message is one line with the file, the row, the error and its fix.
     """
     where = f"data.{split}={source}"
     rows = _builtin_rows(source, where, split, seed, limit) if source.startswith(BUILTIN) else _file_rows(source, where)
@@ -174,39 +176,42 @@ def load_prompts(
 
 
 class PromptOrder:
-    """The order in which prompts are used: each index once per epoch, a fresh permutation per epoch, resumable."""
+    """The order in which prompts are used. Its state can be saved and loaded.
+
+    Each epoch uses every index once, in a new permutation.
+    """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
-        """Order indices 0..size-1; without `shuffle` every epoch counts up."""
+        """Order the indices 0..size-1. Without `shuffle`, the indices ascend in every epoch."""
         assert size > 0, "an order needs at least one prompt"
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._drawn = 0
-        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # (its epoch, indices)
+        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # (epoch, indices in the order of that epoch)
 
     @property
     def epoch(self) -> int:
-        """How often all prompts have been used."""
+        """Number of completed epochs."""
         return self._drawn // self._size
 
     def next(self, count: int) -> list[int]:
-        """Return the next `count` indices, across the edges of epochs where need be."""
+        """Return the next `count` indices, which may span several epochs."""
         taken = [self.at(position) for position in range(self._drawn, self._drawn + count)]
         self._drawn += count
         return taken
 
     def at(self, position: int) -> int:
-        """Return the index at a position of the whole order, drawn or not."""
+        """Return the index at a position counted over all epochs, whether or not `next` has returned it yet."""
         return self._of_epoch(position // self._size)[position % self._size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values that `load_state_dict` continues from."""
+        """Return the state as plain values for `load_state_dict`."""
         return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue from a state that `state_dict` returned.
 
         Raises:
-            ConfigError: the state is of an order over other prompts.
+            ConfigError: the state comes from an order with another size, seed or shuffle setting.
         """
         for name, value in self.state_dict().items():
             require(
@@ -227,7 +232,7 @@ class PromptOrder:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a source, in memory as dicts or as an Arrow table; `place(i)` says where row i stands."""
+    """Rows of a source, in memory as dicts or as an Arrow table. `place(i)` returns the location of row i."""
 
     content: Any
     columns: tuple[str, ...]
@@ -270,7 +275,7 @@ def _file_rows(source: str, where: str) -> _Rows:
     if path.suffix == ".parquet":
         return _parquet_rows(path, where)
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8 byte-order mark
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
     is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
@@ -308,7 +313,7 @@ def _json(content: bytes, place: str) -> Any:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
-    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError: invalid JSON, or a number with thousands of digits
         reason = str(error).partition(";")[0]
         raise ConfigError(f"{place}: not valid JSON ({reason}); put one object on each line of a .jsonl file") from None
 
@@ -333,7 +338,7 @@ def _parquet_rows(path: Path, where: str) -> _Rows:
         with parquet.ParquetFile(path) as file:
             table = file.read()
         names = table.column_names
-    except Exception as error:  # of a damaged file pyarrow raises errors of many types
+    except Exception as error:  # pyarrow raises many exception types for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(f"{where}: not a readable parquet file ({reason}); write it again") from None
     require("prompt" in names, f"{where}: no column 'prompt' among {', '.join(names) or 'none'}; {ROW_HELP}")
@@ -345,7 +350,10 @@ def _parquet_rows(path: Path, where: str) -> _Rows:
 
 
 def _check_values(column: Any, name: str, where: str) -> None:
-    """Refuse a column of an Arrow table with a value that Python cannot hold, which would show when it is used."""
+    """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
+
+    Without this check, the error would occur only when the value is used.
+    """
     if _is_safe(column.type):
         return
     for start in range(0, len(column), _BATCH):
@@ -364,7 +372,7 @@ def _check_value(cell: Any, place: str) -> None:
         raise ConfigError(
             f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
         ) from None
-    except Exception:  # a nanosecond, a date after the year 9999, an unknown time zone, two fields of one name, ...
+    except Exception:  # e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with one name
         raise ConfigError(
             f"{place}: a value of type {cell.type} that Python cannot hold; write it as text, or a time in whole "
             "microseconds between the years 1 and 9999, without a zone or in UTC"
@@ -372,7 +380,7 @@ def _check_value(cell: Any, place: str) -> None:
 
 
 def _is_safe(kind: Any) -> bool:
-    """Whether Python can hold every value of an Arrow type, as of numbers: those need not be looked at."""
+    """Return whether Python can represent every value of an Arrow type, so that no value needs a check."""
     from pyarrow import types
 
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -382,14 +390,14 @@ def _is_safe(kind: Any) -> bool:
 
 
 def _require_round_trips(rows: _Rows, kept: Sequence[int], tokenizer: Any) -> None:
-    """Refuse a tokenizer that loses something of these rows' prompts."""
+    """Raise ConfigError if the tokenizer loses a part of these rows' prompts."""
     control = ControlTokens(tokenizer)
     prompts = [(row, rows.row(row)["prompt"]) for row in kept]
     texts = [
         (row, text)
         for row, prompt in prompts
         for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
-        if not control.spells_added(text)  # these may take white space with them
+        if not control.spells_added(text)  # added tokens may absorb white space
     ]
     if lost := loss([text for _, text in texts], tokenizer):
         number, difference = lost
@@ -401,7 +409,7 @@ def _require_round_trips(rows: _Rows, kept: Sequence[int], tokenizer: Any) -> No
 
 
 def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -> list[str]:
-    """What the user should know about prompts that were left out, or not taken as they are."""
+    """Return messages for the user about prompts that were left out, or whose control tokens became text."""
     notes = []
     if prompts.filtered:
         notes.append(

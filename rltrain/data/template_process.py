@@ -1,10 +1,11 @@
-"""The process in which `rltrain.data.chat_templates` has chat templates compiled and rendered, within limits.
+"""The process that compiles and renders chat templates for `rltrain.data.chat_templates`, within resource limits.
 
-A template is a program from a model directory. Jinja's sandbox keeps it from files and processes, but not from endless
-loops or huge strings, neither when it runs nor when Jinja folds its constants. Here the limits end this process alone.
+A chat template is a program that comes with a model directory. Jinja's sandbox denies the program access to files and
+processes. The sandbox does not prevent endless loops or huge strings, neither at run time nor while Jinja folds
+constants. A template that exceeds the resource limits ends only this process.
 
-A request is a pickle (template, variables, pickles of chats), and comes from the process that started this one. The
-answer is JSON (texts, error): the error is what the template said of the chat after those texts, or null.
+A request is a pickle (template, variables, pickles of chats). Requests come from the parent process. The answer is JSON
+(texts, error). The error is the template's error message for the first chat that has no text, or null.
 """
 
 import contextlib
@@ -22,24 +23,26 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-MEAN_SECONDS = 0.02  # of processor time that the chats of a request may take on average, beyond what one may take
+# Chat i of a request must be rendered within chat_seconds + i * MEAN_SECONDS of processor time since the request began.
+MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # exit status
 
 
 def main(descriptor: int, progress: int, chat_seconds: int, memory_mb: int) -> None:
-    """Answer requests until the other side is closed.
+    """Answer requests until the parent process closes the connection.
 
     Args:
-        descriptor: of the socket.
-        progress: of a file whose first byte says which chat of the request is being rendered.
-        chat_seconds: processor time that one chat may take.
-        memory_mb: how much more than at the start this process may take.
+        descriptor: file descriptor of the socket.
+        progress: descriptor of a file whose first byte holds the index of the chat that is being rendered.
+        chat_seconds: limit on the processor time for one chat, in seconds.
+        memory_mb: limit on the memory that this process allocates after its start, in MB.
     """
     connection = Connection(descriptor)
     begun = mmap.mmap(progress, 1)
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            import transformers.utils.chat_template_utils  # noqa: F401 (its memory is not the template's)
+            # This import precedes the memory limit, so that its memory does not count as the template's.
+            import transformers.utils.chat_template_utils  # noqa: F401
 
             limit_memory(memory_mb)
             while True:
@@ -65,14 +68,17 @@ def _rendered(
             rendered: Any = render_jinja_template([pickle.loads(chat)], chat_template=template, **variables)
         except MemoryError:
             raise
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates can raise any exception
             return texts, str(error)[:1000]
         texts += rendered[0]
     return texts, None
 
 
 def _limit_processor_time(seconds: float) -> None:
-    """Have this process killed (SIGXCPU) when it has used so many seconds, rounded up, since it began."""
+    """Set the limit on this process's total processor time in seconds, rounded up.
+
+    The kernel kills the process with SIGXCPU at the limit.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 

@@ -1,4 +1,7 @@
-"""How many tokens a text has at least, found by counting characters: tokenising megabytes takes minutes."""
+"""Lower bound on the number of tokens in a text.
+
+The bound comes from counting characters, because tokenizing megabytes of text takes minutes.
+"""
 
 import functools
 import json
@@ -9,16 +12,24 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-SHORT = 100_000  # characters of a text that is simply tokenised
-# Parts that split a text and lose nothing of it, or nothing but white space; Split and Punctuation where they say so.
+SHORT = 100_000  # characters; texts up to this length get no bound, because tokenizing them is fast
+# Pre-tokenizers that keep every character.
 _LOSSLESS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
+# Pre-tokenizers that drop only white space.
 _LOSES_SPACE = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+# Pre-tokenizers that keep every character unless their `behavior` is "Removed".
 _SPLITS = ("Split", "Punctuation")
 
 
 @dataclass(frozen=True)
 class _Counting:
-    """What to count: a token covers at most `longest` of the characters that `units` counts."""
+    """How to count the units of a text, of which one token covers a limited number.
+
+    Attributes:
+        longest: largest number of units that one token covers.
+        units: returns the number of units of one character.
+        normalize: applies the tokenizer's normalizer to a text.
+    """
 
     longest: int
     units: Callable[[str], int]
@@ -26,24 +37,28 @@ class _Counting:
 
 
 class TokenBound:
-    """A lower bound for the number of tokens of a text.
+    """A lower bound on the number of tokens in a text.
 
-    Each token covers a piece of the normalised text that is at most as long as the longest entry of the vocabulary, so
-    n characters have at least n / longest tokens. Not counted are characters that may have no token of their own:
+    Each token covers a piece of the normalized text that is at most as long as the longest vocabulary entry. A text of
+    n characters therefore has at least n / longest tokens. The count skips characters that may have no token of their
+    own:
 
-    - those that are no entry of the vocabulary (the tokenizer may drop them, or make one unknown token of many),
-    - white space, where a part of the tokenizer drops it,
-    - begin tokens at the start, of which one is kept.
+    - Characters that are not in the vocabulary: the tokenizer may drop them, or merge several into one unknown token.
+    - White space, if any part of the tokenizer drops it.
+    - Begin tokens at the start of the text, because the prompt encoder keeps only one of them.
 
-    There is no bound for tokenizers that may make one token of any text (word level, WordPiece), or that have parts
-    which are not known here.
+    No bound exists for tokenizers in which one token can cover any text (word level, WordPiece), or whose
+    pre-tokenizers this module does not know.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def least(self, text: str) -> int:
-        """Return a number of tokens that the text has at least; 0 where it is short, or nothing is known."""
+        """Return a lower bound on the number of tokens in the text.
+
+        The bound is 0 if the text is short, or if no better bound is known for the tokenizer.
+        """
         counting = self._counting if len(text) > SHORT else None
         if counting is None:
             return 0
@@ -57,7 +72,7 @@ class TokenBound:
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         try:
             spec = json.loads(backend.to_str()) if backend is not None else {}
-        except Exception:  # a part in Python has no such form
+        except Exception:  # a component written in Python cannot be serialized
             return None
         splitters, model = _flat(spec.get("pre_tokenizer"), "pretokenizers"), spec.get("model", {})
         if model.get("type") not in ("BPE", "Unigram") or not all(map(_keeps_all_but_space, splitters)):
@@ -74,7 +89,7 @@ class TokenBound:
 
 
 def _flat(part: Any, inner: str) -> list[dict[str, Any]]:
-    """The parts of a sequence of parts, or the one part there is."""
+    """Return the components of a possibly nested sequence as a flat list; empty if there are none."""
     if part is None:
         return []
     return [found for one in part[inner] for found in _flat(one, inner)] if part["type"] == "Sequence" else [part]
@@ -86,7 +101,10 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 
 
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
-    """How many units a character counts: 0 if the tokenizer may drop it or run it together with others."""
+    """Return the number of units of a character.
+
+    The number is 0 if the tokenizer may drop the character or merge it with others.
+    """
     if strips and character.isspace():
         return 0
     if in_bytes:
@@ -97,7 +115,7 @@ def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool,
 
 
 def _visible(character: str) -> str:
-    """The characters that byte-level tokenizers write for the bytes of a character."""
+    """Return the characters with which byte-level tokenizers represent the bytes of a character."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     ((visible, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)

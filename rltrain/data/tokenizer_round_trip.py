@@ -1,26 +1,32 @@
-"""What a tokenizer loses of a text: whether the text comes back from its ids."""
+"""Detection of tokenizers that lose text: each text is encoded, decoded and compared with the original."""
 
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST = 10_000  # characters of a text that are looked at
-_SHOWN = 24  # characters on each side of a difference
+_LONGEST = 10_000  # only this many characters at the start of a text are compared
+_SHOWN = 24  # characters shown on each side of a difference
 
 
 def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
-    """Return the number of the first text that the tokenizer loses a part of, and the difference; None: there is none.
+    """Return the index of the first text that the tokenizer damages, and a description of the difference.
 
     A tokenizer may change case, accents, the Unicode form of characters, the amount of white space, and whatever its
-    own normaliser changes. It loses a part of a text if other characters are missing or different, or if words run
-    together: white space between two letters or digits is gone, or all white space of all texts is.
+    own normalizer changes. The tokenizer damages a text in any of these cases:
+
+    - Other characters are missing or different.
+    - White space between two letters or digits is missing.
+    - No text keeps any white space.
 
     Args:
-        texts: without the names of added tokens.
+        texts: texts that contain no names of added tokens.
         tokenizer: a Hugging Face tokenizer.
+
+    Returns:
+        (index, difference), or None if the tokenizer damages no text.
     """
-    gone: tuple[int, str] | None = None  # a text of which all white space is gone
-    kept = False  # whether white space came back anywhere
+    gone: tuple[int, str] | None = None  # the first text that lost all its white space
+    kept = False  # whether any text kept white space
     for number, text in enumerate(text[:_LONGEST] for text in texts):
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -40,13 +46,16 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
 
 
 def _plain(text: str) -> str:
-    """The text without case and accents, in one form of Unicode; SentencePiece's mark of a space is a space."""
+    """Return the text without case and accents, in Unicode form NFKD, with SentencePiece's "▁" as a space."""
     decomposed = unicodedata.normalize("NFKD", text.replace("▁", " ")).casefold()
     return "".join(character for character in decomposed if unicodedata.category(character) != "Mn")
 
 
 def _gaps(text: str) -> tuple[str, set[int]]:
-    """The text without white space, and the positions in it that had white space before them, the first one aside."""
+    """Return the text without white space, and the positions in the result that followed white space.
+
+    White space at the start and at the end of the text is ignored.
+    """
     words = text.split()
     ends = [0]
     for word in words:
@@ -60,7 +69,7 @@ def _normalized(text: str, tokenizer: Any) -> str:
 
 
 def _difference(text: str, back: str) -> str:
-    """Show the surroundings of the first difference, leading white space aside."""
+    """Describe the first difference with its surroundings, ignoring white space at the start and at the end."""
     text, back = text.strip(), back.strip()
     at = 0
     while at < min(len(text), len(back)) and text[at] == back[at]:

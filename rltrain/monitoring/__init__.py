@@ -1,1 +1,1 @@
-"""What is measured and shown of a run: metrics, alarms, files and the terminal."""
+"""Monitoring of a run: metrics, alarms, result files and console output."""

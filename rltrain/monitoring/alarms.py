@@ -1,7 +1,7 @@
-"""Figures of a run that mean that something went wrong, each said in one line: pure, from the metrics of each step.
+"""Alarms: one-line messages when the metrics of a run show that something went wrong.
 
-An alarm is told when it begins, and again only after it had stopped. Nothing is stored: the metrics of the steps before
-a restart, looked at again in order, put `Alarms` back to where it was.
+An alarm is reported when it begins, and again only if it has stopped in between. Alarms depend only on the metrics of
+each step, so checkpoints do not store them: passing the earlier steps' metrics in order restores the state of `Alarms`.
 """
 
 from collections import deque
@@ -10,21 +10,26 @@ from math import isfinite
 
 from rltrain.settings.schema import Config
 
-START_STEPS = 3  # whose mean entropy is the start's: one step is noisy, and after ten a policy has moved
-# A policy that learns loses entropy and has cause to: the built-in tasks end at 20 to 40% of their start. Below this
-# share of it answers to one prompt are all but the same, and nothing is left to choose between.
+# Number of first steps whose mean entropy is the starting entropy. One step is noisy, and after ten steps the policy
+# has changed.
+START_STEPS = 3
+# Alarm threshold for the entropy, as a share of the starting entropy. The entropy of a learning policy falls for good
+# reason: on the built-in tasks it ends at 20 to 40% of its start. Below this share, the answers to one prompt are
+# almost identical, so the policy has no alternatives left to choose from.
 COLLAPSED_SHARE = 0.05
-# Many prompts that are too easy or too hard for one batch are chance in a small one; in so many batches they are not.
+# Number of consecutive steps after which an alarm condition counts as persistent. One small batch may hold many prompts
+# that are too easy or too hard by chance. This many such batches in a row are not chance.
 PERSISTENT_STEPS = 5
-# Rewards are compared as means of so many steps: one step's prompts may be harder.
+# Number of steps over which rewards are averaged for comparison, because the prompts of a single step may be harder.
 WINDOW_STEPS = 5
-# How much of what was learnt, from the first window to the best, must be lost, and this fall must be as large as the
-# spread of single rewards was at the best. Then it is no noise of the mean, nor a curve that has become flat.
+# Share of the reward gain, from the first window to the best one, whose loss raises the alarm. The fall must also be at
+# least as large as the standard deviation of single rewards in the best window. Both conditions together exclude noise
+# of the mean and a reward curve that has become flat.
 LOST_SHARE = 0.5
 
 
 class Alarms:
-    """Looks at each step's metrics.
+    """Checks the metrics of each step for signs of failure.
 
     Args:
         config: the whole config.
@@ -40,13 +45,16 @@ class Alarms:
         }
         self.sounding: set[str] = set()
         self.first_entropies: list[float] = []
-        self.collapsed = self.flat = 0  # steps in a row
-        self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (mean, spread) of the last steps
+        self.collapsed = self.flat = 0  # numbers of consecutive steps
+        self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (mean, standard deviation)
         self.first_reward: float | None = None
         self.best: tuple[float, float] = (float("-inf"), 0.0)
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        """One line for each alarm that begins with this step: value, limit, what to do. Steps come in order."""
+        """Return one line for each alarm that begins at this step: value, limit and remedy.
+
+        Steps must be passed in order.
+        """
         known = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
         begun = []
         for name, rule in self.rules.items():
@@ -57,7 +65,10 @@ class Alarms:
         return begun
 
     def _gap(self, metrics: Mapping[str, float]) -> str:
-        """Engine and actor differ for the same weights; with older ones in the batch they should."""
+        """Return an alarm message if engine and actor disagree too much on the log-probs of tokens; otherwise "".
+
+        A batch with stale tokens raises no alarm, because older weights give other log-probs.
+        """
         gap = metrics.get("rollout/log_prob_gap", metrics.get("actor/engine_gap", 0.0))
         limit = self.config.rollout.max_log_prob_gap
         if metrics.get("rollout/staleness_max", 0.0) > 0 or gap <= limit:
@@ -69,7 +80,7 @@ class Alarms:
         )
 
     def _entropy(self, metrics: Mapping[str, float]) -> str:
-        """The policy says the same whatever is drawn."""
+        """Return an alarm message if the entropy has collapsed, so that samples hardly differ; otherwise ""."""
         if "rollout/entropy" not in metrics:
             return ""
         entropy = metrics["rollout/entropy"]
@@ -87,7 +98,10 @@ class Alarms:
         )
 
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
-        """Answers to one prompt all have the same outcome: of one answer, that means nothing."""
+        """Return an alarm message if the answers to every prompt have had the same outcome for several steps; else "".
+
+        With one answer per prompt there is nothing to compare, so there is no alarm.
+        """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         self.flat = self.flat + 1 if all_flat and self.config.rollout.samples_per_prompt > 1 else 0
         if self.flat < PERSISTENT_STEPS:
@@ -99,7 +113,7 @@ class Alarms:
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:
-        """The mean of the last steps has fallen back."""
+        """Return an alarm message if the mean reward of the last steps is far below its best value; otherwise ""."""
         if "reward/mean" not in metrics:
             return ""
         self.window.append((metrics["reward/mean"], metrics.get("reward/std", 0.0)))

@@ -1,8 +1,10 @@
-"""All metrics that a run writes: name, meaning, unit and healthy range. `docs/metrics.md` is made from this list.
+"""All metrics that a run writes: name, meaning, unit and healthy range.
+
+This command generates `docs/metrics.md` from the list:
 
     python -m rltrain.monitoring.catalogue > docs/metrics.md
 
-A name may hold `<name>` or `<phase>`, which stands for one word.
+The name of a metric may contain `<name>` or `<phase>`, which stands for one word.
 """
 
 import re
@@ -15,10 +17,10 @@ class Metric:
     """One metric, or several whose names differ in one word.
 
     Attributes:
-        name: as in `metrics.jsonl` and `evaluations.jsonl`.
+        name: name in `metrics.jsonl` and `evaluations.jsonl`.
         meaning: what is measured.
-        unit: of the value; "share" is a number from 0 to 1.
-        healthy: what to expect of a run that learns; "" where there is nothing to expect.
+        unit: unit of the value; "share" means a number from 0 to 1.
+        healthy: expected behaviour in a run that learns; "" if there is no expectation.
     """
 
     name: str
@@ -27,7 +29,7 @@ class Metric:
     healthy: str = ""
 
     def matches(self, name: str) -> bool:
-        """Whether this entry describes the metric of this name."""
+        """Return whether this entry describes the metric with the given name."""
         return re.fullmatch(re.sub("<.*?>", r"\\w+", re.escape(self.name)), name) is not None
 
 
@@ -205,7 +207,7 @@ METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 
 
 def page() -> str:
-    """The text of `docs/metrics.md`."""
+    """Return the text of `docs/metrics.md`."""
     lines = [
         "# Metrics",
         "",

@@ -1,4 +1,4 @@
-"""What a user sees: the plan, a live bar, samples, and at the end what was learnt and where it lies."""
+"""Console output of a run: progress bar, samples, warnings, and a final summary of the results."""
 
 import shlex
 import sys
@@ -14,17 +14,17 @@ from rich.text import Text
 from rltrain.base.errors import one_line
 from rltrain.batch.data_proto import DataProto
 
-SHOWN_PARTS = 3  # of a reward, in the bar
-PLAIN_EVERY = 10  # steps between lines where there is no terminal to draw a bar on
+SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
+PLAIN_EVERY = 10  # steps between lines where the output is not a terminal
 
 
 class ConsoleDisplay:
-    """Shows a run on a terminal, or line by line where there is none.
+    """Shows the progress of a run: as a live bar on a terminal, otherwise as lines of text.
 
     Args:
-        total_steps: of the run.
-        sample_every: steps between samples; 0: none.
-        console: where to write.
+        total_steps: number of training steps of the run.
+        sample_every: number of steps between printed samples; 0: no samples.
+        console: console to write to.
     """
 
     def __init__(self, total_steps: int, sample_every: int, console: Console) -> None:
@@ -51,7 +51,7 @@ class ConsoleDisplay:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say what the user is waiting for."""
+        """Show what the run is waiting for while the block runs."""
         if self.console.is_terminal:
             with self.console.status(what):
                 yield
@@ -60,7 +60,10 @@ class ConsoleDisplay:
             yield
 
     def progress_of(self, what: str) -> Callable[[int, int], None]:
-        """A callback for `done` of `total` small steps of what comes before training; silent if it is never called."""
+        """Return a callback that shows the progress of a preparation phase before training.
+
+        The callback takes the number of finished parts and their total number. Nothing is shown until its first call.
+        """
 
         def update(done: int, total: int) -> None:
             self.progress.update(self.task, state=f"{what}: {done}/{total}" if done < total else "")
@@ -70,7 +73,7 @@ class ConsoleDisplay:
         return update
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
-        """Move the bar; now and then show a sample."""
+        """Update the progress bar, and show a sample at step 1 and every `sample_every` steps."""
         state = step_text(metrics)
         self.progress.update(self.task, completed=step, state=state)
         if not self.console.is_terminal and (step % PLAIN_EVERY == 0 or step == self.total_steps):
@@ -80,7 +83,7 @@ class ConsoleDisplay:
         self.failures(step, batch)
 
     def failures(self, step: int, batch: DataProto) -> None:
-        """Say that rewards failed: at the first step where any did, and then now and then."""
+        """Warn about failed rewards at the first step that has any, and later only every `PLAIN_EVERY` steps."""
         errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
         if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
             first = one_line(errors[0])
@@ -89,19 +92,19 @@ class ConsoleDisplay:
         self.failures_seen = self.failures_seen or bool(errors)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """One line."""
+        """Print the accuracies and the answer length of an evaluation on one line."""
         text = ", ".join(f"{kind} {metrics[f'eval/{kind}_accuracy']:.1%}" for kind in ("sampled", "greedy"))
         length = metrics["eval/sampled_length"]
         line = f"held-out accuracy after {step} steps: {text}; {length:.1f} tokens"
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def warning(self, text: str) -> None:
-        """One line that stands out."""
+        """Print a warning as one coloured line."""
         self.console.print(Text(f"warning: {one_line(text, 1000)}", "yellow"), soft_wrap=True)
 
 
 def step_text(metrics: dict[str, float]) -> str:
-    """The figures of the bar."""
+    """Return the metrics of a step as text for the progress bar."""
     kl = metrics.get("actor/ref_kl", metrics.get("reward/kl", metrics.get("actor/ppo_kl", 0.0)))
     parts = _parts(metrics)
     scores = [f"{name} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
@@ -113,18 +116,22 @@ def step_text(metrics: dict[str, float]) -> str:
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the reward's parts."""
+    """Return the names of the reward components."""
     names = (name.split("/") for name in metrics)
     return [name[1] for name in names if len(name) == 3 and name[0] == "reward" and name[2] == "mean"]
 
 
 def sample_text(step: int, batch: DataProto) -> Text:
-    """One sample with its reward, another one each time; what a model wrote is never read as markup."""
+    """Return one sample of the batch with its reward; the row changes with the step.
+
+    Text that a model wrote is never interpreted as console markup.
+    """
     row = (step * 7) % len(batch)
     objects = batch.non_tensor_batch
     prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
-    scored = not bool(batch.batch["reward_components"][row].isnan().all())  # `valid` says whether it is in a statistic
+    # Not `valid`: that column is also False for scored rows that are excluded from the statistics.
+    scored = not bool(batch.batch["reward_components"][row].isnan().all())
     score = f"{float(batch.batch['scores'][row]):g}" if scored else "failed"
     start, end = (f"  step {step}:", "dim"), f"{ending}  -> reward {score}"
     return Text.assemble(start, " ", one_line(prompt), (one_line(response), "bold"), end)
@@ -141,7 +148,7 @@ def summary(
     overrides: Sequence[str],
     finished: bool,
 ) -> None:
-    """What was learnt, where it lies and what to type next."""
+    """Print the training results, the paths of the result files, and a command to run next."""
     title = "Done" if finished else "Stopped early"
     console.print(f"\n[bold]{title}[/] after {len(history)} steps, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
@@ -164,7 +171,7 @@ def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str,
 
 
 def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """What goes on with a run that was stopped."""
+    """Return the command that resumes a stopped run."""
     own = ("trainer.output_dir", "trainer.resume")
     rest = [override for override in overrides if override.split("=", 1)[0] not in own]
     words = [*rest, f"trainer.output_dir={output_dir}", "trainer.resume=auto"]
@@ -172,10 +179,10 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Another algorithm on the same problem, or the curves of this one."""
+    """Return two commands: training with another algorithm on the same problem, and TensorBoard with the curves."""
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
-    last = {override.split("=", 1)[0]: override for override in overrides}  # of two for one key the later counts
+    last = {override.split("=", 1)[0]: override for override in overrides}  # the last override of a key wins
     of_this_run = ("algorithm", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
     rest = [override for key, override in last.items() if key not in of_this_run]
     command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))

@@ -1,4 +1,4 @@
-"""Measuring a step: what the samples looked like, and where the time went."""
+"""Metrics of one training step: statistics of its samples, and the time of its phases."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,12 @@ from rltrain.algorithms import rollout_diagnostics
 from rltrain.batch.data_proto import DataProto
 from workers.training.dispatch import divergence
 
-COLLECTED = ("reward/mean_generated", "rollout/groups_dropped", "rollout/groups_missing")  # by dynamic sampling
+# Metrics that dynamic sampling stores in `meta_info`.
+COLLECTED = ("reward/mean_generated", "rollout/groups_dropped", "rollout/groups_missing")
 
 
 class Timer:
-    """Seconds by phase of one step."""
+    """Measures the seconds that each phase of one step takes."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -20,24 +21,26 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time inside the block to `timing/<phase>`."""
+        """Add the time that the block takes to `timing/<phase>`."""
         start = time.perf_counter()
         yield
         key = f"timing/{phase}"
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
-        """Phases, the whole step, and tokens (prompt and response) a second over it."""
+        """Return the seconds of each phase and of the whole step, and the prompt and response tokens per second."""
         step = time.perf_counter() - self.began
         tokens = len(batch.values("prompts")) + len(batch.values("responses"))
         return {**self.seconds, "timing/step": step, "perf/tokens_per_s": tokens / step}
 
 
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
-    """Rewards, lengths and endings of a batch; means over valid rows, fractions of all rows.
+    """Compute the metrics of a batch for rewards, answer lengths and finish reasons.
 
-    `reward/accuracy` is the share of valid rows whose outcome is above 0: the score without the functions that score
-    the form alone. Rows without an outcome are left out.
+    Reward means and standard deviations are over valid rows. Lengths and fractions are over all rows.
+
+    `reward/accuracy` is the share of valid rows whose outcome is above 0. The outcome is the score without the
+    functions that only score the form of an answer. Rows without an outcome are left out.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = batch.lengths("responses").float()
@@ -67,13 +70,16 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
 
 
 def entropy_estimate(batch: DataProto) -> float:
-    """Of the policy that sampled, at its temperature: minus the mean log-prob of what it drew, in nats a token."""
+    """Estimate the entropy of the sampling policy at its temperature, in nats per token.
+
+    The estimate is minus the mean log-prob of the sampled tokens, or NaN if there are none.
+    """
     sampled = batch.values("rollout_log_probs")
     return -float(sampled.mean()) if len(sampled) else float("nan")
 
 
 def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
-    """How many weight versions the tokens are behind those that are trained now: mean and largest."""
+    """Compute the mean and the largest number of weight versions by which tokens are older than `version`."""
     behind = version - batch.values("policy_version")
     return {
         "rollout/staleness_mean": float(behind.float().mean()) if len(behind) else 0.0,
@@ -82,10 +88,11 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
-    """How far the engine's log-probs are from the actor's for the same tokens and weights.
+    """Compare the engine's log-probs of the response tokens with the actor's.
 
-    Mean and largest absolute difference in nats, estimates of KL(engine || actor), and the effective sample size of the
-    importance weights, as a share of the tokens.
+    Returns:
+        Mean and largest absolute difference in nats, estimates of KL(engine || actor), and the effective sample size of
+        the importance weights as a share of the tokens.
     """
     mask = batch.values("response_mask")
     old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")

@@ -1,7 +1,14 @@
-"""What a run leaves on disk: metrics, evaluations and a ledger as JSON lines, rollouts as parquet, TensorBoard events.
+"""Result files of a run.
 
-The ledger has one line a step: `used` and `dropped`, the uids of the prompt groups that were trained on and of those
-that were thrown away, over all lines each exactly once; and `failed`, the (uid, sample) of answers whose reward failed.
+The files are metrics, evaluations, ledger and alarms as JSON lines, rollouts as parquet, and TensorBoard events.
+
+The ledger has one line per step with these keys:
+
+- `used`: uids of the prompt groups that were trained on.
+- `dropped`: uids of the prompt groups that were discarded.
+- `failed`: (uid, sample) of the answers whose reward failed.
+
+Each uid occurs exactly once in the whole ledger, either in `used` or in `dropped`.
 """
 
 import json
@@ -20,30 +27,30 @@ from rltrain.base.storage import FileStart
 from rltrain.batch.data_proto import DataProto
 
 METRICS, EVALUATIONS, LEDGER, ALARMS = "metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "alarms.jsonl"
-CURVES = ("step", "reward/mean", "rollout/length_mean")  # kept in memory of steps long past
+CURVES = ("step", "reward/mean", "rollout/length_mean")  # kept in memory for all steps
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
 
 
 class Display(Protocol):
-    """What shows a run to its user."""
+    """Interface of a display that shows a run to the user."""
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
-        """After each step."""
+        """Show the metrics and a sample of a training step. Called after each step."""
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """After each evaluation."""
+        """Show the metrics of an evaluation. Called after each evaluation."""
 
     def warning(self, text: str) -> None:
-        """What the user should know, on one line."""
+        """Show a one-line warning."""
 
 
 class Tracker:
-    """Writes a run's results as they come.
+    """Writes the results of a run to disk as they arrive.
 
     Args:
-        output_dir: of the run; exists.
-        display: shows them too.
-        components: names of the reward's parts.
+        output_dir: output folder of the run; must exist.
+        display: display that also shows the results.
+        components: names of the reward components.
     """
 
     def __init__(self, output_dir: Path, display: Display, components: Sequence[str]) -> None:
@@ -63,11 +70,14 @@ class Tracker:
         self.tensorboard = SummaryWriter(str(self.output_dir / "tensorboard"), purge_step=purge_step)
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
-        """Put all files back to what they were after `step`.
+        """Restore all files to their contents after `step`.
 
-        `kept` has the contents of the files that `state` named at that time; at the start of a run it is {}.
+        Args:
+            step: last training step whose results are kept.
+            kept: contents, after `step`, of the files that `state` names; {} for the start of a run.
 
-        Returns the metrics of all steps until then.
+        Returns:
+            Metrics of all steps up to `step`.
         """
         self._close()
         for name in self.files:
@@ -80,57 +90,61 @@ class Tracker:
         steps, self.evaluations = (rows_of(kept.get(name, b"")) for name in (METRICS, EVALUATIONS))
         whole = any((self.output_dir / "tensorboard").glob("events.*"))
         self._open(step + 1 if whole else None)
-        if not whole:  # another folder than the run began in
+        if not whole:  # the run began in another folder, so this one lacks the earlier events
             for row in (*steps, *self.evaluations):
                 self._write_scalars(row)
         self.history = [*steps[:1], *map(_curves, steps[1:-1]), *steps[1:][-1:]]
         return steps
 
     def state(self) -> dict[str, FileStart]:
-        """The files that a checkpoint copies, as far as they are written now, by name."""
+        """Return the files that a checkpoint copies, up to their current size, by name."""
         paths = {name: self.output_dir / name for name in self.files}
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Everything that is known of the weights after `step`."""
+        """Return all metrics that are known for the weights after `step`."""
         rows = [row for kept in (self.history, self.evaluations) for row in kept[-1:] if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
 
     def names(self) -> set[str]:
-        """Of all metrics of the last step and the last evaluation."""
+        """Return the names of all metrics of the last step and of the last evaluation."""
         return {name for kept in (self.history, self.evaluations) for row in kept[-1:] for name in row}
 
     def evaluated(self, step: int) -> bool:
-        """Whether the weights after `step` were evaluated."""
+        """Return whether the last evaluation was of the weights after `step`."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == step
 
     def log_step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
-        """Record a training step: its metrics, all of its samples, and its line of the ledger."""
+        """Record and show a training step: its metrics, all its samples and its line in the ledger."""
         self._write_samples(f"step_{step:06d}", batch)
         self._write_line(LEDGER, ledger_line(step, batch))
         self._write(METRICS, self.history, step, metrics)
         self.display.step(step, metrics, batch)
 
     def log_failed(self, step: int, batch: DataProto) -> Path:
-        """Record the samples of a step that could not be trained on; returns the file."""
+        """Write the samples of a step that could not be trained on, and return the path of the file."""
         return self._write_samples(f"failed_{step:06d}", batch)
 
     def save_batch(self, step: int, batch: DataProto) -> str:
-        """Keep the whole batch of a step in `failed/`, for `DataProto.load`; returns its path, or why there is none."""
+        """Save the whole batch of a step in the folder `failed`, to be read with `DataProto.load`.
+
+        Returns:
+            The path of the file, or the reason why the batch could not be saved.
+        """
         path = self.output_dir / "failed" / f"step_{step:06d}.pt"
         try:
             path.parent.mkdir(exist_ok=True)
             batch.save(path)
-        except (OSError, RuntimeError, TypeError) as error:  # a full disk; a column that JSON cannot hold
+        except (OSError, RuntimeError, TypeError) as error:  # full disk, or a column that JSON cannot hold
             return f"could not be kept ({' '.join(str(error).split())})"
         return str(path)
 
     def warn(self, text: str) -> None:
-        """Tell the user, now."""
+        """Show a warning to the user immediately."""
         self.display.warning(text)
 
     def log_alarm(self, step: int, text: str) -> None:
-        """Tell the user, and record it; the text names the step itself."""
+        """Show an alarm to the user and record it. The text must name the step."""
         self.warn(text)
         self._write_line(ALARMS, {"step": step, "alarm": redacted(text)})
 
@@ -140,15 +154,15 @@ class Tracker:
         return path
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Record an evaluation of the weights after `step` steps."""
+        """Record and show an evaluation of the weights after `step` steps."""
         self._write(EVALUATIONS, self.evaluations, step, metrics)
         self.display.evaluation(step, metrics)
 
     def _write(self, file: str, kept: list[dict[str, float]], step: int, metrics: dict[str, float]) -> None:
-        if file == METRICS and len(kept) > 1:  # the first says what there is, the last what holds now
+        if file == METRICS and len(kept) > 1:  # only the first and the last row keep all metrics
             kept[-1] = _curves(kept[-1])
         kept.append({"step": step, **metrics})
-        # JSON has no NaN and no infinity: readers other than Python's would refuse the line.
+        # JSON has no NaN and no infinity: parsers other than Python's would reject the line.
         line = {name: value if math.isfinite(value) else None for name, value in kept[-1].items()}
         self._write_line(file, line)
         self._write_scalars(kept[-1])
@@ -168,7 +182,7 @@ class Tracker:
         self.tensorboard.close()
 
     def close(self) -> Path | None:
-        """Finish the files and draw the learning curve; returns its path, or None when there was no step."""
+        """Close the files and draw the learning curve. Returns the path of its image, or None if there was no step."""
         self._close()
         if not self.history:
             return None
@@ -182,13 +196,13 @@ def _curves(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def rows_of(lines: bytes) -> list[dict[str, float]]:
-    """Metrics as they were before JSON, which has no NaN."""
+    """Parse metrics from JSON lines; null becomes NaN, which JSON cannot represent."""
     rows = (json.loads(line) for line in lines.splitlines())
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
 
 
 def ledger_line(step: int, batch: DataProto) -> dict[str, Any]:
-    """What became of every prompt group of a step, and which answers failed."""
+    """Return the ledger line of a step: the prompt groups used and dropped, and the answers whose reward failed."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
     return {
@@ -200,9 +214,10 @@ def ledger_line(step: int, batch: DataProto) -> dict[str, Any]:
 
 
 def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
-    """Every sample of a batch, one row each: texts, ids, log-probs, scores, advantages and why it ended.
+    """Return a table with one row per sample of a batch.
 
-    `reward_components` has the score of each part by its name; null where it did not apply or the sample failed.
+    The columns include texts, token ids, log-probs, scores, advantages and finish reasons. `reward_components` has the
+    score of each component by name; it is null if the component does not apply or the sample failed.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")
@@ -231,7 +246,7 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
 
 
 def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[str, float]], path: Path) -> None:
-    """Reward and answer length over steps, with the evaluations, as a PNG."""
+    """Draw the training reward, the evaluation rewards and the answer length over the steps as a PNG file."""
     import matplotlib as mpl
 
     mpl.use("Agg")

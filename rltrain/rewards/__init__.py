@@ -1,21 +1,22 @@
-"""Reward functions: `(prompt, response, columns of the data) -> score`. Nothing here imports torch.
+"""Reward functions: `(prompt, response, columns of the data) -> score`. No module in this package imports torch.
 
-Each is named in the config by its path, `rltrain.rewards.exact_match:exact_match`. None means that a function does not
-apply to a sample, for example because it has no answer. Names in brackets have defaults.
+The config names a reward function by its path, for example `rltrain.rewards.exact_match:exact_match`. A score of None
+means that the function does not apply to a sample, for example because the sample has no answer. Options in parentheses
+have defaults.
 
 | function | column | options | score |
 |---|---|---|---|
-| `final_answer.final_answer` | answer | | 1 if what follows the last `#` is the answer, and it was finished |
-| `final_answer.exact_answer` | answer | | 1 if the whole response is the answer, and it was finished |
+| `final_answer.final_answer` | answer | | 1 if the text after the last `#` is the answer and the response is finished |
+| `final_answer.exact_answer` | answer | | 1 if the whole response is the answer and the response is finished |
 | `exact_match.exact_match` | answer | (ignore_case, ignore_whitespace) | 1 if the whole response is the answer |
 | `numeric_match.numeric_match` | answer | (marker, rel_tol, abs_tol) | 1 if the last number is the answer |
 | `math_answer.math_answer` | answer | (float_rounding, strict) | 1 if the expressions are equal |
 | `multiple_choice.multiple_choice` | answer | (choices) | 1 if the chosen letter is the answer |
 | `regex_format.regex_format` | | pattern, (full, flags) | 1 if the pattern matches |
-| `json_schema.json_schema` | schema | | 1 if the response is JSON that the schema allows |
+| `json_schema.json_schema` | schema | | 1 if the response is JSON that is valid under the schema |
 | `code_tests.code_tests` | tests | (timeout_s, memory_mb, all_or_nothing, entry_point) | share of tests passed |
-| `length.length_penalty` | | target, (unit, both_sides) | 0 to -1: how far beyond the target |
-| `length.overlong_penalty` | | max_length, buffer, (unit) | 0 to -1: how far into the buffer before the limit |
+| `length.length_penalty` | | target, (unit, both_sides) | 0 to -1: relative excess over the target |
+| `length.overlong_penalty` | | max_length, buffer, (unit) | 0 to -1: used share of the buffer before the limit |
 | `repetition.repetition_penalty` | | (ngram, max_penalty) | 0 to -1: share of repeated n-grams |
 | `judge.judge` | all | base_url, model, (question, score, scale, ...) | the number that a language model answers |
 """

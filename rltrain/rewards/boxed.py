@@ -1,4 +1,4 @@
-r"""The `\boxed{...}` of a response, found in one pass whatever the braces do."""
+r"""Find the last `\boxed{...}` of a response in one pass, also if braces are unbalanced."""
 
 import re
 
@@ -7,15 +7,15 @@ _BOX = r"\boxed"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last `\boxed{...}` that is closed, the inner one of nested boxes; None without one.
+    r"""Return the content of the last closed `\boxed{...}`, or None without one. Inner boxes take precedence.
 
-    Braces are counted, and `\{`, `\}` are text. A box that is never closed, as at the end of a truncated response, is
-    no statement. Takes time in proportion to the text.
+    Braces are counted, and `\{` and `\}` are treated as text. A box that is never closed, as at the end of a truncated
+    response, is ignored. The time is linear in the length of the text.
     """
     if _BOX not in text:
         return None
     start, end = -1, -1
-    open_braces: list[int] = []  # where a box's content starts; -1 for any other brace
+    open_braces: list[int] = []  # for each open brace, the start of a box's content; -1 for a brace of no box
     for token in _TOKEN.finditer(text):
         found = token[0]
         if found == "}":

@@ -1,4 +1,4 @@
-"""Rewards for programs: the share of tests that a response's code passes, in a sandbox."""
+"""Reward for programs: run the code of a response in a sandbox and return the share of tests that it passes."""
 
 import re
 import time
@@ -13,7 +13,8 @@ from rltrain.rewards.sandbox_inside import LINK
 
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
-_OF_A_CALL = 0.75  # of the seconds that a reward's call may take; the rest is for starting and ending processes
+# Fraction of `reward_timeout_s` that the tests may use. The remaining time is for starting and ending processes.
+_OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
 
@@ -29,43 +30,48 @@ def code_tests(
     entry_point: str | None = None,
     reward_timeout_s: float | None = None,
 ) -> float:
-    """Run the program in a response, and tests on it.
+    """Run the program in a response and test it.
 
-    Tests as text run in a process beside the program's, in the same sandbox; a function of the program that they call
-    runs in the program's process, and only plain data comes back. So a program passes nothing by ending early, by what
-    it prints or registers, by objects that are equal to everything, or by changing what assert, AssertionError,
-    unittest or builtins mean: all that is in another process, which cannot be read from there. It does not see the
-    tests either, apart from the arguments of calls that are made.
+    If `tests` is text, the tests run in a second process next to the program's process, in the same sandbox. When a
+    test calls a function of the program, the function runs in the program's process, and only plain data is sent back.
+    The program can neither read nor change the process of the tests. So none of the following passes a test: to exit
+    early, to print output, to register hooks, to return objects that are equal to everything, or to redefine `assert`,
+    `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments of the calls.
 
-    What remains: a program can tell by its arguments that it is tested, and remember answers; helpers, modules' members
-    and classes that the tests take from the program are the program's, comparisons of two of its own objects too.
-    In the weak form of the sandbox nothing of this holds against a program that looks for it outside of Python.
+    Known weaknesses: A program can detect from its arguments that it is being tested, and it can return memorized
+    answers. Helper functions, module members and classes that the tests take from the program are controlled by the
+    program. Comparisons between two of the program's own objects are controlled by the program too. In the weak form of
+    the sandbox, none of these guarantees hold against a program that attacks through the operating system.
 
-    What tests as text cannot do: `isinstance` and `except` with the program's own classes; arithmetic, `<` and `in`
-    between the program's own objects and plain data, as in `Vector(1, 2) * 3` (between two of its objects is fine);
-    and look below the first level of an argument for what the program changed in place by identity. Names of builtins
-    stay Python's, and so do `math`, `cmath` and `unittest`.
+    Tests given as text cannot use `isinstance` or `except` with the program's own classes. They cannot use arithmetic,
+    `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`; the same operations
+    between two of the program's objects work. If the program changes an argument in place, the tests see the change
+    through the argument itself, but not through a separate reference to an object nested in it. The names of Python's
+    builtins and of `math`, `cmath` and `unittest` always mean Python's own versions.
 
     Args:
-        prompt: not looked at; every reward function gets it.
-        response: its last block fenced as python is the program, or the last one without a language, or else the whole.
-        tests: Python text of asserts, as in MBPP, or with functions that hold them, as in HumanEval; or pairs
-            {"input": ..., "output": ...}: the program reads the one and must write the other and end with exit code 0.
-            White space at the ends of lines, and empty lines at the end, do not count.
-        timeout_s: wall-clock seconds for all tests together, without those that interpreters take to start. When they
-            are used up, what passed until then counts.
+        prompt: unused; every reward function receives it.
+        response: the last code block fenced as python is the program. If there is none, the last block without a
+            language is used, and otherwise the whole response.
+        tests: either Python text or pairs. The text contains asserts, as in MBPP, or functions that contain asserts, as
+            in HumanEval. A pair is {"input": ..., "output": ...}: the program reads the input from standard input, and
+            must write the output to standard output and exit with code 0. White space at the ends of lines and empty
+            lines at the end are ignored.
+        timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When the
+            time is used up, the tests that have passed so far count.
         memory_mb: see `sandbox.run`.
-        sandbox: "auto", "required" or "limits": the `level` of `sandbox.run`.
-        all_or_nothing: 1 if every test passes, else 0.
-        entry_point: the program's function that `check`, which tests of HumanEval define, is called with.
-        reward_timeout_s: the run's `reward.timeout_s`, which is filled in: `timeout_s` is at most 3/4 of it.
+        sandbox: the `level` of `sandbox.run`: "auto", "required" or "limits".
+        all_or_nothing: return 1 if every test passes, else 0.
+        entry_point: name of the program's function that is passed to `check`, which HumanEval tests define.
+        reward_timeout_s: the run's `reward.timeout_s`, set automatically. `timeout_s` is capped at 3/4 of it.
 
     Returns:
-        Passed tests over all tests; those that were not reached in time did not pass.
+        Number of passed tests divided by the number of all tests. Tests that were not reached in time count as failed.
 
     Raises:
-        ValueError: there are no tests, or they cannot be read. It is not the response's fault.
-        SandboxError: no sandbox of this level works here, or starting it for each pair takes too long.
+        ValueError: there are no tests, or the tests cannot be parsed. This is an error in the data, not in the
+            response.
+        SandboxError: no sandbox of this level works on this machine, or starting it for each pair takes too long.
     """
     most = float("inf") if reward_timeout_s is None else _OF_A_CALL * reward_timeout_s
     limits: dict[str, Any] = {"timeout_s": min(timeout_s, most), "memory_mb": memory_mb, "level": sandbox}
@@ -78,7 +84,10 @@ def code_tests(
 
 
 def extract_program(response: str) -> str:
-    """Return the last block fenced as python, else the last without a language, else all; an open block ends last."""
+    """Return the last block fenced as python, else the last block without a language, else the whole response.
+
+    A block that is never closed extends to the end of the response.
+    """
     blocks: dict[str, str] = {}
     place = 0
     while opening := _OPENING.search(response, place):
@@ -120,7 +129,10 @@ def _share_of_pairs(
             break
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
-        if in_time <= 0 and used < (time.monotonic() - begin) / 2:  # not the program's fault: no score
+        # Python's start-up took most of the time. That is not the program's fault, so the sample fails instead of
+        # scoring 0.
+
+        if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
                 f"sandbox: {done} of {len(pairs)} pairs of tests were run in time, and most of it went into starting "
                 "Python; raise reward.timeout_s, or give fewer pairs"
@@ -142,6 +154,6 @@ def _without_edges(text: str) -> str:
 
 @cache
 def _inside() -> str:
-    """One text of both modules: in the sandbox there is no package to import from."""
+    """Return the source of both modules as one text, because the sandbox has no package to import them from."""
     link, inside = (Path(str(module.__file__)).read_text("utf-8") for module in (code_tests_link, code_tests_inside))
     return link + "".join(line for line in inside.splitlines(True) if not line.startswith("from rltrain."))

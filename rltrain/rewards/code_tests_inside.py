@@ -1,6 +1,7 @@
-"""Program and tests in two processes inside one sandbox, joined by a link.
+"""Run a program and its tests in two processes inside one sandbox, connected by a link.
 
-Only for `rltrain.rewards.code_tests`, which runs the text of `code_tests_link` and of this file in both processes.
+Only `rltrain.rewards.code_tests` uses this file. It runs the source of `code_tests_link` and of this file in both
+processes.
 """
 
 import ast

@@ -1,8 +1,9 @@
-"""Two processes that use each other's objects, of which one may be an enemy; see `rltrain.rewards.code_tests_inside`.
+"""Let two processes use each other's objects, although one of them may be hostile; see `code_tests_inside`.
 
-Plain data crosses by value; whatever else stays where it is, and the other process gets a `Far` in its place. What the
-tests' process receives can only be plain data, whatever the program's process sends: no object of the program, with an
-equality of its own, gets in, and no message can have a function called or an object changed.
+Plain data is sent by value. Any other object stays in its process, and the other process gets a `Far` object instead.
+The process of the tests can only receive plain data and `Far` objects, whatever the process of the program sends. So it
+never holds an object of the program with a custom equality, and no message can make it call a function or change an
+object while the message is read.
 """
 
 import builtins

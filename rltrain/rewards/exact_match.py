@@ -1,4 +1,4 @@
-"""1 where the whole response is the answer."""
+"""Reward for exact answers: 1 if the whole response is the answer."""
 
 import unicodedata
 
@@ -13,18 +13,18 @@ def exact_match(
 ) -> float | None:
     """Compare the whole response with the answer, character by character.
 
-    Two ways in which Unicode writes one character (e with an accent, say) are the same. White space around the text
-    counts too, unless `ignore_whitespace`.
+    Both texts are normalized to Unicode NFC, so that two encodings of the same character (such as e with an accent) are
+    equal. White space around the text must match too, unless `ignore_whitespace` is set.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        answer: the right text; a number is compared as Python writes it.
-        ignore_case: small and capital letters are the same, in every script.
-        ignore_whitespace: white space does not count anywhere: "x = 1" is "x=1".
+        answer: the right text. A number is converted with Python's `str`.
+        ignore_case: treat upper-case and lower-case letters as equal, in every script.
+        ignore_whitespace: remove all white space before the comparison, so that "x = 1" equals "x=1".
 
     Returns:
-        1.0 or 0.0; None without an answer.
+        1.0 or 0.0, or None without an answer.
     """
     if answer is None:
         return None

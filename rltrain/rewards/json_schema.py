@@ -1,4 +1,4 @@
-"""1 where a response is JSON of the form that a schema describes."""
+"""Reward for structured output: 1 if a response is JSON that is valid under a schema."""
 
 import functools
 import json
@@ -6,27 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPENING, _CLOSING = "```json", "```"
-_SHALLOW = 20  # lists in lists that any schema that ends can be followed through
+_SHALLOW = 20  # nesting depth of values up to which a RecursionError means that the schema refers to itself endlessly
 
 
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
-    """Check the response, or its last closed block fenced as ```json, against a JSON Schema.
+    """Validate the response, or its last closed block fenced as ```json, against a JSON Schema.
 
-    Each fence is a line of its own. What Python reads but JSON does not know (NaN, Infinity) is not valid, nor are
-    whole numbers of more than 4300 digits, lists nested some hundred deep or, under `multipleOf`, numbers beyond a
-    float's range. `format` in a schema is an annotation and checks nothing. References outside the schema are never
-    fetched.
+    Each fence must be on its own line. These values are invalid: constants that Python reads but JSON does not allow
+    (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred levels deep, and, under
+    `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an annotation and is not
+    checked. References to documents outside the schema are never fetched.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        schema: the schema, or its JSON text, as a column of the data may hold it; without `$schema`, draft 2020-12.
+        schema: the schema, or its JSON text, for example from a column of the data. Without `$schema`, draft 2020-12
+            applies.
 
     Returns:
-        1.0 if valid, else 0.0; None without a schema.
+        1.0 if the JSON is valid, else 0.0; None without a schema.
 
     Raises:
-        ValueError: the schema is no JSON, no JSON Schema, or refers to itself without end or to what it does not hold.
+        ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or has a reference that it
+            does not contain.
     """
     if schema is None:
         return None
@@ -46,12 +48,15 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
         if _depth(value) <= _SHALLOW:
             raise ValueError(f"schema {text[:80]!r} refers to itself without end; correct it") from None
         return 0.0
-    except (ValueError, OverflowError):  # OverflowError: multipleOf of a number beyond a float's range
+    except (ValueError, OverflowError):  # OverflowError: `multipleOf` on a number beyond the range of a float
         return 0.0
 
 
 def _json_text(response: str) -> str:
-    """Return the last closed json block, else the whole response. Line by line: a JSON string holds no line end."""
+    """Return the last closed json block, else the whole response.
+
+    The text is split at line breaks. This is safe because a JSON string cannot contain a line break.
+    """
     block: str | None = None
     opened: list[str] | None = None
     if _OPENING not in response.lower():
@@ -63,14 +68,14 @@ def _json_text(response: str) -> str:
         elif mark == _CLOSING:
             block, opened = "\n".join(opened), None
         elif mark == _OPENING:
-            opened = []  # the one before was never closed
+            opened = []  # the previous block was never closed
         else:
             opened.append(line)
     return response if block is None else block
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects lie in each other; 0 for a number."""
+    """Return the nesting depth of lists and objects; 0 for a number."""
     depth, level = 0, [value]
     while level := [inner for one in level for inner in _members(one)]:
         depth += 1
@@ -87,7 +92,7 @@ def _refuse(constant: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _validator(text: str) -> Any:
-    """Check a schema once and build what validates with it."""
+    """Check the schema and return its validator. The result is cached."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY
@@ -104,4 +109,4 @@ def _validator(text: str) -> Any:
     except SchemaError as error:
         reason = " ".join(error.message.split())[:120]
         raise ValueError(f"schema {text[:80]!r} is no JSON Schema: {reason}; correct it") from None
-    return kind(schema, registry=REGISTRY)  # its own registry would fetch references from the network
+    return kind(schema, registry=REGISTRY)  # the default registry would fetch references from the network

@@ -1,4 +1,4 @@
-"""Penalties for long responses, from 0 to -1, in characters or words: a reward function gets text, not tokens."""
+"""Penalties from 0 to -1 for long responses. Lengths are in characters or words, because rewards get no tokens."""
 
 from typing import Literal
 
@@ -13,21 +13,21 @@ def length_penalty(
     unit: Unit = "characters",
     both_sides: bool = False,
 ) -> float | None:
-    """Take more off the longer a response is beyond a target.
+    """Penalize a response in proportion to its excess over a target length.
 
         -min(1, max(0, n - target) / target)        n: the response's length; |n - target| with `both_sides`
 
-    So the score is 0 up to the target, -0.5 at one and a half of it, and -1 from twice its length on.
+    The score is 0 up to the target, -0.5 at 1.5 times the target, and -1 from twice the target.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        target: the length wanted; the same for all, or a column of the data.
-        unit: "characters" (code points of Unicode) or "words" (between white space: for languages that write it).
-        both_sides: too short counts as too long does.
+        target: the target length, either one number for all samples or a column of the data.
+        unit: "characters" (Unicode code points) or "words" (separated by white space; only for languages that use it).
+        both_sides: also penalize responses that are shorter than the target.
 
     Returns:
-        A score in [-1, 0]; None without a target.
+        A score in [-1, 0], or None without a target.
 
     Raises:
         ValueError: the target is not above 0, or the unit is unknown.
@@ -43,20 +43,21 @@ def length_penalty(
 def overlong_penalty(
     prompt: str, response: str, *, max_length: float, buffer: float, unit: Unit = "characters"
 ) -> float:
-    """Take nothing off up to a limit less a buffer, all beyond the limit, and in the buffer more with each unit.
+    """Penalize a response linearly within a buffer before the length limit, and fully beyond the limit.
 
         0                                        n <= max_length - buffer
         ((max_length - buffer) - n) / buffer     n <= max_length
         -1                                       else                         arXiv 2503.14476, eq. 13
 
-    The paper counts tokens (16384 with a buffer of 4096, of 20480 in all); here n is the length of the text.
+    Here n is the length of the text. The paper counts tokens: its limit is 20480 and its buffer is 4096, so the penalty
+    starts at 16384.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        max_length: L_max, the limit.
-        buffer: L_cache, the width of the slope before it; 0: no slope.
-        unit: as of `length_penalty`.
+        max_length: the limit, L_max in the paper.
+        buffer: the width of the linear range before the limit, L_cache in the paper; 0 gives a hard step.
+        unit: see `length_penalty`.
 
     Returns:
         A score in [-1, 0].

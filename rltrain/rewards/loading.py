@@ -1,8 +1,8 @@
-"""Find, check and call the reward functions that users name by import path or file path. Never imports torch.
+"""Load, check and call the reward functions that users name by import path or file path. Never imports torch.
 
-A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async; None means
-that it does not apply to this sample. One with the parameters `prompts` and `responses` is batched: it gets lists, of
-the columns too, and returns a list.
+A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async. A score of
+None means that the function does not apply to the sample. A function with the parameters `prompts` and `responses` is
+batched: it receives lists, also for the columns, and returns a list.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
 from rltrain.base.storage import local_path
 from rltrain.rewards.result import RewardResult
 
-BUILTIN = {  # short names
+BUILTIN = {  # short name of a function: its module in `rltrain.rewards`
     "final_answer": "final_answer",
     "exact_answer": "final_answer",
     "exact_match": "exact_match",
@@ -43,29 +43,29 @@ BUILTIN = {  # short names
     "repetition_penalty": "repetition",
     "judge": "judge",
 }
-PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # they score the form and not the outcome
-STANDARD_COLUMNS = ("finish_reason",)  # every sample has them, whatever the data
+PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # they score the form, not the outcome
+STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whatever the data
 AGGREGATIONS = ("sum", "normalize_then_sum")
-AGGREGATED = ("components", "uid", "valid", "weights")  # what a function over the component matrix gets
+AGGREGATED = ("components", "uid", "valid", "weights")  # arguments of a user's aggregation function
 _TOO_LARGE = ": a score outside float32's range (3.4e38); scale it down"
-_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores travel
-_SHOWN = 80  # characters of a value that an error shows
+_LARGEST = (2 - 2**-23) * 2.0**127  # largest float32, because scores are sent as float32
+_SHOWN = 80  # number of characters of a value that an error message shows
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
-SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # the parameters that tell the two forms apart
+SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # first parameters of the two kinds of functions
 
 
 class ScoreError(RLTrainError, ValueError):
-    """A reward function returned what is no score, or asked for a column that the sample does not have."""
+    """A reward function returned an invalid score, reported a failure or needs a column that is missing."""
 
 
 def builtin_path(path: str) -> str:
-    """The whole path of a function that comes with rltrain, from its short name; any other path as it is."""
+    """Return the full path of a built-in function from its short name. Return any other path unchanged."""
     return f"rltrain.rewards.{BUILTIN[path]}:{path}" if path in BUILTIN else path
 
 
 def is_penalty(path: str) -> bool:
-    """Whether this is one of the penalties that come with rltrain."""
+    """Return whether `path` names one of the built-in penalties."""
     return builtin_path(path).replace(":", ".") in [builtin_path(name).replace(":", ".") for name in PENALTIES]
 
 
@@ -73,13 +73,13 @@ def load_function(path: str) -> Callable[..., Any]:
     """Import the reward function that `path` names.
 
     Args:
-        path: `package.module:function`, `package.module.function`, `file.py:function`, or the short name of one that
-            comes with rltrain; packages may lie in the working directory; a file's path may be relative to it, and the
-            file can import modules beside it.
+        path: `package.module:function`, `package.module.function`, `file.py:function`, or the short name of a built-in
+            function. Packages are also searched in the working directory. A file path may be relative to the working
+            directory, and the file can import modules from its own folder.
 
     Raises:
-        ConfigError: it does not exist, does not import (with the reason), has no such function (the nearest is named),
-            or the name is no function.
+        ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
+            function (the message names the nearest one), or the name is not a function.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -106,7 +106,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def absolute(path: str) -> str:
-    """Return `path` so that it names the same function from another working directory, as in a Ray worker."""
+    """Return `path` in a form that names the same function from any working directory, such as a Ray worker's."""
     target, _, name = path.rpartition(":")
     return f"{Path(target).expanduser().resolve()}:{name}" if target and _is_file(target) else path
 
@@ -114,16 +114,17 @@ def absolute(path: str) -> str:
 def check_columns(
     function: Callable[..., Any], name: str, columns: Collection[str], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Refuse a function that cannot be called without a column that the data does not have, or not with its options.
+    """Check that the data and the options provide all arguments of a function, and that it takes all options.
 
     Args:
-        function: as from `load_function`.
-        name: what the config calls it, for the message.
+        function: a function from `load_function`.
+        name: the function's name in the config, for the error message.
         columns: the data's columns besides `prompt`.
-        kwargs: its options in the config.
+        kwargs: the function's options in the config.
 
     Raises:
-        ConfigError: naming the parameter, the nearest column and all columns that there are.
+        ConfigError: a column is missing, an option is unknown, or the function takes only *args. For a missing column,
+            the message names the parameter, the nearest column and all existing columns.
     """
     there = [*(BATCHED if is_batched(function) else SINGLE), *STANDARD_COLUMNS, *columns]
     parameters = _parameters(function)
@@ -158,7 +159,11 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def check_aggregation(path: str) -> None:
-    """Refuse a function over the component matrix that cannot be called by name with what there is."""
+    """Check that `path` names an aggregation function that can be called with the arguments `AGGREGATED` by name.
+
+    Raises:
+        ConfigError: there is no such function, or it does not take these arguments.
+    """
     if ":" not in path and "." not in path:
         raise ConfigError(
             f"reward.aggregation={path}: not one of {', '.join(AGGREGATIONS)}{_meant(path, AGGREGATIONS)}; or the path "
@@ -178,28 +183,28 @@ def check_aggregation(path: str) -> None:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Whether it takes lists of samples."""
+    """Return whether the function takes lists of samples."""
     return {p.name for p in _parameters(function)} >= set(BATCHED)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
+    """Return whether calling the function returns an awaitable."""
     target = function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
 
 
 def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Bound:
-    """Look at the signature once.
+    """Inspect the function's signature once, and return a wrapper that is cheap to call.
 
     Args:
-        function: as from `load_function`.
-        kwargs: options by name; a column of the same name gives way to them.
+        function: a function from `load_function`.
+        kwargs: options by name. An option overrides a column of the same name.
 
     Returns:
-        A function of one sample or, for a batched one, of lists of the same: prompt and response without special
-        tokens, and the columns by name, of which only those that the function takes are passed. It returns what the
-        function returns, a coroutine if that is async; `as_score` makes a score of it. It raises ScoreError where a
-        column is missing, and whatever the function raises.
+        A function `(prompt, response, columns)` of one sample, or of lists for a batched function. Prompt and response
+        have no special tokens. Only the columns that the reward function takes are passed to it. The wrapper returns
+        the reward function's result, or a coroutine if the function is async; `as_score` converts the result to a
+        score. The wrapper raises ScoreError if a column is missing, and every exception of the reward function.
     """
     parameters = _parameters(function)
     first = BATCHED if is_batched(function) else SINGLE
@@ -221,21 +226,25 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 
 
 def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
-    """Call a function of one sample once, an async one to its end; to call it often, keep what `bind` returns.
+    """Call a function on one sample, and run an async function to completion. For many calls, use `bind` instead.
 
     Returns:
-        The score; None where the function does not apply.
+        The score, or None if the function does not apply.
 
     Raises:
-        ScoreError: the result is no score, or a column is missing.
-        Exception: whatever the function raises.
+        ScoreError: the result is not a score, or a column is missing.
+        Exception: any exception of the function.
     """
     result = bind(function)(prompt, response, columns)
     return as_score(finish(result) if inspect.iscoroutine(result) else result)
 
 
 def as_score(result: Any) -> float | None:
-    """The score that a function returned; raises ScoreError if it is none, or if the function says that it failed."""
+    """Convert a function's result to a score.
+
+    Raises:
+        ScoreError: the result is not a score, or the function reports that it failed.
+    """
     if isinstance(result, RewardResult):
         if result.failed:
             raise ScoreError(f"says that it failed: {result.message or 'no reason given'}")
@@ -255,13 +264,17 @@ def as_score(result: Any) -> float | None:
     if _is_scalar_array(result):
         return as_score(result.item())
     if inspect.iscoroutine(result):
-        result.close()  # nobody awaits it
+        result.close()  # avoids Python's warning about a coroutine that was never awaited
     shown = one_line(repr(result), _SHOWN)
     raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score is a number, a bool or None")
 
 
 def as_scores(results: Any, count: int) -> list[Any]:
-    """The results of a batched function, one a sample; raises ScoreError if it returned another number of them."""
+    """Return the results of a batched function as a list with one result per sample.
+
+    Raises:
+        ScoreError: the function did not return a list, or returned the wrong number of results.
+    """
     if not isinstance(results, Sequence) and not hasattr(results, "tolist"):
         raise ScoreError(f"returned {type(results).__name__}: a batched function returns a list, one score a sample")
     found = list(results)
@@ -281,7 +294,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _is_scalar_array(result: Any) -> bool:
-    """Whether this is a number in numpy's or torch's clothes, neither of which is imported here."""
+    """Return whether this is a scalar array of numpy or torch. Neither library is imported for the test."""
     return isinstance(getattr(result, "shape", None), tuple) and not result.shape and hasattr(result, "item")
 
 
@@ -291,12 +304,13 @@ def _is_file(target: str) -> bool:
 
 def _module(target: str, where: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # as `python -m` does; an installed command does not. Ray tells it its workers
+        # `python -m` adds the working directory, but an installed command does not. Ray passes the path to its workers.
+        sys.path.append(os.getcwd())
     try:
         return importlib.import_module(target)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's module may raise anything while it is imported
+    except BaseException as error:  # a user's module may raise any exception while it is imported
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
@@ -326,9 +340,9 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # at the end: a helper beside the file must not hide a package
+        sys.path.append(str(file.parent))  # at the end, so that a module in this folder cannot hide a package
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look there
+    sys.modules[name] = module  # before the module runs, because dataclasses and pickle look it up there
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -340,7 +354,10 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 
 
 def source_name(key: str, path: str) -> str:
-    """What a checkpoint calls the file of a function: a run goes on only while its content stays the same."""
+    """Return the name that a checkpoint gives to a function's file.
+
+    A run can only be resumed while the file's content is unchanged.
+    """
     return f"{key}: {path}"
 
 
@@ -351,12 +368,12 @@ def _nearest_function(name: str, module: ModuleType) -> str:
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end on the process's own event loop.
+    """Run a coroutine to completion on the process's own event loop, and return its result.
 
     Raises:
-        ScoreError: it raised what is no Exception (SystemExit, CancelledError, KeyboardInterrupt, ...). The user's own
-            Ctrl-C, which comes to the main thread only, is no part of that.
-        Exception: whatever else it raised.
+        ScoreError: the coroutine raised an exception that is no subclass of `Exception` (SystemExit, CancelledError,
+            KeyboardInterrupt, ...). This does not include the user's Ctrl-C, which only reaches the main thread.
+        Exception: any other exception of the coroutine.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
 
@@ -366,7 +383,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await coroutine
     except Exception:
         raise
-    except SystemExit as error:  # it would end the loop, which all later calls need
+    except SystemExit as error:  # SystemExit would end the event loop, which all later calls need
         raise ScoreError(f"called sys.exit({error.code})") from None
     except BaseException as error:
         raise ScoreError(f"raised {described(error)}") from None
@@ -374,10 +391,10 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Start the process's one loop for async functions.
+    """Start the process's single event loop for async functions, in a thread of its own.
 
-    One that lives on lets them keep connections between calls, and in a thread of its own it also works where the
-    caller runs a loop, as in a notebook.
+    A permanent loop lets the functions keep connections between calls. The separate thread makes this work even if the
+    caller already runs an event loop, as in a notebook.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run_for_ever, args=(loop,), name="async-rewards", daemon=True).start()
@@ -386,5 +403,5 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with contextlib.suppress(BaseException):  # a task of the user's raised SystemExit or so, or stopped the loop
+        with contextlib.suppress(BaseException):  # restart after a user's task raised SystemExit or stopped the loop
             loop.run_forever()

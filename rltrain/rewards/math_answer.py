@@ -1,4 +1,4 @@
-"""1 where a response's mathematical answer equals the right one, whichever way both are written."""
+"""Reward for mathematical answers: 1 if the response's answer and the right answer are mathematically equal."""
 
 import functools
 import logging
@@ -10,20 +10,23 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-_TAIL = 1000  # characters at the end of a response that are searched where it has no box
-_LONGEST = 500  # characters of an expression
-_DEEPEST = 10  # brackets in brackets; the parser's time may double with each
+_TAIL = 1000  # number of characters at the end of a response that are searched if it has no box
+_LONGEST = 500  # largest length of an expression, in characters
+_DEEPEST = 10  # largest nesting depth of brackets; the parser's time may double with each level
 _HUGE = re.compile(
     r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # a power in an exponent
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"  # a large exponent, factorial, binomial
 )
-_NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")  # in an exponent
-_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # of a bracket
-_LARGEST_POWER = 10**6  # times the largest number in the bracket
-_MOST_TERMS = 10**5  # that a power of a sum is expanded to
+# A product, factorial or binomial in an exponent.
+_NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")
+_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # a power of a bracket
+_LARGEST_POWER = 10**6  # bound on the exponent times the largest number in the bracket
+_MOST_TERMS = 10**5  # bound on the number of terms in the expansion of a power of a sum
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-_LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")  # whose numbers outgrow any count of calls
-_WORK = 5_000_000  # calls and returns of functions: a second, and ten times what the longest ordinary answers take
+# Operators over large ranges: their numbers grow so large that counting calls does not bound the time.
+_LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
+# Bound on function calls and returns. It takes about a second, and is ten times what the longest ordinary answers need.
+_WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
 _TEX = r"(?:[^\\]|\\(?![()\[\]]))+"
@@ -36,30 +39,38 @@ _PROSE = re.compile(r"(?<![\\A-Za-z])(?!pi\b)[A-Za-z]{2,}(?![A-Za-z(])|[$\n]|\\[
 def math_answer(
     prompt: str, response: str, *, answer: str | float | None, float_rounding: int = 6, strict: bool = True
 ) -> float | None:
-    r"""Compare the response's answer with the right one as mathematics, with the library math-verify.
+    r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
-    The response's answer is its last closed `\boxed{...}`; without one, the response if it is nothing but mathematics,
-    else what math-verify finds in its last 1000 characters ("the answer is $x^2$", the last formula, the last number).
-    Where only one side has a percent sign, 50% is one half or 50. Answers of words alone ("east") are compared as text.
+    The response's answer is the content of its last closed `\boxed{...}`. Without a box, it is the whole response if
+    that contains only mathematics. Otherwise math-verify searches the last 1000 characters, for example for "the answer
+    is $x^2$", the last formula or the last number. If only one side has a percent sign, 50% equals both one half and
+    50. If the right answer consists of words only ("east"), the two are compared as text.
 
-    What a model writes must not take for ever, and nothing here watches the clock, so that every machine and thread
-    gives the same score. An expression of over 500 characters, or with brackets ten deep in others, a power or product
-    in an exponent, an exponent or binomial of five digits, a factorial of four, a large power of a large number, a sum,
-    product, integral or limit over thousands or factorials, or any of these where the answer has none, is right only if
-    it is written as the answer is. So is one that takes sympy more than some million function calls.
+    Some expressions would take very long to evaluate. Evaluation is bounded without a clock, so that every machine and
+    thread gives the same score. An expression counts as right only if it is written exactly like the answer, apart from
+    white space, when it has one of these properties:
+
+    - It has more than 500 characters, or more than ten levels of nested brackets.
+    - It has a power, product, factorial or binomial in an exponent.
+    - It has an exponent or binomial of five digits, or a factorial of four digits.
+    - It has a large power of a large number.
+    - It has a sum, product, integral or limit over thousands or factorials.
+    - It has a sum, product, integral or limit, and the right answer has none.
+    - Its comparison takes more than 5 million function calls and returns.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        answer: the right answer, in LaTeX or plain, with or without `$` or a box around it; or a number.
-        float_rounding: decimal places to which numbers are compared where one is a decimal.
-        strict: letters are their names, and a set is no tuple; False: letters are matched by their order.
+        answer: the right answer: a number, or an expression in LaTeX or plain text, with or without `$` or a box.
+        float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
+        strict: True: variables must have the same names, and a set never equals a tuple. False: variables are matched
+            by their order.
 
     Returns:
-        1.0 or 0.0, which a response that does not parse gets too; None without an answer.
+        1.0 or 0.0, or None without an answer. A response that cannot be parsed gets 0.0.
 
     Raises:
-        ValueError: the answer does not parse.
+        ValueError: the answer cannot be parsed.
     """
     if answer is None:
         return None
@@ -85,11 +96,14 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """The work is used up; no Exception, since the libraries catch those and go on."""
+    """Signals too many function calls. It is a BaseException because the libraries catch every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
-    """What it returns; False if it makes too many calls. In this thread only, and without a signal."""
+    """Return the result of `work`, or False if it makes too many function calls.
+
+    The calls are counted in this thread only, and no signal is used.
+    """
     left, before = _WORK, sys.getprofile()
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -109,7 +123,7 @@ def _bounded(work: Callable[[], bool]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
-    """Parse the right answer; the samples of a group share it."""
+    """Parse the right answer. The result is cached because all samples of a group have the same answer."""
     found = _expressions(text, both_readings=both_readings)
     if not found:
         raise ValueError(
@@ -119,7 +133,7 @@ def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
 
 
 def _stated(response: str) -> str | None:
-    """Return the expression that the response states; None where it has to be searched for."""
+    """Return the expression that the response states, or None if the response has to be searched for one."""
     box = last_boxed(response)
     if box is not None:
         return _bare(box)
@@ -130,7 +144,7 @@ def _stated(response: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    r"""Take an expression out of its box, dollars or `\text`."""
+    r"""Remove the box, dollar signs or `\text` around an expression."""
     box = last_boxed(text)
     text = (text if box is None else box).strip()
     if delimited := _DELIMITED.fullmatch(text):
@@ -140,7 +154,7 @@ def _bare(text: str) -> str:
 
 
 def _key(text: str, words: Any) -> str:
-    """Return what two texts share that are the same but for white space, and for words the case."""
+    """Return the text without white space, and in lower case if `words` is set, so that equal texts have equal keys."""
     key = "".join(text.split())
     return key.casefold() if words else key
 
@@ -150,7 +164,10 @@ def _is_percent(text: str) -> bool:
 
 
 def _expressions(text: str, *, both_readings: bool) -> list[Any]:
-    """Parse a whole expression; of a percentage the number before the sign, and its hundredth with `both_readings`."""
+    """Parse a whole expression. For a percentage, parse the number before the percent sign.
+
+    With `both_readings`, a percentage also gives a hundredth of that number.
+    """
     number = _PI.sub(r"\\pi ", _PERCENT.sub("", text))
     found = _parse(rf"\boxed{{{number}}}")
     if both_readings and found and _is_percent(text):
@@ -164,7 +181,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _is_too_much(text: str, longest: int) -> bool:
-    """Whether parsing or computing this could take long."""
+    """Return whether parsing or evaluating this text could take very long."""
     if len(text) > longest or any(form.search(text) for form in (_HUGE, _NESTED, _LONG_OPERATOR)):
         return True
     if any(_is_large_power(_bracket(text, power.start()), int(power[1])) for power in _POWER.finditer(text)):
@@ -177,7 +194,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """What stands in the bracket that closes at `end`; all before it where none opens."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if no bracket opens."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")
@@ -195,7 +212,10 @@ def _is_large_power(base: str, power: int) -> bool:
 
 @functools.cache
 def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Import math-verify's two functions; it warns once in a process that its timeouts, which need signals, are off."""
+    """Import math-verify's functions `parse` and `verify`.
+
+    Their log level is raised because they warn that their timeouts, which need signals, are disabled.
+    """
     from math_verify import parse, verify
 
     for name in ("math_verify.parser", "math_verify.grader"):

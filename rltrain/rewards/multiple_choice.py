@@ -1,11 +1,11 @@
-"""1 where the letter that a response chooses is the right one."""
+"""Reward for multiple choice: 1 if the letter that a response chooses is the right one."""
 
 import functools
 import re
 from collections import deque
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathsf|mbox)\s{0,4}(?=\{)")
-_WRAP = r"[\s*_$({\[]{0,8}"  # what may stand between "Answer:" and the letter
+_WRAP = r"[\s*_$({\[]{0,8}"  # characters that may stand between "Answer:" and the letter
 _UNWRAP = r"[\s*_$)}\]]{0,8}"
 _HEAD = (
     r"(?:\\boxed\s{0,4}\{|(?:\b(?i:answer|choice|option)|答案)[\s*_]{0,4}"
@@ -16,22 +16,22 @@ _HEAD = (
 def multiple_choice(prompt: str, response: str, *, answer: str | int | None, choices: str = "ABCDE") -> float | None:
     r"""Compare the letter that the response chooses with the right one.
 
-    A statement is `Answer: B`, `the answer is (B)`, `\boxed{B}`, or a line that is only the letter; the last one wins,
-    and one that names several letters (`Answer: A or B`) chooses none. Without a statement, a letter in round brackets
-    or at the start of a line (`B. Paris`) is a choice if it is the only letter so written. So a list of all options
-    earns nothing.
+    A choice is stated as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only the
+    letter. The last statement counts. A statement that names several letters (`Answer: A or B`) chooses none. Without a
+    statement, a letter in round brackets or at the start of a line (`B. Paris`) is the choice if no other letter is
+    written that way. So a list of all options scores 0.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        answer: the right letter, also as `(B)` or in small; or its number as an int, 0 for the first.
-        choices: the capital letters that there are.
+        answer: the right letter, which may be written as `(B)` or in lower case; or its index as an int, starting at 0.
+        choices: all possible choices, as capital letters.
 
     Returns:
-        1.0 or 0.0, which a response without a choice gets too; None without an answer.
+        1.0 or 0.0, or None without an answer. A response without a choice gets 0.0.
 
     Raises:
-        ValueError: the answer is none of the choices, or they are no capital letters.
+        ValueError: the answer is not one of the choices, or the choices are not capital letters.
     """
     if answer is None:
         return None
@@ -51,7 +51,7 @@ def _right(answer: str | int, choices: str) -> str:
 
 
 def _chosen(response: str, choices: str) -> str | None:
-    """Return the letter; None where there is none or more than one."""
+    """Return the chosen letter, or None if the response chooses no letter or more than one."""
     statement, mention = _patterns(choices)
     text = _STYLE.sub("", response)
     last = next(iter(deque(statement.finditer(text), maxlen=1)), None)
@@ -69,10 +69,11 @@ def _letters(text: str, choices: str) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Build what finds statements and mere mentions; all repetitions in them are bounded."""
+    """Build the regular expressions for statements and for mere mentions. All their repetitions are bounded."""
     if not re.fullmatch("[A-Z]+", choices):
         raise ValueError(f"choices={choices!r} must be capital letters; use for example ABCD")
-    # A small letter may be a word ("the answer is a dog"), unless a bracket, a stop or the end follows.
+    # A lower-case letter counts only before a closing bracket, a punctuation mark or the end, because it may also be a
+    # word ("the answer is a dog").
     one = rf"(?:[{choices}](?![\w'’-])|[{choices.lower()}](?=[*_$ ]{{0,4}}(?:[)\]}}.,;:\n/]|\Z)))"
     join = r"(?:\s{0,2}(?:,|/|&|\b(?i:or|and)\b)\s{0,2}){1,2}"
     group = rf"{one}(?:{_UNWRAP}{join}{_WRAP}{one}){{0,25}}"

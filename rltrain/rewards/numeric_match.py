@@ -1,4 +1,4 @@
-"""1 where the number that a response ends with is the answer."""
+"""Reward for numeric answers: 1 if the last number in a response equals the answer."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# Every repetition below is bounded or followed by what it cannot match itself, so that no text takes long.
+# Every repetition below is bounded, or followed by something that it cannot match. So no text takes long to match.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -27,7 +27,7 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-_NEAR = 400  # characters; hardly a number is longer
+_NEAR = 400  # characters; almost no number is longer
 
 
 def numeric_match(
@@ -39,27 +39,31 @@ def numeric_match(
     rel_tol: float = 1e-9,
     abs_tol: float = 0.0,
 ) -> float | None:
-    r"""Compare the response's last number with the answer.
+    r"""Compare the last number in the response with the answer.
 
-    The last number is that of the last `\boxed{...}`, where there is one. With a `marker`, only what follows its last
-    occurrence counts, and there the first number. Understood: 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3,
-    1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, 50% (one half). Where only one side has a percent sign, 50% is also 50.
-    Digits of names (x2), indices and exponents (m^2) are no numbers. Numbers are compared as floats: for whole numbers
-    of more than eight digits, `rel_tol=0`, or `exact_match`.
+    If the response has a `\boxed{...}`, the last number inside the last box is used. With a `marker`, only the text
+    after its last occurrence is searched, and the first number of that text is used if the text has no box.
+
+    Supported notations are 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3, 1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, and 50%
+    (one half). If only one side has a percent sign, 50% also equals 50. Digits in names (x2), indices and exponents
+    (m^2) are not read as numbers.
+
+    Numbers are compared as floats. For integers of more than eight digits, set `rel_tol=0` or use `exact_match`.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        answer: the right number, or a text with one number in it (after the marker, if it has the marker).
-        marker: as "####"; None: no marker.
-        rel_tol: two numbers are the same if they differ by so much of the larger one,
-        abs_tol: or by so much.
+        answer: the right number, or a text that contains exactly one number. If the text contains the marker, only the
+            part after the marker is read.
+        marker: the text before the number, for example "####"; None for no marker.
+        rel_tol: two numbers are equal if they differ by at most this fraction of the larger one.
+        abs_tol: two numbers are also equal if they differ by at most this amount.
 
     Returns:
-        1.0 or 0.0, which a response without a number gets too; None without an answer.
+        1.0 or 0.0, or None without an answer. A response without a number, or without the marker, gets 0.0.
 
     Raises:
-        ValueError: the answer is not one number, or a tolerance is negative.
+        ValueError: the answer does not contain exactly one number, or a tolerance is negative.
     """
     if rel_tol < 0 or abs_tol < 0:
         raise ValueError(f"rel_tol={rel_tol} and abs_tol={abs_tol} must be >= 0; use 0 for none")
@@ -78,7 +82,7 @@ def numeric_match(
 
 
 def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
-    """Return the number that the response states, and whether it is a percentage."""
+    """Return the number that the response states, and whether it is a percentage; None without a number."""
     if marker is not None:
         _, there, response = response.rpartition(marker)
         if not there:
@@ -90,7 +94,7 @@ def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
 
 
 def _last(text: str) -> re.Match[str] | None:
-    """Return the last number, looking only near the last digit where that is enough."""
+    """Return the match of the last number in the text. Search only around the last digit if that is sufficient."""
     text = _tidy(text)
     end = len(text)
     while end > _NEAR and not _DIGIT.search(text, end - _NEAR, end):
@@ -99,7 +103,7 @@ def _last(text: str) -> re.Match[str] | None:
     if not _DIGIT.search(text, edge, end):
         return None
     last = _last_match(text, edge, end + _NEAR)
-    if edge and (last is None or last.start() < edge + _NEAR):  # it may begin before the edge
+    if edge and (last is None or last.start() < edge + _NEAR):  # the number may begin before the edge
         return _last_match(text, 0, len(text))
     return last
 
@@ -109,14 +113,17 @@ def _last_match(text: str, start: int, end: int) -> re.Match[str] | None:
 
 
 def _tidy(text: str) -> str:
-    r"""Write LaTeX's 1{,}000 and \frac12 as 1,000 and \frac{1}{2}."""
+    r"""Rewrite LaTeX's 1{,}000 and \frac12 as 1,000 and \frac{1}{2}."""
     if "\\" not in text and "{,}" not in text:
         return text
     return _SHORT_FRACTION.sub(r"frac{\1}{\2}", _GROUPING.sub(",", text))
 
 
 def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
-    """Return the answer's number; it has to have one only, or the data would be misread in silence."""
+    """Return the number in the answer, and whether it is a percentage.
+
+    An answer with several numbers raises ValueError, because choosing one of them could silently misread the data.
+    """
     text = str(answer)
     if marker is not None and marker in text:
         text = text.rpartition(marker)[2]
@@ -132,7 +139,10 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
 
 
 def _read(match: re.Match[str] | None) -> tuple[float, bool] | None:
-    """Return the value of a match, with a percentage as a share; nan for a fraction over zero."""
+    """Return the value of a match, and whether it is a percentage.
+
+    A percentage is returned as a fraction of 1. A fraction over zero gives nan.
+    """
     if match is None:
         return None
     part = match.groupdict()

@@ -1,4 +1,4 @@
-"""1 where a response has the form that a regular expression describes."""
+"""Reward for format: 1 if a response matches a regular expression."""
 
 import functools
 import re
@@ -7,23 +7,24 @@ _FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, 
 
 
 def regex_format(prompt: str, response: str, *, pattern: str, full: bool = True, flags: str = "") -> float:
-    """Match the response with a pattern of Python's `re`.
+    """Return 1 if the response matches a pattern of Python's `re`, else 0.
 
-    A pattern with one repetition inside another, as `(a+)+`, can take forever on some texts: the time limit of a call
-    then ends it, and the sample is failed.
+    A pattern with nested repetitions, such as `(a+)+`, can take exponential time on some texts. The time limit of a
+    reward call then ends the match, and the sample counts as failed.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
         pattern: the regular expression.
-        full: it has to match from the first character to the last; else anywhere.
-        flags: of a (ASCII), i (any case), m (^ and $ at lines), s (a dot is also a line end), x (verbose).
+        full: if True, the pattern must match the whole response; if False, any part of it.
+        flags: any letters of a (ASCII), i (ignore case), m (^ and $ match at every line), s (a dot also matches a line
+            break) and x (verbose).
 
     Returns:
-        1.0 if it matches, else 0.0.
+        1.0 if the pattern matches, else 0.0.
 
     Raises:
-        ValueError: the pattern or a flag is not one of Python's.
+        ValueError: the pattern is not a valid regular expression, or a flag is unknown.
     """
     compiled = _compiled(pattern, flags)
     return float(bool(compiled.fullmatch(response) if full else compiled.search(response)))

@@ -1,26 +1,27 @@
-"""A penalty for saying the same again."""
+"""Penalty for repeated n-grams of words."""
 
 
 def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalty: float = -1.0) -> float:
-    """Take off a share of the penalty: that of the n-grams of words that the response has had before.
+    """Penalize a response in proportion to its share of repeated n-grams of words.
 
         max_penalty * (1 - distinct n-grams / n-grams)
 
-    arXiv 2502.03373 punishes each token of an n-gram that came before (its algorithm 1); a score is one number, so here
-    it is the share of such n-grams. Words are what stands between white space, in any case of letters; a text of fewer
-    than `ngram` words repeats nothing, and so does one in a script without white space.
+    Algorithm 1 of arXiv 2502.03373 penalizes each token of a repeated n-gram. A score is a single number, so this
+    function uses the share of such n-grams instead. Words are separated by white space, and upper and lower case are
+    treated as equal. The penalty is 0 for a text of fewer than `ngram` words, and for a text in a script without white
+    space.
 
     Args:
-        prompt: not looked at.
+        prompt: unused.
         response: the model's text.
-        ngram: words that make one.
-        max_penalty: below 0; what a response gets near that repeats one n-gram all the time.
+        ngram: number of words in an n-gram.
+        max_penalty: a number below 0. A response that only repeats one n-gram gets close to it.
 
     Returns:
         A score from `max_penalty` to 0.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of its range.
     """
     if ngram < 1:
         raise ValueError(f"ngram={ngram} must be >= 1; 3 is usual")

@@ -1,16 +1,16 @@
-"""What a reward function may return besides a number."""
+"""The type that a reward function may return instead of a number."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score with a reason to it.
+    """A score, or the reason why there is none.
 
     Attributes:
-        score: finite; None where the function does not apply.
-        failed: the function could not judge this sample, which is then left out of training and counted.
-        message: one line, kept with the sample where it failed.
+        score: a finite number; None if the function does not apply to the sample.
+        failed: the function could not judge this sample. The sample is excluded from training and counted as a failure.
+        message: the reason for a failure, in one line. It is stored with the sample.
     """
 
     score: float | None = None

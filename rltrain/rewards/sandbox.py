@@ -1,19 +1,24 @@
-"""Run Python code that nobody has read: in processes of its own, limited, and cut off from this machine if it can be.
+"""Run untrusted Python code in separate processes with resource limits, isolated from this machine if possible.
 
-There are two forms. The strong one uses bubblewrap (`bwrap`): the program sees no file but those that Python needs, no
-process but its own, and no network; it can write only to a folder in memory that ends with it. It works where bwrap is
-installed and the kernel lets this user make namespaces, which is tried once in each process. The weak form has the same
-limits of time, memory, output, processes and file size, the same empty environment and a folder that is removed, and
-that is all: there a program can read and write whatever this user can, use the network, and signal this user's
-processes, this one too: end a reward process, keep its own start from being noticed so that the sample fails instead of
-earning 0, read tests and verdicts where this user is root. It holds back mistakes, and nobody who means harm.
+The sandbox has two forms. Both work on Linux only.
 
-What the strong form leaves open: where this user is root, a program can change the mode of the five devices it sees
-(null, zero, full, random, urandom), which are this machine's. Run rltrain as another user to close that too.
+The strong form uses bubblewrap (`bwrap`). The program sees only the files that Python needs and only its own processes,
+and it has no network. It can write only to an in-memory folder that disappears when the program ends. The strong form
+requires that bwrap is installed and that the kernel allows this user to create namespaces. Each process tests once
+whether the strong form works.
 
-Bounds in both: memory is bounded as address space per process, and summed over processes fifty times a second, as the
-number of processes and threads is; so for an instant both can be passed. Not counted: what the kernel keeps for pipes
-and memfds. Linux only.
+The weak form has the same limits on time, memory, output, processes and file size, the same minimal environment, and a
+folder that is removed afterwards. It has no isolation. A program in the weak form can read and write every file that
+this user can, use the network, and signal all processes of this user, including this one. For example, it can kill a
+reward process, or hide its own start so that the sample fails instead of scoring 0. If this user is root, it can also
+read tests and verdicts. The weak form protects against mistakes but not against malicious programs.
+
+The strong form has one gap: if this user is root, a program can change the file mode of the five devices of this
+machine that it sees (null, zero, full, random, urandom). Running rltrain as another user closes this gap.
+
+Both forms limit the address space of each process. The total memory of all processes and the number of processes and
+threads are checked fifty times a second, so a program can exceed both limits for a moment. Memory that the kernel holds
+for pipes and memfds is not counted.
 """
 
 import contextlib
@@ -40,32 +45,35 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
-_START_LIMIT_S = 60.0  # for an interpreter on a machine that has much to do
-_END_LIMIT_S = 2.0  # for the watcher to end everything, before it is ended itself
-_DRAIN_LIMIT_S = 0.5  # for output that is still on its way; longer only if somebody keeps the other end open
+_START_LIMIT_S = 60.0  # time limit for an interpreter to start, generous because the machine may be busy
+_END_LIMIT_S = 2.0  # time that the watcher has to kill all processes, before it is killed itself
+# Time to read the remaining output after the watcher has ended. It is only used up if a process keeps a pipe open.
+_DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-_why_not: list[str] = []  # once tried: why the strong form does not work here, "" if it does
+_why_not: list[str] = []  # after the test: the reason why the strong form does not work here, "" if it works
 _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """No sandbox of the level asked for works here. It says nothing about the program."""
+    """No sandbox of the requested level works on this machine. The program itself is not the cause."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
-        status: "ok": exit code 0. "error": any other, as after an exception, MemoryError among them. "timeout": the
-            seconds (wall clock or CPU) were used up. "killed": by a signal, its own crash included, or because all its
-            processes together passed a limit. "output_limit": it wrote more than allowed.
-        stdout: what it wrote, cut at the limit; bytes that are no UTF-8 are replaced.
-        stderr: the same.
-        returncode: its exit code, minus the signal's number if a signal ended it; None if it was stopped from outside.
-        seconds: wall clock, from its start to the end of its last process.
-        reason: in words, unless the status says it all.
-        judged: what the judge wrote to its standard output.
+        status: "ok": exit code 0. "error": any other exit code, for example after an exception such as MemoryError.
+            "timeout": the limit on wall-clock or CPU time was reached. "killed": a signal ended the program, for
+            example after a crash, or all its processes together exceeded a limit. "output_limit": the program wrote
+            more than allowed.
+        stdout: the program's standard output, cut at the limit. Bytes that are not UTF-8 are replaced.
+        stderr: the program's standard error, treated like `stdout`.
+        returncode: the exit code; the negative signal number if a signal ended the program; None if the program was
+            stopped from outside.
+        seconds: wall-clock time from the start of the program to the end of its last process.
+        reason: an explanation in words, or "" if the status is sufficient.
+        judged: the text that the judge wrote to its standard output.
     """
 
     status: Status
@@ -90,29 +98,32 @@ def run(
     max_file_mb: int = 16,
     level: str = "auto",
 ) -> SandboxResult:
-    """Run a program to its end, or to a limit; when this returns, all its processes and files are gone.
+    """Run a program until it ends or reaches a limit. When this function returns, all its processes and files are gone.
 
-    The program is the main module of an isolated Python like this one, with the standard library and nothing else. Can
-    be called from any thread, and from several at once. Standard input is a file.
+    The program is the main module of an isolated process with the same Python interpreter as this process. Only the
+    standard library is available. This function can be called from any thread and from several threads at once. The
+    program's standard input is a file.
 
     Args:
-        code: Python source.
-        stdin: what the program can read from standard input.
-        judge: source of a second program that runs beside the first. They are joined by two pipes, of which each has
-            `sandbox_inside.LINK`, (read, write); the first program can reach neither the judge's memory, nor its text
-            or output (in the weak form: unless it is root). The end, the exit code and the status are then the judge's.
-        timeout_s: wall-clock seconds, without those that an interpreter takes to start.
-        memory_mb: address space of each process; memory of all together; in the strong form all files together.
-        cpu_s: CPU seconds of each process, rounded up to whole ones; None: bounded by `timeout_s` alone.
-        max_output_bytes: of standard output and standard error, each.
-        max_processes: processes and threads at a time, the first one included.
-        max_file_mb: size of each file.
-        level: "auto": the strong form, or with one warning the weak one. "required": the strong one or a SandboxError.
-            "limits": the weak one.
+        code: Python source of the program.
+        stdin: text that the program can read from standard input.
+        judge: source of a second program that runs next to the first one. Two pipes connect the two programs. Each
+            program has its ends of the pipes at the descriptors `sandbox_inside.LINK`: (read, write). The first program
+            cannot reach the judge's memory, text or output, except in the weak form if this user is root. With a judge,
+            the end, the exit code and the status of the run are those of the judge.
+        timeout_s: wall-clock seconds, without the start-up time of the interpreter.
+        memory_mb: limit on the address space of each process and on the memory of all processes together. In the strong
+            form also a limit on the size of all files together.
+        cpu_s: CPU seconds of each process, rounded up to whole seconds; None for no limit other than `timeout_s`.
+        max_output_bytes: limit on standard output and on standard error, each.
+        max_processes: largest number of simultaneous processes and threads, including the first process.
+        max_file_mb: largest size of each file.
+        level: "auto": the strong form, or else the weak form with one warning. "required": the strong form, or else a
+            SandboxError. "limits": the weak form.
 
     Raises:
-        SandboxError: no such form works here, or Python does not start in it; says what to do.
-        ValueError: a limit is not positive, or the level has no such name.
+        SandboxError: no sandbox of this level works here, or Python does not start in it. The message says what to do.
+        ValueError: a limit is not positive, or the level is unknown.
     """
     _check(locals())
     files = ("memory_mb", memory_mb), ("max_file_mb", max_file_mb), ("max_processes", max_processes)
@@ -123,7 +134,7 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Try the strong form, once per process; say in one line why it does not work here, "" if it does."""
+    """Return in one line why the strong form does not work here, "" if it works. Each process tests it once."""
     with _lock:
         if not _why_not:
             _why_not.append(_try_strong())
@@ -139,10 +150,12 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def weakness(level: str) -> str:
-    """Say in one line what programs could do here at this level, "" if nothing; `run` will not say it again.
+    """Return in one line what programs could do on this machine at this level, "" if nothing.
+
+    After this call, `run` does not repeat the warning.
 
     Raises:
-        SandboxError: no such form works here.
+        SandboxError: no sandbox of this level works here.
     """
     if sys.platform != "linux":
         raise SandboxError(f"sandbox: this is {sys.platform}, and it needs Linux; score code on a Linux machine")
@@ -223,18 +236,18 @@ def _run(
 
 
 class _Watched:
-    """One running sandbox: what it has written so far, and why it was stopped."""
+    """One running sandbox: the output so far, and the reason why it was stopped."""
 
     def __init__(self, control: socket.socket, pipes: list[Any], timeout_s: float, max_output_bytes: int) -> None:
         self._control, self._timeout_s, self._max_bytes = control, timeout_s, max_output_bytes
         self._written = {pipe: bytearray() for pipe in pipes}
-        self._said = b""  # by the watcher: "started", and when all has ended, why
+        self._said = b""  # messages of the watcher: "started", and at the end the reason for the end
         self._stopped: Status | None = None
         self._started = self._ended = time.monotonic()
         self._deadline = self._started + _START_LIMIT_S
 
     def until_end(self) -> None:
-        """Read until the watcher has gone and the pipes are empty; have it end everything when a limit is passed."""
+        """Read until the watcher has ended and the pipes are empty. At a limit, tell the watcher to kill everything."""
         with selectors.DefaultSelector() as selector:
             for source in (self._control, *self._written):
                 selector.register(source, selectors.EVENT_READ)
@@ -242,7 +255,7 @@ class _Watched:
                 ready = [key.fileobj for key, _ in selector.select(max(0.0, self._deadline - time.monotonic()))]
                 if time.monotonic() >= self._deadline:
                     if self._stopped or self._control not in selector.get_map():
-                        return  # nobody listens any more
+                        return  # the watcher has ended or does not respond
                     self._stop("timeout")
                 for source in ready:
                     if not (data := _read(source)):
@@ -267,14 +280,14 @@ class _Watched:
     def _stop(self, status: Status) -> None:
         self._stopped = status
         self._deadline = time.monotonic() + _END_LIMIT_S
-        with contextlib.suppress(OSError):  # it has gone by itself
+        with contextlib.suppress(OSError):  # the watcher has already ended
             self._control.shutdown(socket.SHUT_WR)
 
     def result(self) -> SandboxResult:
-        """Say what happened.
+        """Return the outcome of the program.
 
         Raises:
-            SandboxError: nothing did: no interpreter came up.
+            SandboxError: the interpreter did not start.
         """
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
@@ -301,12 +314,12 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # the watcher was killed with our word unread
+    except ConnectionResetError:  # the watcher was killed before it read our message
         return b""
 
 
 def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | None) -> None:
-    """End what may still run, whatever way we came here; `mark` is the weak form's folder."""
+    """Kill all processes that may still run, whether or not the run succeeded. `mark` is the weak form's folder."""
     with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)
     try:
@@ -318,12 +331,12 @@ def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | 
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
-    if mark is not None and process.returncode:  # the watcher did not come to its end
+    if mark is not None and process.returncode:  # the watcher died before it could kill all processes
         _kill_marked(mark.encode())
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kill the processes that were started with `mark` in their environment; one that cleared it gets away."""
+    """Kill all processes with `mark` in their environment. A process that has cleared its environment is not found."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
@@ -332,7 +345,7 @@ def _kill_marked(mark: bytes) -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Make a folder, and remove it however deep or locked what was put there is."""
+    """Create a temporary folder, and remove it in the end, even if its content is deeply nested or read-only."""
     folder = tempfile.mkdtemp(prefix="rltrain-sandbox-")
     try:
         yield folder
@@ -342,7 +355,7 @@ def _folder() -> Iterator[str]:
 
 
 def _memory_file(text: str) -> Any:
-    """Hold text in a file without a name, to be read from its beginning."""
+    """Return an in-memory file with this text, positioned at its beginning."""
     file = os.fdopen(os.memfd_create("text"), "w+b", 0)
     file.write(text.encode("utf-8", "surrogatepass"))
     file.seek(0)

@@ -1,4 +1,7 @@
-"""How a sandbox's watcher is started, walled in by bubblewrap or not; see `rltrain.rewards.sandbox`."""
+"""Build the command line of the watcher, the process that supervises a sandbox; see `rltrain.rewards.sandbox`.
+
+The watcher runs inside bubblewrap in the strong form of the sandbox, and without bubblewrap in the weak form.
+"""
 
 import functools
 import os
@@ -15,42 +18,47 @@ _OWN_USER = 65534
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return all that the program finds in its environment; `folder` is where it may write."""
-    # A fixed hash seed, so that a program that depends on the order of a set gets the same score each time. Each arena
-    # of malloc, one per thread, would take 64 MB of the address space.
+    """Return all environment variables of the program. `folder` is the folder that it may write to."""
+    # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time.
+    # malloc is limited to one arena: otherwise each thread has its own, and each takes 64 MB of address space.
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
     return {**fixed, "MALLOC_ARENA_MAX": "1", "HOME": folder, "TMPDIR": folder}
 
 
 @functools.cache
 def command(*, strong: bool) -> list[str]:
-    """Return the words that start the watcher; its numbers follow them."""
-    # In a virtual environment this is the interpreter that it was made from.
+    """Return the arguments that start the watcher. The caller appends the watcher's numeric settings."""
+    # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    # Not -I: it would ignore the hash seed as well; besides that the environment holds nothing for Python.
+    # `-I` is not used because Python would then ignore PYTHONHASHSEED. It is not needed either: the only other
+    # variable of Python that `environment` sets is PYTHONUTF8.
     options = ["-P", "-s", "-S", "-B"]
     if not strong:
         return [python, *options, str(_INSIDE)]
     bwrap = shutil.which("bwrap") or "bwrap"
     inside = "/sandbox_inside.py"
-    # What belongs to root in /proc/sys is the program's to write where this user is root, without any capability.
+    # If this user is root, the program could write root's files in /proc/sys without any capability. So /proc is
+    # remounted read-only.
     bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/", "--remount-ro", "/proc"]
     return [bwrap, *_walls(bwrap), *_places(python), *bound, "--", python, *options, inside]
 
 
 def _walls(bwrap: str) -> list[str]:
-    """What separates the program from this machine: namespaces, another user's number, no capabilities."""
+    """Return the bwrap options that isolate the program: namespaces, a different user id and no capabilities."""
     spaces = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts")]
     known = subprocess.run(
         [bwrap, "--help"], capture_output=True, encoding="utf-8", errors="replace", check=False
     ).stdout
-    newer = [option for option in ("--disable-userns",) if option in known]  # since 0.8
+    newer = [option for option in ("--disable-userns",) if option in known]  # since bubblewrap 0.8
     own = ["--uid", str(_OWN_USER), "--gid", str(_OWN_USER), "--cap-drop", "ALL", "--chdir", "/tmp"]
     return [*spaces, *newer, *own, "--die-with-parent", "--as-pid-1"]
 
 
 def _places(python: str) -> list[str]:
-    """What the program sees: the system's programs, Python without installed packages, some devices, an empty /tmp."""
+    """Return the bwrap options for the program's file system.
+
+    The program sees the system's programs, Python without installed packages, a few devices and an empty /tmp.
+    """
     places = ["--tmpfs", "/tmp", "--proc", "/proc", "--dir", "/dev", "--symlink", "/tmp", "/dev/shm"]
     for name in ("null", "zero", "full", "random", "urandom"):
         places += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
@@ -76,6 +84,6 @@ def _packages() -> list[str]:
 
 
 def counts_processes_per_namespace() -> bool:
-    """Whether RLIMIT_NPROC counts the sandbox's processes and not all of this user's: since Linux 5.14."""
+    """Return whether RLIMIT_NPROC counts only the sandbox's processes (since Linux 5.14) and not all of this user's."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and tuple(map(int, version.groups())) >= (5, 14)

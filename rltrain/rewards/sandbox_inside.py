@@ -1,7 +1,8 @@
-"""Runs inside the sandbox as a script: starts a program there, watches it, and leaves nothing running.
+"""Script inside the sandbox that starts a program, watches it and leaves no process running.
 
-Only for `rltrain.rewards.sandbox`. The watcher never reads a program's text, and a program is a fork of it: so starting
-costs one interpreter, and nothing that the judge knows is in the program's memory.
+Only `rltrain.rewards.sandbox` uses this file. The watcher never reads the program's text, and the program runs in a
+fork of the watcher. So a start costs only one interpreter, and the program's memory contains nothing that the judge
+knows.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""A run before and after training: checks, the plan, resuming, checkpoints, recovery, the lock, signals."""
+"""What a run needs around training: checks, plan, resume, checkpoints, recovery, folder lock and signals."""

@@ -1,8 +1,15 @@
-"""Checkpoints from the driver's side: what makes one current, which are kept, and which can be gone on from.
+"""Checkpoints on the driver: saving them, removing old ones, and reading them to resume a run.
 
-A checkpoint is the folder `step_N`: `state/ROLE/` (tensors, written by the ranks), `model/` (the exported policy),
-`driver.json` (all the rest), `history/` (metrics and ledger so far), `config.yaml`, and last `manifest.json` with the
-size and CRC-32 of every file. Without a manifest, or with one that a file does not agree with, it is none.
+A checkpoint is a folder `step_N` with these parts:
+
+- `state/ROLE/`: tensors, written by the ranks;
+- `model/`: the exported policy;
+- `driver.json`: all other state;
+- `history/`: copies of the run's JSON-lines files, such as metrics and ledger;
+- `config.yaml`: the config of the run;
+- `manifest.json`: size and CRC-32 of every file. This file is written last.
+
+A folder without a manifest is not a checkpoint. A checkpoint is damaged if any file does not match the manifest.
 """
 
 import difflib
@@ -34,16 +41,16 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One whose files were all found to be as they were written.
+    """A checkpoint whose files all match its manifest.
 
     Attributes:
-        folder: where it is.
-        step: after which it was taken.
-        incarnation: how often the run had been restored by then.
-        state: of the driver.
-        config: as YAML.
-        history: contents of the run's files of lines, by name.
-        metric: by which the best is chosen; None where it was not known.
+        folder: location of the checkpoint.
+        step: training step after which the checkpoint was taken.
+        incarnation: number of times that the run had been restored by then.
+        state: state of the driver.
+        config: config of the run, as YAML.
+        history: contents of the run's JSON-lines files, by name.
+        metric: value of the metric that selects the best checkpoint; None if it was not known.
     """
 
     folder: Folder
@@ -56,10 +63,10 @@ class Checkpoint:
 
 
 def read(folder: Folder) -> Checkpoint:
-    """Read a checkpoint, and every file of it once.
+    """Read a checkpoint and check the size and CRC-32 of every file.
 
     Raises:
-        CheckpointError: naming the file that is not as it was written.
+        CheckpointError: a file is missing, unreadable or damaged, or the folder has the name of another step.
     """
     manifest = read_manifest(folder)
     step, name = manifest["step"], str(folder).rpartition("/")[2]
@@ -93,10 +100,10 @@ def read(folder: Folder) -> Checkpoint:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked by itself.
+    """Return the manifest of a checkpoint after checking it, without reading the other files.
 
     Raises:
-        CheckpointError: there is none, or it says nothing that makes sense.
+        CheckpointError: the manifest is missing, unreadable or invalid.
     """
     try:
         content = folder.read(MANIFEST)
@@ -133,11 +140,16 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 @dataclass
 class _Save:
-    """A save under way: the ranks that write, and the files that the driver adds when they are done.
+    """A save in progress: the ranks write their files, and the driver adds its own files when the ranks are done.
 
     Attributes:
-        files: contents by name.
-        history: starts of the run's files of lines, by name, to be copied.
+        step: training step of the weights.
+        incarnation: number of times that the run has been restored.
+        metric: value of the metric that selects the best checkpoint; None if it is not known.
+        files: contents of the driver's files, by name.
+        history: the parts of the run's JSON-lines files that will be copied, by name.
+        groups: worker groups that write, by role.
+        saved: results of the ranks of each role that has finished.
     """
 
     step: int
@@ -150,17 +162,20 @@ class _Save:
 
 
 class Checkpoints:
-    """A run's checkpoints.
+    """The checkpoints of one run.
 
     Args:
-        folder: that holds them.
-        config: the run's, as YAML.
-        keep: so many of the last are kept; 0: all.
-        best: a metric: the checkpoint with its highest value is kept too.
-        sources: fingerprints of what the run reads.
+        folder: folder that holds the checkpoints.
+        config: config of the run, as YAML.
+        keep: number of latest checkpoints to keep; 0: all.
+        best: name of a metric. The checkpoint with its highest value is kept in addition to the latest ones. None: no
+            such checkpoint.
+        sources: fingerprints of the sources that the run reads.
 
     Attributes:
-        last: the step whose save was started last; None before the first.
+        under_way: the save in progress; None if there is none.
+        last: step of the latest checkpoint, whose save may still be in progress; None if there is no checkpoint yet or
+            if its save failed.
     """
 
     def __init__(
@@ -177,7 +192,7 @@ class Checkpoints:
         self.last: int | None = None
 
     def newest(self) -> Checkpoint | None:
-        """The newest good one; each newer one that is damaged is named in a warning."""
+        """Return the newest good checkpoint, or None. Each newer checkpoint that is damaged is named in a warning."""
         for step in reversed(steps_in(self.folder)):
             try:
                 return read(self.folder.at(f"step_{step}"))
@@ -186,15 +201,18 @@ class Checkpoints:
         return None
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """The run is where this checkpoint is: if it is one of these, it need not be saved again."""
+        """Record that the run was restored to this checkpoint, or to its start if the checkpoint is None.
+
+        A checkpoint in this run's own folder need not be saved again.
+        """
         own = checkpoint is not None and str(checkpoint.folder) == str(self.folder.at(f"step_{checkpoint.step}"))
         self.last = checkpoint.step if checkpoint is not None and own else None
 
     def require_best(self, names: Collection[str]) -> None:
-        """Refuse a metric that is none of these.
+        """Check that the metric of `trainer.keep_best` is one of these names.
 
         Raises:
-            ConfigError: `keep_best` is misspelt, or nothing computes it in this run.
+            ConfigError: the name of the metric is misspelt, or this run does not compute the metric.
         """
         near = difflib.get_close_matches(self.best or "", sorted(names), n=5, cutoff=0.0)
         require(
@@ -212,15 +230,17 @@ class Checkpoints:
         history: Mapping[str, FileStart],
         metrics: Mapping[str, float],
     ) -> None:
-        """Begin a save, after the end of the one before; returns when the ranks have copied their tensors.
+        """Start a save, after waiting for the end of the previous one.
+
+        The function returns when the ranks have copied their tensors.
 
         Args:
-            step: of the weights.
-            incarnation: of the run.
-            groups: the ranks of each role that is trained.
-            state: of the driver, plain values.
-            history: the run's files of lines, as far as they are written now.
-            metrics: known of these weights.
+            step: training step of the weights.
+            incarnation: number of times that the run has been restored.
+            groups: worker groups of the trained roles, by role.
+            state: state of the driver, as plain values.
+            history: the run's JSON-lines files up to their current size, by name.
+            metrics: all metrics that are known for these weights.
         """
         self.finish()
         metric = metrics.get(self.best) if self.best else None
@@ -241,13 +261,17 @@ class Checkpoints:
                 pending[0].wait(pending[1])
         except RLTrainError:
             raise
-        except Exception as error:  # whatever a file system's driver raises
+        except Exception as error:  # a file system driver may raise any exception
             self._failed(save, reason(error))
             return
         self.under_way = save
 
     def advance(self) -> bool:
-        """Make the save that is under way current if all ranks are done; returns whether none is left under way."""
+        """Complete the save in progress if all ranks have finished writing.
+
+        Returns:
+            Whether no save is in progress any more.
+        """
         save = self.under_way
         if save is None:
             return True
@@ -264,26 +288,26 @@ class Checkpoints:
                 self._failed(save, errors[0])
             else:
                 self._commit(save)
-        except Exception as error:  # as above
+        except Exception as error:  # a file system driver may raise any exception
             self._failed(save, reason(error))
         return True
 
     def finish(self) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the end of the save in progress, if there is one."""
         while not self.advance():
             time.sleep(_LOOK_S)
 
     def abandon(self) -> None:
-        """Forget a save whose ranks have died."""
+        """Discard the save in progress after its ranks have died."""
         save, self.under_way = self.under_way, None
         if save is not None:
             self._failed(save, "a rank died while it wrote")
 
     def publish(self, path: Path) -> None:
-        """Put the model of the checkpoint saved last at `path`, in the place of what is there.
+        """Replace `path` by the model of the latest checkpoint.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: the latest checkpoint could not be saved.
         """
         if self.last is None:
             raise CheckpointError(
@@ -293,7 +317,10 @@ class Checkpoints:
         _publish(self.folder.at(f"step_{self.last}").at(MODEL), path)
 
     def _commit(self, save: _Save) -> None:
-        """Write the driver's files and then the manifest: from here on it is the current one."""
+        """Complete a save: write the driver's files, then the manifest, and remove old checkpoints.
+
+        The checkpoint becomes valid when its manifest is written.
+        """
         folder = self.folder.at(f"step_{save.step}")
         files = {name: entry for ranks in save.saved.values() for one in ranks for name, entry in one.files.items()}
         for name, content in save.files.items():
@@ -314,22 +341,22 @@ class Checkpoints:
         folder.write(MANIFEST, json.dumps({"manifest": manifest, "crc": _seal(manifest)}, indent=1).encode())
         try:
             self._prune(save.step)
-        except Exception as error:  # as above
+        except Exception as error:  # a file system driver may raise any exception
             logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
-        """The run goes on: say so, and leave nothing half."""
+        """Warn that a save has failed, and remove its partial files. The run continues."""
         folder = self.folder.at(f"step_{save.step}")
         if self.last == save.step:
             self.last = None
         logger.warning("%s: not saved, %s; the run goes on, and the checkpoints before it are kept", folder, why)
         try:
             self._discard(f"step_{save.step}")
-        except Exception as error:  # as above
+        except Exception as error:  # a file system driver may raise any exception
             logger.warning("%s: what was written of it cannot be removed (%s)", folder, reason(error))
 
     def _prune(self, newest: int) -> None:
-        """Remove what need not be kept: all but the last `keep` and the best."""
+        """Remove all checkpoints except the latest `keep` and the best one."""
         steps = [step for step in steps_in(self.folder) if step <= newest]
         kept = set(steps[-self.keep :])
         if self.best:
@@ -339,8 +366,9 @@ class Checkpoints:
                     manifest = read_manifest(self.folder.at(f"step_{step}"))
                 except RLTrainError:
                     continue
-                score = manifest["metric"] if manifest["best"] == self.best else None  # else it is of another metric
-                if score is not None and score == score:  # not NaN
+                # A checkpoint that was saved with another `trainer.keep_best` has the value of another metric.
+                score = manifest["metric"] if manifest["best"] == self.best else None
+                if score is not None and score == score:  # excludes NaN
                     scores[step] = score
             if scores:
                 kept.add(max(scores, key=lambda step: (scores[step], step)))
@@ -349,28 +377,37 @@ class Checkpoints:
                 self._discard(f"step_{step}")
 
     def _discard(self, name: str) -> None:
-        """Remove a folder, its manifest first: whatever is left of it after a kill is no checkpoint."""
+        """Remove a folder, starting with its manifest.
+
+        If the process is killed meanwhile, the remaining files have no manifest and are not taken for a checkpoint.
+        """
         self.folder.remove(f"{name}/{MANIFEST}")
         self.folder.remove(name)
 
     def clean(self) -> None:
-        """At the start of a run: remove what a crash has left of saves that were under way."""
+        """Remove the unfinished saves that a crash has left behind. To be called at the start of a run."""
         for name in _unfinished(self.folder):
             self._discard(name)
 
 
 def _publish(model: Folder, path: Path) -> None:
-    """Hard links to the weights where that is possible, else copies; `path` is whole, or missing for a moment."""
+    """Replace `path` by the files of the folder `model`.
+
+    Weights become hard links where possible; other files are copied. While the function runs, `path` may be missing for
+    a moment, but it is never incomplete.
+    """
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):
         _remove(leftover)
     for name in model.files():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         try:
-            if not model.local or not name.endswith(".safetensors"):  # the rest is small, and people edit it
+            # Only weights are linked: the other files are small, and users edit them.
+            if not model.local or not name.endswith(".safetensors"):
                 raise OSError
             os.link(model.path(name), partial / name)
-        except OSError:  # another disk, or a file system without links
+        except OSError:
+            # Linking also fails if the target is on another disk or on a file system without hard links.
             model.fs.get_file(model.path(name), str(partial / name))
     if os.path.lexists(path):
         path.rename(old)
@@ -386,10 +423,12 @@ def _remove(path: Path) -> None:
 
 
 def require_own(folder: Folder) -> None:
-    """Refuse a folder of checkpoints with a `step_N` that is none of a run's: a save there would write over it.
+    """Check that no folder `step_N` in a checkpoint folder has other contents than a run writes.
+
+    A save would overwrite such a folder.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: there is such a folder. The message names it.
     """
     for name in _unfinished(folder):
         strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)
@@ -401,11 +440,11 @@ def require_own(folder: Folder) -> None:
 
 
 def _unfinished(folder: Folder) -> list[str]:
-    """What is named as a checkpoint and has no manifest."""
+    """Return the names of folders that are named like a checkpoint but have no manifest."""
     return [name for name in folder.names() if _NAME.fullmatch(name) and not folder.exists(f"{name}/{MANIFEST}")]
 
 
 def steps_in(folder: Folder) -> list[int]:
-    """Steps of the finished checkpoints in a folder, damaged ones too, oldest first."""
+    """Return the steps of all finished checkpoints in a folder, oldest first, including damaged checkpoints."""
     found = [int(match[1]) for name in folder.names() if (match := _NAME.fullmatch(name))]
     return sorted(step for step in found if folder.exists(f"step_{step}/{MANIFEST}"))

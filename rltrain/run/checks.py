@@ -1,6 +1,7 @@
-"""Rules across config keys and against the machine: files, registries, cores. All are checked before any worker starts.
+"""Checks of the config that involve several keys or the machine: files, registries and cores.
 
-Cheap checks come first and heavy imports are inside functions, so that most mistakes are reported at once.
+All checks run before any worker starts. Cheap checks come first, and heavy imports are inside functions, so that most
+mistakes are reported immediately.
 """
 
 import difflib
@@ -33,7 +34,7 @@ from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, Task
 
 ENGINES = ("vllm", "hf")
-# An output directory with one of these holds a run.
+# An output directory that contains one of these names holds a run.
 RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
@@ -48,15 +49,16 @@ RUN_FILES = (
     "checkpoints",
     "tensorboard",
 )
-_A_NAME_INSIDE = "x" * 200  # a path may be so long that nothing can be made in it
+# Sample file name that detects a folder whose path is too long for any file in it.
+_A_NAME_INSIDE = "x" * 200
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
 
 
 def check(config: Config) -> None:
-    """Refuse whatever cannot run here.
+    """Check that the config can run on this machine.
 
     Raises:
-        ConfigError: one line with the value, the rule and the way out.
+        ConfigError: the config cannot run. The message is one line with the value, the rule and a remedy.
     """
     _check_output(config.trainer)
     _check_engine(config.rollout)
@@ -81,7 +83,10 @@ def check(config: Config) -> None:
 
 
 def _check_weights(config: Config) -> None:
-    """Refuse weights that one of the roles would not load as a whole. The critic's form is looked at first."""
+    """Check that every role can load the weights of `model.path` completely.
+
+    The first check is whether the model type can be a critic, if the algorithm needs one.
+    """
     where = f"model.path={config.model.path}"
     if needs_critic(config.algorithm):
         check_critic(config.model.path)
@@ -91,14 +96,14 @@ def _check_weights(config: Config) -> None:
 
 
 def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
-    """Refuse more ranks than a running cluster has devices.
+    """Check that a running cluster has a device for every rank.
 
     Args:
         config: the whole config.
-        resources: as from `ray.cluster_resources()`; its GPUs are the devices, or its CPUs where it has none.
+        resources: result of `ray.cluster_resources()`. The devices are the GPUs, or the CPUs if there are no GPUs.
 
     Raises:
-        ConfigError: naming the ranks and the devices.
+        ConfigError: the cluster has too few devices. The message names the ranks and the devices.
     """
     gpus = int(resources.get("GPU", 0))
     if gpus:
@@ -108,10 +113,12 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
 
 
 def sandbox_warning(config: Config) -> str:
-    """Say in one line what model-written code could do on this machine, "" if nothing or if no function runs any.
+    """Return a one-line warning about what model-written code could do on this machine.
+
+    Returns "" if such code could do no harm, or if no reward function runs any.
 
     Raises:
-        ConfigError: a function may run it in the strong form of the sandbox only, which does not work here.
+        ConfigError: a reward function requires the strong sandbox, which does not work on this machine.
     """
     for function in config.reward.functions:
         level = function.kwargs.get("sandbox", config.reward.sandbox)
@@ -125,16 +132,16 @@ def sandbox_warning(config: Config) -> str:
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or reward.sandbox=auto, which "
                 "makes do with less"
             ) from None
-        except (TypeError, ValueError):  # it does not tell its parameters; `check_columns` says what to do
+        except (TypeError, ValueError):  # uninspectable parameters are reported by `check_columns`
             continue
     return ""
 
 
 def builtin_task(config: Config) -> Task:
-    """Return the task whose tiny model `model.path=builtin` means: that of `data.train`.
+    """Return the built-in task of `data.train`, whose tiny model is the one that `model.path=builtin` selects.
 
     Raises:
-        ConfigError: `data.train` is no built-in task.
+        ConfigError: `data.train` is not a built-in task.
     """
     source = config.data.train
     names = [BUILTIN + name for name in TASKS]
@@ -152,7 +159,11 @@ def builtin_task(config: Config) -> Task:
 
 
 def check_cache(config: Config) -> None:
-    """Refuse a cache where the built-in model would be kept and is not, if nothing can be written there."""
+    """Check that the cache folder is writable if the built-in model has yet to be stored there.
+
+    Raises:
+        ConfigError: the cache folder cannot be written to.
+    """
     if config.model.path == BUILTIN_MODEL:
         from rltrain.tasks.tiny_model import cache_root, start_path
 
@@ -162,7 +173,10 @@ def check_cache(config: Config) -> None:
 
 
 def output_folder(trainer: TrainerConfig) -> Path:
-    """The run's folder. Of `new/../old` it is `old` even while there is no `new`: making that one reaches `old`."""
+    """Return the absolute path of the run's output folder.
+
+    The path `new/../old` gives `old` even if `new` does not exist yet: once `new` is created, the path leads to `old`.
+    """
     return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
 
 
@@ -178,7 +192,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
     )
     _check_writable(folder, where)
-    for name in RUN_FILES if trainer.resume == "never" else ():  # else `rltrain.run.resume` looks at whose they are
+    for name in RUN_FILES if trainer.resume == "never" else ():  # else `rltrain.run.resume` checks their origin
         require(
             not (folder / name).exists(),
             f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
@@ -197,12 +211,16 @@ def _check_output(trainer: TrainerConfig) -> None:
 
 
 def checked_folder(url: str, where: str) -> Folder:
-    """A folder that the user named, anywhere; `where` is what the error begins with.
+    """Return the folder that the user named by a local path or a URL.
+
+    Args:
+        url: local path or URL.
+        where: start of the error message.
 
     Raises:
-        ConfigError: no file system is known by that name, or it does not start here.
+        ConfigError: the URL is malformed, its file system is unknown, or its file system cannot be used here.
     """
-    # fsspec would read what stands before "::" as a file system, or leave out what stands behind it.
+    # fsspec would interpret the text before "::" as a file system, or ignore the text after it.
     require(
         "::" not in url and not url.startswith("://"), f"{where}: has '::' or no name before '://'; give another path"
     )
@@ -210,7 +228,7 @@ def checked_folder(url: str, where: str) -> Folder:
         local_path(url, where)
     try:
         return Folder(absolute(url))
-    except Exception as error:  # whatever a file system's driver raises
+    except Exception as error:  # a file system driver may raise any exception
         raise ConfigError(
             f"{where}: cannot be reached ({described(error, 200)}); give a local path, or a URL that fsspec knows"
         ) from None
@@ -252,14 +270,14 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _model_config(path: str) -> Mapping[str, Any]:
-    """The model's own config; that of the built-in model is known before it is made."""
+    """Return the model's own config. That of the built-in model is available before the model is created."""
     if path != BUILTIN_MODEL:
         return model_config(path)
     import torch
 
     from rltrain.tasks.tiny_model import tiny_model
 
-    with torch.device("meta"):  # draws no random numbers for weights
+    with torch.device("meta"):  # the meta device draws no random numbers for weights
         return dict(tiny_model().config.to_dict())
 
 
@@ -292,7 +310,7 @@ def _check_machine(config: Config) -> None:
 
 
 def _gpu_nodes() -> bool:
-    """Whether there may be a GPU: a driver's device file. Asking torch takes seconds."""
+    """Return whether a device file of a GPU driver exists. Querying torch for GPUs would take seconds."""
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
@@ -307,7 +325,10 @@ def _largest_demand(config: Config) -> int:
 
 
 def _demands(config: Config) -> list[tuple[str, int]]:
-    """What each role asks for, in devices; with shared ranks roles take turns on the same ones."""
+    """Return the required numbers of devices, each with a description of the config keys that it comes from.
+
+    With `placement.share_ranks`, the roles take turns on the same devices, so their numbers are not added up.
+    """
     placement, rollout = config.placement, config.rollout
     shards = rollout.shards
     engines = f"placement.rollout_replicas={placement.rollout_replicas}"

@@ -1,4 +1,7 @@
-"""One run at a time in a folder: a second one would write over the first one's files and remove its checkpoints."""
+"""Lock that allows one run at a time in a folder.
+
+A second run would overwrite the files of the first one and remove its checkpoints.
+"""
 
 import errno
 import fcntl
@@ -15,14 +18,17 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class RunLock:
-    """Holds the output folder, and that of checkpoints where it is local, until the process ends or this is left.
+    """Context manager that locks a run's output folder and, if it is local, its checkpoint folder.
 
-    The locks are POSIX record locks. They end with the process however it dies, and a forked child does not keep them.
-    The filelock library uses flock, whose locks a forked child would keep. Entering refuses folders that another run
-    holds and leaves nothing behind; `take` makes the files.
+    The locks last until the context exits or the process ends. They are POSIX record locks: they end with the process
+    however it dies, and a forked child does not keep them. The filelock library uses flock, whose locks a forked child
+    would keep.
+
+    Entering the context creates no files, but raises ConfigError if another run holds one of the folders. The method
+    `take` creates the lock files.
 
     Args:
-        trainer: names the folders.
+        trainer: the config section that names the folders.
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
@@ -44,10 +50,10 @@ class RunLock:
             file.close()
 
     def take(self) -> None:
-        """Make the output folder, and hold both.
+        """Create the output folder and the lock files, and lock both folders.
 
         Raises:
-            ConfigError: another run holds one of them.
+            ConfigError: another run holds one of the folders.
         """
         self.__exit__()
         self.held = []
@@ -62,14 +68,14 @@ class RunLock:
     def _hold(self, where: str, file: Path) -> None:
         try:
             stream = file.open("a", encoding="utf-8")
-        except OSError:  # not ours to write in: whoever has to finds out
+        except OSError:  # no write access: the code that later writes to the folder reports that
             return
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             stream.close()
             if error.errno not in _HELD:
-                return  # a file system without locks
+                return  # the file system does not support locks
             holder = " ".join(file.read_text("utf-8", "replace").split())[:80]
             raise ConfigError(
                 f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
@@ -79,5 +85,5 @@ class RunLock:
 
 
 def _real(path: str) -> str:
-    """The same by whatever links it is named."""
+    """Return the path without symbolic links, so that all names of a folder give the same lock file."""
     return os.path.realpath(absolute(path))

@@ -1,4 +1,4 @@
-"""What a run is going to do, shown before it starts: batches, algorithm, processes, memory, output."""
+"""The plan of a run, shown before it starts: batches, algorithm, processes, memory and output."""
 
 import re
 from collections.abc import Mapping
@@ -13,27 +13,27 @@ from rich.text import Text
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
 from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config
 
-_WIDEST, _FRAME = 100, 15  # columns of the panel, at most, and of its borders and labels
+_WIDEST, _FRAME = 100, 15  # in columns: maximum width of the panel, and width of its borders and labels
 _BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes a parameter on a training rank, whatever the dtype
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per parameter on a training rank, for every model dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the plan says and the config does not know.
+    """Facts that the plan shows and that are not in the config.
 
     Attributes:
         path: directory of the model.
-        parameters: number of them; None where the files do not tell.
-        adapters: number of their parameters; None where all of the model is trained.
-        train_prompts: number of them; None before they are loaded.
-        val_prompts: prompts of one evaluation; None where there is none.
+        parameters: number of model parameters; None if the model files do not tell it.
+        adapters: number of adapter parameters; None if the whole model is trained.
+        train_prompts: number of training prompts; None before they are loaded.
+        val_prompts: number of prompts in one evaluation; None if there is no evaluation.
         needs_critic: whether the advantage estimator reads values.
-        devices: what a rank or an engine runs on, in words: "2 CPU cores".
-        on_gpu: whether these are GPUs.
-        reward_models: number of parameters of each by its name; None where the files do not tell.
+        devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
+        on_gpu: whether the devices are GPUs.
+        reward_models: number of parameters by name of the reward model; None if the model files do not tell it.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
-        aggregations: those that the loss is defined for; none: all.
+        aggregations: values of `algorithm.loss_agg_mode` that the loss is defined for; empty: all values.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Facts:
 
 
 def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
-    """Return (label, text) of every line of the plan."""
+    """Return a (label, text) pair for every line of the plan."""
     return [
         ("step", batch_line(config)),
         ("run", _run(config, facts)),
@@ -66,12 +66,12 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
 
 
 def plan_lines(config: Config, facts: Facts) -> list[str]:
-    """Return the plan as aligned lines of text, as a log or a file gets them."""
+    """Return the plan as aligned lines of text, for a log or a file."""
     return [f"{label:<10} {text}" for label, text in plan_rows(config, facts)]
 
 
 def show_plan(console: Console, config: Config, facts: Facts) -> None:
-    """Print the plan: framed and wrapped in a terminal, one long line an entry elsewhere."""
+    """Print the plan: framed and wrapped on a terminal, otherwise as one long line per entry."""
     if not console.is_terminal:
         for line in plan_lines(config, facts):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -86,7 +86,7 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
 
 
 def batch_line(config: Config) -> str:
-    """Say what the batch sizes come to."""
+    """Return a line with the batch sizes of a step and the number of optimizer steps that result from them."""
     trainer, minibatches = config.trainer, config.trainer.prompts_per_step // config.trainer.prompts_per_minibatch
     return (
         f"{_count(trainer.prompts_per_step, 'prompt')} x {_count(config.rollout.samples_per_prompt, 'sample')} = "
@@ -132,7 +132,7 @@ def _algorithm(config: Config) -> str:
 
 
 def _off_policy(config: Config, facts: Facts) -> str:
-    """What relates stale answers to the policy that sampled them."""
+    """Describe how training corrects for stale answers, which an older policy sampled."""
     algorithm, correction = config.algorithm, config.algorithm.correction
     stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
     if correction.level is not None:
@@ -152,7 +152,7 @@ def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
 
 
 def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
-    """What it means that a loss of whole answers is aggregated in another way than the one it is defined for."""
+    """Describe the effect of a sequence-level loss under an aggregation mode that it is not defined for."""
     return (
         f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
         f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
@@ -160,7 +160,7 @@ def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
 
 
 def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
-    """What is off by default and on here."""
+    """Return descriptions of the features that are off by default and that this config turns on."""
     shaping, target = algorithm.reward_shaping, algorithm.entropy_target
     correction, rejection = algorithm.correction, algorithm.rejection
     changes = [("+", shaping.bias), ("x", "" if shaping.scale == 1 else shaping.scale), ("clip ", shaping.clip)]
@@ -196,7 +196,7 @@ def _weights(correction: CorrectionConfig) -> str:
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:
-    """What is outside of them is changed: " below 0.5 or above 2"."""
+    """Describe the values outside the bounds, which are changed, such as " below 0.5 or above 2"; "" without bounds."""
     parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
     return f" {' or '.join(parts)}" if parts else ""
 
@@ -294,7 +294,7 @@ def _memory(config: Config, facts: Facts) -> str:
     total = (
         f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
     )
-    # It is cut into shards, and sent to a GPU, when it is loaded.
+    # A rank holds the whole model in host memory until loading has sharded it or moved it to a GPU.
     whole = f"; to start, a rank takes {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
     start = whole if shards > 1 or facts.on_gpu else ""
     engine = _engine_memory(config, facts)
@@ -324,7 +324,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def _broken(text: str, width: int) -> str:
-    """Break after a `;` or before a `->`, where the line would be too long; the terminal breaks what still is."""
+    """Insert line breaks after `;` or before `->` where a line would exceed `width` columns.
+
+    The terminal wraps lines that are still too long.
+    """
     lines = [""]
     for part in re.split(r"(?<=; )|(?=-> )", text):
         if len((lines[-1] + part).rstrip()) > width and lines[-1]:

@@ -1,4 +1,4 @@
-"""Starting the training ranks again when one of them died or hung, a bounded number of times in a run."""
+"""Restarts of the training ranks after one of them died or hung, limited to a maximum number per run."""
 
 import logging
 import time
@@ -8,28 +8,33 @@ from rltrain.base.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.0, 2.0, 8.0, 30.0)  # before each restart; the last one again and again
+PAUSES_S = (0.0, 2.0, 8.0, 30.0)  # seconds to wait before each restart; the last value repeats
 
 
 class Restarts:
-    """Restarts of the training ranks in one run.
+    """Restarts the training ranks and counts the restarts of one run.
 
     Args:
-        restart: ends all their processes and starts them anew; None: they cannot be.
-        limit: how often that may happen.
+        restart: callback that ends all processes of the training ranks and starts new ones; None: the ranks cannot be
+            restarted.
+        limit: maximum number of restarts.
 
     Attributes:
-        count: how often it did.
+        count: number of restarts so far.
     """
 
     def __init__(self, restart: Callable[[], None] | None, limit: int) -> None:
         self.restart, self.limit, self.count = restart, limit, 0
 
     def after(self, error: WorkerLost, step: int) -> None:
-        """Have fresh training ranks after this death, to go on from `step`.
+        """Restart the training ranks after a rank was lost.
+
+        Args:
+            error: how the rank was lost.
+            step: training step from which the run will continue; used in the log message.
 
         Raises:
-            WorkerError: there were too many already, or they cannot be restarted here.
+            WorkerError: the limit of restarts is reached, or the ranks cannot be restarted.
         """
         while True:
             if self.restart is None or self.count >= self.limit:

@@ -1,4 +1,4 @@
-"""From where a run goes on: which checkpoint `trainer.resume` means, and whether this config may continue it."""
+"""Resuming a run: find the checkpoint that `trainer.resume` names, and check that this config may continue it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from rltrain.trajectories.token_rewards import entropy_controller, kl_controller
 from workers.models.state_files import read_index
 from workers.training.rank_state import MODEL, STATE, reason
 
-# Sections, and keys, that do not decide what is learnt: they may differ from those of the checkpoint.
+# Config sections and keys that do not affect what the model learns: a resumed run may change them.
 FREE = (
     "verbose",
     "placement",
@@ -60,9 +60,9 @@ class Beginning:
     """Where a run begins.
 
     Attributes:
-        checkpoint: to go on from; None: the start.
-        said: what to tell the user, lines; none where a run simply starts.
-        over: the run has nothing left to do.
+        checkpoint: checkpoint to resume from; None: train from the start.
+        said: lines to show to the user; empty if `trainer.resume=never` starts a new run.
+        over: whether the run has nothing left to do.
     """
 
     checkpoint: Checkpoint | None
@@ -71,19 +71,19 @@ class Beginning:
 
 
 def beginning(config: Config) -> Beginning:
-    """What `trainer.resume` comes to.
+    """Determine where the run begins according to `trainer.resume`.
 
     Args:
-        config: the whole config, with all knobs.
+        config: the whole config, including the default values of all knobs.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, or it is one of another config.
+        ConfigError: the checkpoint does not exist, is damaged, or belongs to another config.
     """
     try:
         return _beginning(config)
     except RLTrainError:
         raise
-    except Exception as error:  # whatever a file system's driver raises, or a config that contains itself
+    except Exception as error:  # a file system driver or a self-referential config may raise any exception
         trainer = config.trainer
         raise ConfigError(
             f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
@@ -128,7 +128,14 @@ def _auto(config: Config, own: Folder) -> Beginning:
 
 
 def _require_own_output(config: Config, own: Folder) -> list[str]:
-    """Refuse an output folder with files of another run than that of these checkpoints; returns those that it has."""
+    """Check that the output folder holds no files of another run than the one with these checkpoints.
+
+    Returns:
+        Names of the run's files in the output folder.
+
+    Raises:
+        ConfigError: the output folder holds files that do not belong to this run.
+    """
     output = Path(absolute(config.trainer.output_dir))
     files, config_file = [name for name in RUN_FILES if (output / name).exists()], output / "config.yaml"
     if config_file.is_file():
@@ -147,7 +154,14 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
 
 
 def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: Folder) -> None:
-    """Refuse another folder of checkpoints than the run's, which may have been moved, or be named from elsewhere."""
+    """Check that `own` is the checkpoint folder of the saved run.
+
+    The folder `checkpoints` in the output folder is also accepted if the output folder was moved or is named by another
+    path.
+
+    Raises:
+        ConfigError: the saved run has another checkpoint folder.
+    """
     there, output = (str(saved.get(f"trainer.{key}", "")) for key in ("checkpoint_dir", "output_dir"))
     beside = there == f"{output}/checkpoints" and str(own) == str(Path(absolute(trainer.output_dir)) / "checkpoints")
     require(
@@ -157,7 +171,14 @@ def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: F
 
 
 def _named(path: str) -> Checkpoint:
-    """The checkpoint of a path: its own folder, or the newest good one of a run or of a folder of checkpoints."""
+    """Return the checkpoint that a path names.
+
+    The path is the folder of one checkpoint, the checkpoint folder of a run, or the output folder of a run. From a
+    folder with several checkpoints, the function returns the newest good one.
+
+    Raises:
+        ConfigError: the path holds no good checkpoint.
+    """
     where, folder = f"trainer.resume={path}", Folder(absolute(path))
     if folder.exists(MANIFEST):
         try:
@@ -197,7 +218,7 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
 
 
 def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
-    """Whether that folder has the checkpoint's model, and not that of a step before it."""
+    """Return whether the folder `model` holds the model of this checkpoint and not that of an earlier step."""
     files, there = read_manifest(checkpoint.folder)["files"], Folder(str(model))
     of_model = {name.removeprefix(f"{MODEL}/"): entry for name, entry in files.items() if name.startswith(f"{MODEL}/")}
     return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())
@@ -213,7 +234,14 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
 
 
 def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
-    """A checkpoint by its path either goes on where it lies, as the newest there, or in new folders."""
+    """Check that resuming from this checkpoint does not mix two runs.
+
+    A checkpoint in this run's own checkpoint folder must be the newest one there. A checkpoint from elsewhere needs new
+    output and checkpoint folders.
+
+    Raises:
+        ConfigError: the folders hold newer checkpoints or another run.
+    """
     trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
     if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
         newer = [step for step in steps_in(own) if step > checkpoint.step]
@@ -234,13 +262,16 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 
 
 def _require_same(config: Config, saved: str, where: str) -> None:
-    """Refuse a config that would make another future of a checkpoint.
+    """Check that the config agrees with a checkpoint's in every key that affects what the model learns.
 
-    The trainer's keys come first: some of the others follow from them.
+    The `trainer` keys are compared first, because some of the other values follow from them.
+
+    Raises:
+        ConfigError: a key differs.
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # a NaN is not itself
+        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # `repr` finds two NaN equal
         if not same and not _is_free(key):
             raise ConfigError(
                 f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
@@ -253,7 +284,7 @@ def _is_free(key: str) -> bool:
 
 
 class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
-    """A config that refers to its own parts would be walked through once for each way to them."""
+    """YAML loader that refuses aliases: `_flat` would visit an aliased part once for every path to it."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -272,7 +303,7 @@ def _values(text: str, where: str) -> Mapping[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys; lists are values."""
+    """Flatten nested mappings to one mapping with dotted keys. Lists are not flattened."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -284,20 +315,20 @@ def _shown(value: Any) -> str:
 
 
 def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> list[str]:
-    """Refuse what has changed under its name, and a state that no run could go on from, before any worker starts.
+    """Check, before any worker starts, that the sources are unchanged and that the checkpoint's state can be loaded.
 
-    Where a function of the user's ended the run, its file alone may have changed.
+    If an error in a user's function ended the run, the file of that function may have changed.
 
     Args:
         config: the whole config.
-        checkpoint: to go on from.
-        prompts: to train on, as they were loaded.
+        checkpoint: checkpoint to resume from.
+        prompts: training prompts, as they were loaded.
 
     Returns:
-        What to tell the user, lines.
+        Lines to show to the user.
 
     Raises:
-        ConfigError: naming what is wrong with them.
+        ConfigError: a source has changed, or the state cannot be loaded. The message names the problem.
     """
     state, said = checkpoint.state, []
     kept, repairable = (state.get("sources"), state.get("repairable")) if isinstance(state, dict) else (None, None)
@@ -313,7 +344,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         )
     try:
         _try(config, checkpoint, prompts)
-    except Exception as error:  # it may say anything
+    except Exception as error:  # an invalid state may cause any exception
         raise ConfigError(
             f"{checkpoint.folder}: its state is none that a run could go on from ({described(error, 200)}); give "
             "another checkpoint"
@@ -345,12 +376,12 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
 
 
 class _Nobody:
-    """Engines and reward workers that have nothing to do and are asked for nothing."""
+    """Stand-in for the engines and the reward workers: it has no work under way and ignores requests."""
 
     pending = 0
 
     def abort(self) -> None:
-        """There is nothing to drop."""
+        """Do nothing: there is no work to drop."""
 
     def submit(self, requests: Any) -> None:
-        """Forget them."""
+        """Ignore the requests."""

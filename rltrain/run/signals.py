@@ -1,4 +1,7 @@
-"""SIGTERM, Ctrl-C and a lost terminal: the first signal stops the run where nothing is lost, a second one at once."""
+"""Handling of SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
+
+The first signal stops the run at a safe point, where nothing is lost. A second signal stops the run at once.
+"""
 
 import signal
 import threading
@@ -11,16 +14,19 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Catches them while it is entered; other threads than the main one cannot, and then it catches none.
+    """Context manager that catches SIGTERM, SIGINT and SIGHUP.
 
-    A signal that the parent process had ignored stays ignored: `nohup` does that with SIGHUP, and a shell without job
-    control with the SIGINT of what it starts in the background. A SIGHUP after another signal changes nothing: when a
-    connection drops, the shell sends the same news that the terminal has sent already.
+    Only the main thread can install signal handlers, so the context catches no signals in any other thread.
 
-    What one of them ends at once is raised as Stopped, with the status of the signal.
+    A signal that the parent process had ignored stays ignored. `nohup` ignores SIGHUP, and a shell without job control
+    ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal has no effect: when
+    a connection drops, the shell sends a second SIGHUP after the one that the terminal has sent.
+
+    If a signal stops the code in the context at once, the context raises Stopped with the exit status of that signal.
 
     Attributes:
-        patient: whether there is a safe place ahead, where `check` is called; else the first signal ends it too.
+        patient: whether the code will reach a safe point, where it calls `check`. If False, the first signal already
+            stops the code at once.
     """
 
     def __init__(self) -> None:
@@ -41,13 +47,13 @@ class Signals:
             raise Stopped(self.status) from None
 
     def check(self) -> None:
-        """Raise Stopped if a signal has come."""
+        """Raise Stopped if a signal was received."""
         if self.received is not None:
             raise Stopped(self.status)
 
     @property
     def status(self) -> int:
-        """Exit status of a program that ended on this signal."""
+        """Return the exit status for the received signal, or that of SIGINT if there is none: 128 + signal number."""
         return 128 + (self.received or signal.SIGINT)
 
     def _catch(self, number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,7 @@
-"""What a run reads under the names in its config, as one number each: other content there makes it another run."""
+"""Fingerprints of the data, functions and weights that a config names.
+
+A fingerprint is one number. A run can be resumed only while the fingerprints of its sources are unchanged.
+"""
 
 import zlib
 from pathlib import Path
@@ -8,19 +11,21 @@ from rltrain.data.prompts import PromptSet
 from rltrain.rewards.loading import absolute, source_name
 from rltrain.settings.schema import Config
 
-ENDS_BYTES = 1 << 20  # of each file of weights, at both ends: reading large ones whole would take minutes
+# Bytes that are hashed at each end of a weight file: reading large files completely would take minutes.
+ENDS_BYTES = 1 << 20
 
 
 def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
-    """Fingerprints of all that is read again whenever the run goes on, and decides what is learnt.
+    """Compute the fingerprint of every source that a resumed run reads again and that affects what the model learns.
 
     Args:
         config: the whole config.
-        prompts: to train on, as they were loaded.
+        prompts: training prompts, as they were loaded.
 
     Returns:
-        By key and name: the prompts; files of reward functions and of their aggregation; weights of reward models, and
-        those of `model.path` where no checkpoint replaces them, as the base of LoRA adapters and as the reference.
+        Fingerprints by source name (config key and path). The sources are the training prompts, the files of the reward
+        functions and of the reward aggregation, and the weights of the reward models. The weights of `model.path` are
+        included only if no checkpoint replaces them: as the base of LoRA adapters, or as the reference model.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]

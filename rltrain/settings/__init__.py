@@ -1,1 +1,1 @@
-"""What the user typed, made into one typed Config: names, types and rules of all keys."""
+"""Conversion of the user's settings into one typed Config: names, types and rules of all keys."""

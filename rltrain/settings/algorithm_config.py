@@ -1,7 +1,7 @@
-"""The names, types and rules of the keys under `algorithm`: what is learnt from a batch.
+"""The names, types and rules of the keys under `algorithm`, which define what is learned from a batch.
 
-Each class is one feature, with a value that turns it off: 0, null or false. Settings that contradict each other are
-refused here, those that the chosen functions cannot act on in `rltrain.run.checks`.
+Each class is one feature. The value 0, null or false turns a feature off. This module refuses settings that contradict
+each other. `rltrain.settings.algorithm_rules` refuses settings that the selected functions cannot use.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from rltrain.settings.typed import at_least, require
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Level = Literal["batch", "group"]
-FULL_KL = "full"  # the exact KL over the vocabulary, beside the estimators from samples
+FULL_KL = "full"  # the exact KL over the vocabulary, as an alternative to the sample-based estimators
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardShapingConfig:
-    """What happens to each score by itself: min(max((score + bias) * scale, -clip), clip), then the length penalty."""
+    """Shaping of each single score: min(max((score + bias) * scale, -clip), clip), then the length penalty."""
 
     bias: float
     scale: float
     clip: float | None
-    overlong_buffer: int  # tokens before the limit over which the penalty grows; 0: no penalty
-    overlong_penalty: float  # at the limit
+    overlong_buffer: int  # number of tokens before the length limit over which the penalty grows; 0: no penalty
+    overlong_penalty: float  # penalty at the length limit
 
     def __post_init__(self) -> None:
         at_least(self, 0, "overlong_buffer")
@@ -33,12 +33,15 @@ class RewardShapingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizationConfig:
-    """(x - mean) / std by statistics of the batch or of each prompt group; null leaves a part out."""
+    """Normalization (x - mean) / std, with the statistics of the batch or of each prompt group.
+
+    A level of null leaves out the mean or the std.
+    """
 
     mean_level: Level | None
     std_level: Level | None
-    leave_one_out: bool  # the mean of the others
-    unbiased: bool  # std with n - 1
+    leave_one_out: bool  # whether the mean for a sample leaves out that sample
+    unbiased: bool  # whether the std divides the sum of squares by n - 1
 
     def __post_init__(self) -> None:
         require(
@@ -49,19 +52,19 @@ class NormalizationConfig:
 
     @property
     def on(self) -> bool:
-        """Whether it changes anything."""
+        """Whether the normalization changes anything."""
         return self.mean_level is not None or self.std_level is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLInRewardConfig:
-    """KL penalty subtracted from the rewards; `kl_coef` 0 with a fixed controller turns it off."""
+    """KL penalty that is subtracted from the rewards. `kl_coef` 0 with a fixed controller turns it off."""
 
     kl_coef: float
     kl_estimator: str
     controller: Literal["fixed", "adaptive"]
-    target: float  # nats per token that the adaptive controller steers to
-    horizon: int  # sequences over which it reacts
+    target: float  # target KL of the adaptive controller, in nats per token
+    horizon: int  # number of sequences over which the adaptive controller reacts
 
     def __post_init__(self) -> None:
         at_least(self, 0, "kl_coef", "target")
@@ -74,17 +77,17 @@ class KLInRewardConfig:
 
     @property
     def full(self) -> bool:
-        """Whether the exact KL is what is subtracted."""
+        """Whether the exact KL is subtracted from the rewards."""
         return self.kl_coef > 0 and self.kl_estimator == FULL_KL
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLLossConfig:
-    """KL term added to the loss; `kl_loss_coef` 0 turns it off."""
+    """KL term that is added to the loss. `kl_loss_coef` 0 turns it off."""
 
     kl_loss_coef: float
     kl_estimator: str
-    ratio_weighted: bool  # times pi / pi_old, with gradient: that of the reverse KL for k1 and k3
+    ratio_weighted: bool  # multiply by pi / pi_old, with gradient; k1 and k3 then have the gradient of the reverse KL
 
     def __post_init__(self) -> None:
         at_least(self, 0, "kl_loss_coef")
@@ -95,13 +98,16 @@ class KLLossConfig:
 
     @property
     def full(self) -> bool:
-        """Whether the exact KL is what is added."""
+        """Whether the exact KL is added to the loss."""
         return self.kl_loss_coef > 0 and self.kl_estimator == FULL_KL
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Importance weights of the policy term, actor before the update over engine; `level` null: off."""
+    """Importance weights of the policy term: pi of the actor before the update / pi of the engine.
+
+    `level` null turns the weights off.
+    """
 
     level: Literal["token", "sequence", "geometric"] | None
     mode: Literal["truncate", "mask", "reject"]
@@ -127,13 +133,16 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectionConfig:
-    """Drops the policy term where the policy of the update is too far from the engine's; `kl_estimator` null: off."""
+    """Removal of the policy term where the policy in the update is too far from the engine's policy.
+
+    `kl_estimator` null turns the removal off.
+    """
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None
     level: Literal["token", "sequence", "max"]
     lower: float | None
     upper: float | None
-    only_negative: bool  # only those with a negative advantage
+    only_negative: bool  # reject only where the advantage is negative
 
     def __post_init__(self) -> None:
         require(
@@ -149,7 +158,7 @@ class RejectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What is learnt from a batch. `advantage` and `loss` hold the knobs that differ from the function's defaults."""
+    """All algorithm settings. `advantage` and `loss` hold the knobs that differ from the function's defaults."""
 
     advantage_estimator: str
     advantage: dict[str, Any]
@@ -157,17 +166,19 @@ class AlgorithmConfig:
     loss: dict[str, Any]
     loss_agg_mode: AggMode
     old_log_probs: Literal["actor", "rollout"]
-    suppress_truncated: bool  # an answer cut at the limit earns nothing, and is in no statistic
-    exclude_truncated: bool  # it is in no statistic, and keeps its own score
-    mask_truncated: bool  # its tokens are not trained on
-    bootstrap_truncated: (
-        bool  # the critic's value of the state in which it was cut stands for what it would have earned
-    )
-    dynamic_sampling: int  # times prompts_per_step that a step may generate to replace groups of one outcome; 0: off
+    # An answer truncated at the length limit scores as if every reward function gave 0, or its own score if that is
+    # lower. It is excluded from statistics.
+    suppress_truncated: bool
+    exclude_truncated: bool  # a truncated answer is excluded from statistics, but keeps its score
+    mask_truncated: bool  # the tokens of a truncated answer are not trained on
+    # The critic's value of the state at the end of a truncated answer replaces the reward that it could still earn.
+    bootstrap_truncated: bool
+    # To replace groups of one outcome, a step may generate this many times prompts_per_step groups in all. 0: off.
+    dynamic_sampling: int
     entropy_coef: float
-    entropy_target: float | None  # nats per token that entropy_coef steers to; null: entropy_coef stays
-    entropy_coef_step: float  # how much it moves in a step
-    entropy_coef_max: float  # the most that it moves to
+    entropy_target: float | None  # target entropy in nats per token, towards which entropy_coef adapts; null: fixed
+    entropy_coef_step: float  # change of entropy_coef in one training step
+    entropy_coef_max: float  # upper bound of entropy_coef
     reward_shaping: RewardShapingConfig
     reward_normalization: NormalizationConfig
     advantage_normalization: NormalizationConfig
@@ -201,7 +212,7 @@ class AlgorithmConfig:
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL term is the exact one, for which the reference ships hidden states."""
+        """Whether a KL term uses the exact KL, for which the reference sends hidden states."""
         return self.kl_in_reward.full or self.kl_loss.full
 
     @property

@@ -1,7 +1,7 @@
-"""Rules between the algorithm's keys and the functions that they choose: all are checked before any worker starts.
+"""Checks that the algorithm's config keys fit the functions that they select. They run before any worker starts.
 
-The registries are asked what the functions take; knob values are tried by calling each function once on a tiny batch.
-torch is imported inside functions: most other mistakes are reported without it.
+The registries tell which parameters a function takes. Knob values are tested by calling each function once on a tiny
+batch. This module imports torch inside functions, so that most other config errors are reported without that import.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# What presets and other programs call a function.
+# Names that presets and other programs use for a function, for suggestions in error messages.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",
@@ -28,15 +28,16 @@ ALIASES = {
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether the advantage estimator reads values."""
+    """Return whether the advantage estimator reads the critic's values."""
     return "values" in _columns(algorithm)
 
 
 def check_algorithm(config: Config) -> None:
-    """Refuse names that are not registered, knobs that do not exist or are out of range, and settings that cannot act.
+    """Raise an error for algorithm settings that are invalid or have no effect.
 
     Raises:
-        ConfigError: one line with the value, the rule and the way out.
+        ConfigError: a name is not registered, a knob does not exist or is out of range, or a setting has no effect. The
+            message is one line with the value, the rule and the fix.
     """
     from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, loss_functions
 
@@ -82,7 +83,10 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
 def _check_knobs(
     section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
 ) -> None:
-    """Refuse knobs that the functions do not take, and values that they refuse when called once on two answers."""
+    """Raise ConfigError for knobs that the functions do not take, and for knob values with which a call fails.
+
+    The values are tested by calling each function once on a batch of two answers.
+    """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 
     try:
@@ -92,13 +96,13 @@ def _check_knobs(
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
-    except (ArithmeticError, RuntimeError, TypeError) as error:  # a number that no tensor holds, say
+    except (ArithmeticError, RuntimeError, TypeError) as error:  # e.g. a number too large for a tensor
         shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
         raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
 
 
 def _tiny_column(name: str, components: int) -> Any:
-    """One group of two answers of two tokens, as the column `name`."""
+    """Return a tiny column `name` for a test call: one group of two answers with two tokens each."""
     import torch
 
     from rltrain.batch.data_proto import COLUMNS
@@ -109,13 +113,13 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    if name in COLUMNS and COLUMNS[name][0] == "row":  # `log_probs` is no column: it is computed in the update
+    if name in COLUMNS and COLUMNS[name][0] == "row":  # not `log_probs`, which the update computes
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
 
 
 def _check_columns(algorithm: AlgorithmConfig) -> None:
-    """Refuse functions that read a column which this run will not have."""
+    """Raise ConfigError if the estimator or the loss reads a column that this run does not have."""
     from rltrain.algorithms import required_columns
     from rltrain.batch.data_proto import COLUMNS
 
@@ -171,7 +175,10 @@ def _check_rejection(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_groups(config: Config) -> None:
-    """What compares the answers to one prompt needs more than one."""
+    """Raise ConfigError if a setting compares the answers to one prompt, but each prompt has only one answer.
+
+    Dynamic sampling is also refused for estimators that do not compare the answers of a group.
+    """
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     in_groups = "uid" in _columns(algorithm)
     users = {
@@ -181,7 +188,7 @@ def _check_groups(config: Config) -> None:
         "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
         "reward.aggregation=normalize_then_sum": config.reward.aggregation == "normalize_then_sum",
     }
-    if "values" not in _columns(algorithm):  # with a critic the tokens of one answer differ
+    if "values" not in _columns(algorithm):  # with a critic, the tokens of one answer have different advantages
         levels = algorithm.advantage_normalization
         users["algorithm.advantage_normalization.mean_level=group"] = levels.mean_level == "group"
         users["algorithm.advantage_normalization.std_level=group"] = levels.std_level == "group"
@@ -199,7 +206,7 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_rewards_act(config: Config) -> None:
-    """Settings of the score must reach the advantages."""
+    """Raise ConfigError if a setting of the score has no effect on the advantages, or makes them wrong."""
     algorithm, reward = config.algorithm, config.reward
     columns, estimator = _columns(algorithm), algorithm.advantage_estimator
     gate = next((component.name for component in reward.components if component.gate), None)
@@ -243,7 +250,11 @@ def _check_rewards_act(config: Config) -> None:
 
 
 def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
-    """The value of the state in which an answer was cut must exist, reach the advantages, and not be taken back."""
+    """Raise ConfigError if `bootstrap_truncated` cannot work or has no effect with the other settings.
+
+    It credits a truncated answer with the critic's value of the state in which the answer was cut. The value must
+    exist, affect the advantages, and not be undone by another setting.
+    """
     if not algorithm.bootstrap_truncated:
         return
     require(

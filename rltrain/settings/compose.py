@@ -1,7 +1,7 @@
-"""The command line: `group=choice` and `key=value` overrides become one typed config.
+"""Conversion of the command line, with overrides `group=choice` and `key=value`, into one typed config.
 
-Hydra composes the YAML files; its errors, which run over several lines and speak of Hydra's own syntax, are replaced
-by one line each that names what exists.
+Hydra composes the YAML files. Its errors have several lines and refer to Hydra's own syntax. This module replaces each
+of them by a one-line message that names the existing keys or choices.
 """
 
 import dataclasses
@@ -27,11 +27,12 @@ from rltrain.rewards.loading import is_penalty
 from rltrain.settings.schema import ALL_LINEAR, Config
 from rltrain.settings.typed import keys, parse, require, unknown_key
 
-# Below these a key is a knob of the chosen function: rltrain.run.checks knows which exist, the schema does not.
+# Maps each section of knobs to the key that selects their function. The schema does not know which knobs exist.
+# `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
-WHOLE = "model.lora"  # a mapping of the command line replaces that of the chosen file
+WHOLE = "model.lora"  # a mapping on the command line replaces the mapping in the chosen file
 AUTO = "auto"
-STALE_UPPER = 2.0  # bound of the weights that `algorithm.correction.level=auto` gives stale answers, as in tis.yaml
+STALE_UPPER = 2.0  # upper bound of importance weights with `algorithm.correction.level=auto`, as in tis.yaml
 
 EXAMPLES = (
     ("algorithm=ppo trainer.total_steps=60", "another algorithm, half the steps"),
@@ -44,7 +45,12 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Args:
-    """What the command line asks for: to run, to print the resolved config, or to print the help."""
+    """Contents of the command line.
+
+    Attributes:
+        action: whether to run, to print the resolved config, or to print the help.
+        overrides: the settings `group=choice` and `key=value`.
+    """
 
     action: Literal["run", "config", "help"]
     overrides: list[str]
@@ -54,7 +60,7 @@ def parse_args(argv: Sequence[str]) -> Args:
     """Split the command line into flags and overrides.
 
     Raises:
-        ConfigError: a flag that does not exist.
+        ConfigError: a flag does not exist.
     """
     action: Literal["run", "config", "help"] = "run"
     overrides: list[str] = []
@@ -87,7 +93,10 @@ def usage() -> str:
 
 
 def config_dir() -> Path:
-    """Return the folder of the YAML files: inside of an installed package, beside the package in a checkout."""
+    """Return the folder of the YAML files.
+
+    The folder is inside the package if the package is installed, and beside the package in a checkout.
+    """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config"
     return inside if inside.is_dir() else package.parent / "config"
@@ -106,13 +115,13 @@ def choices(group: str) -> list[str]:
 
 
 def compose(overrides: Sequence[str]) -> tuple[Config, str]:
-    """Compose the YAML files under the overrides.
+    """Compose the YAML files with the overrides.
 
     Returns:
-        The typed config, and the same as YAML text with every key.
+        The typed config, and the same config as YAML text with every key.
 
     Raises:
-        ConfigError: one line for whatever is wrong with the overrides, or with the values they lead to.
+        ConfigError: the overrides or the resulting values are invalid. The message is one line.
     """
     accepted = [line for text in overrides for line in _accept(text)]
     values = _resolve(_without_knobs_of_other_functions(accepted))
@@ -132,10 +141,13 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
 
 
 def _without_knobs_of_other_functions(overrides: list[str]) -> list[str]:
-    """Empty a preset's knobs where the command line chooses another loss or estimator than the preset.
+    """Clear a preset's knobs if the command line selects another loss or estimator than the preset.
 
-    The knobs in a preset are those of its own function: `algorithm=dapo algorithm.loss_mode=gspo` must not give DAPO's
-    clip range to GSPO. Knobs of the command line stay.
+    The knobs in a preset belong to the function that the preset selects: `algorithm=dapo algorithm.loss_mode=gspo` must
+    not give DAPO's clip range to GSPO. Knobs from the command line are kept.
+
+    Returns:
+        The overrides, preceded by those that clear the knobs.
     """
     chosen = [override for text in overrides if (override := _parse_override(text)).key_or_group in KNOBS.values()]
     if not chosen:
@@ -155,7 +167,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _resolve(overrides: list[str]) -> dict[str, Any]:
-    """Let Hydra compose and resolve; returns plain nested values."""
+    """Compose and resolve the config with Hydra. Returns plain nested values."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             composed = hydra_compose("train", overrides=overrides)
@@ -171,7 +183,10 @@ def _resolve(overrides: list[str]) -> dict[str, Any]:
 
 
 def _composition_error(message: str) -> str:
-    """Explain an override that Hydra refused although its key is in the schema: its section is absent or null."""
+    """Return the error message for a config that Hydra cannot compose.
+
+    If Hydra refuses a key that is in the schema, the key's section is absent or null, and the message explains that.
+    """
     for key in keys(Config):
         if f"'{key}'" in message:
             section = key.rpartition(".")[0]
@@ -180,7 +195,7 @@ def _composition_error(message: str) -> str:
 
 
 def _refuse_secrets(values: Mapping[str, Any]) -> None:
-    """Refuse a resolved config that holds a secret: it is written to config.yaml, and shown."""
+    """Raise ConfigError if the resolved config holds a secret, because config.yaml and the logs would show it."""
     if key := secret_in(values):
         raise ConfigError(
             f"{key}: holds a key, token or password, which config.yaml and logs would show to others; put it into an "
@@ -193,10 +208,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _accept(text: str) -> list[str]:
-    """Check one override by itself; returns it as Hydra shall see it.
+    """Check one override by itself. Returns the equivalent overrides in Hydra's syntax.
 
-    Hydra asks for `+` before a key that the YAML files do not have, which is every knob; here `key=value` sets a key
-    wherever it comes from, and a mapping of knobs replaces the mapping of the chosen file.
+    Hydra requires a `+` before a key that is not in the YAML files, as is the case for every knob. rltrain accepts
+    `key=value` for all keys. A mapping of knobs replaces the mapping in the chosen file.
+
+    Raises:
+        ConfigError: the override is invalid.
     """
     override = _parse_override(text)
     key = override.key_or_group
@@ -230,7 +248,7 @@ def _parse_override(text: str) -> Override:
     require(bool(key.strip("+~ ")), f"'{text}': no key before the '='; settings are written KEY=VALUE")
     try:
         override = OverridesParser.create().parse_override(text)
-    except (HydraException, ValueError):  # the latter of numbers with thousands of digits
+    except (HydraException, ValueError):  # ValueError: a number with thousands of digits
         raise ConfigError(
             f"""'{text}': cannot read the value; quote one with special characters, as in '{key}="{value}"'"""
         ) from None
@@ -256,9 +274,10 @@ def _check_key(key: str, text: str) -> None:
 
 
 def _reward_functions(functions: Any) -> list[Any]:
-    """Spell out reward functions: a text is a path; the name is the function's by default, the weight 1.
+    """Convert each entry of `reward.functions` to a mapping with all keys.
 
-    The outcome is what they score, by default, except those of rltrain's own that are penalties.
+    A string is the path of the function. By default, the name is that of the function, and the weight is 1. By default,
+    a function scores the outcome, except for rltrain's own penalties.
     """
     require(
         isinstance(functions, list),
@@ -280,7 +299,10 @@ def _reward_function(function: Any) -> Any:
 
 
 def _reward_models(models: Any) -> list[Any]:
-    """Spell out reward models: a text is a directory; the name is the directory's by default, the weight 1."""
+    """Convert each entry of `reward.models` to a mapping with all keys.
+
+    A string is the directory of the model. By default, the name is that of the directory, and the weight is 1.
+    """
     require(
         isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
     )
@@ -296,21 +318,26 @@ def _reward_model(model: Any) -> Any:
 
 
 def _lora(lora: Any) -> Any:
-    """Spell out adapters: on all linear layers by default, and alpha twice the rank, so that they weigh 2."""
+    """Convert `model.lora` to a mapping with all keys.
+
+    By default, all linear layers get adapters, and alpha is twice the rank, so that alpha / rank is 2.
+    """
     if lora is None:
         return None
     if not isinstance(lora, dict) or "rank" not in lora:
         raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
     rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
-    twice = 2 * rank if isinstance(rank, int | float) else rank  # what is wrong with a rank is said of the rank
+    twice = 2 * rank if isinstance(rank, int | float) else rank  # a wrong type is reported later, for the rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
 
 
 def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
-    """Spell out `level: auto`: truncated importance weights of each token where answers may be stale, and else null.
+    """Replace `level: auto` in `algorithm.correction` with its meaning.
 
-    The actor's policy before the update is not the one that sampled a stale answer. Nothing has to make up for that
-    where the engine's log-probs are the old ones, so that the loss's ratio is to them, or where `rejection` does it.
+    The level becomes `token`, with truncated importance weights, if answers may be stale: the actor's policy before the
+    update is then not the policy that sampled the answers. Otherwise, the level becomes null. It also becomes null in
+    two cases that need no correction: the engine's log-probs serve as the old log-probs, so that the loss's ratio is
+    relative to the engine, or `rejection` handles the difference.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:

@@ -1,4 +1,4 @@
-"""The names, types and rules of the keys under `reward`: what scores an answer."""
+"""The names, types and rules of the keys under `reward`, which define how answers are scored."""
 
 import re
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from typing import Any, Literal
 
 from rltrain.settings.typed import at_least, require
 
-_LARGEST_WEIGHT = 3.4e38  # float32 holds no more
+_LARGEST_WEIGHT = 3.4e38  # largest float32
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctionConfig:
-    """One reward function: `path` is `package.module:function` or `file.py:function`."""
+    """One reward function. `path` is `package.module:function` or `file.py:function`."""
 
     name: str
     path: str
     weight: float
-    gate: bool  # where its score is <= 0, every other function counts 0
-    outcome: bool  # it says whether the task was solved; false: it scores the form, such as length
-    kwargs: dict[str, Any]  # options of the function, by name
+    gate: bool  # true: if this function's score is <= 0, every other function counts 0
+    outcome: bool  # true: the score tells whether the task was solved; false: it rates the form, such as length
+    kwargs: dict[str, Any]  # keyword arguments of the function
 
     def __post_init__(self) -> None:
         for option in self.kwargs:
@@ -32,14 +32,15 @@ class RewardFunctionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    """One reward model: `path` is a directory of a sequence classifier of one output in Hugging Face form."""
+    """One reward model. `path` is the directory of a sequence classifier with one output in Hugging Face format."""
 
     name: str
     path: str
     weight: float
-    gate: bool  # as of a function
-    outcome: bool  # as of a function
-    prompt_template: str | None  # with {prompt} and {response}; null: its chat template, else one after the other
+    gate: bool  # see RewardFunctionConfig
+    outcome: bool  # see RewardFunctionConfig
+    # Template with {prompt} and {response}. null: the model's chat template, or the concatenation if there is none.
+    prompt_template: str | None
 
     def __post_init__(self) -> None:
         template = self.prompt_template
@@ -50,22 +51,22 @@ class RewardModelConfig:
 
     @property
     def key(self) -> str:
-        """What messages call its path."""
+        """Name of the model's `path` in messages."""
         return f"reward.models: path of '{self.name}'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """The reward functions and models, and what happens when they fail."""
+    """The reward functions and models, their limits, and the treatment of failures."""
 
     functions: list[RewardFunctionConfig]
     models: list[RewardModelConfig]
-    aggregation: str  # sum, normalize_then_sum, or the path of a function of the user's
-    timeout_s: float  # wall-clock seconds for one call
-    memory_mb: int  # that a reward process may allocate beyond what it starts with
-    concurrency: int  # calls of async functions under way in one process
-    sandbox: Literal["auto", "required"]  # for model-written code: required refuses to run it without namespaces
-    max_failed_fraction: float  # of a step's samples; above it the run stops
+    aggregation: str  # sum, normalize_then_sum, or the path of the user's own function
+    timeout_s: float  # limit on the wall-clock time of one call, in seconds
+    memory_mb: int  # limit on the memory that a reward process allocates after its start, in MB
+    concurrency: int  # number of concurrent calls of async functions in one process
+    sandbox: Literal["auto", "required"]  # for model-written code; required: never run it without namespaces
+    max_failed_fraction: float  # the run stops if a larger fraction of a step's samples fails
 
     def __post_init__(self) -> None:
         require(
@@ -104,5 +105,5 @@ class RewardConfig:
 
     @property
     def components(self) -> list[RewardFunctionConfig | RewardModelConfig]:
-        """What scores an answer, in the order of the columns of `reward_components`: the functions, then the models."""
+        """The reward functions, followed by the reward models. This is the column order of `reward_components`."""
         return [*self.functions, *self.models]

@@ -1,9 +1,9 @@
-"""The names, types and rules of every config key.
+"""The names, types and rules of all config keys.
 
-YAML under `config/` owns the values, so no field here has a default. `rltrain.settings.typed.parse` turns it into these
-dataclasses once; past that point there is no untyped config. The keys under `algorithm` and `reward` are in
-`rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`; rules that need more (files, registries,
-cores) live in `rltrain.run.checks`.
+The YAML files under `config/` hold the default values, so the fields here have none. `rltrain.settings.typed.parse`
+converts the YAML values into these dataclasses once. No untyped config exists after that. The keys under `algorithm`
+and `reward` are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that need
+files, registries or the number of cores are in `rltrain.run.checks`.
 """
 
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from rltrain.settings.algorithm_config import AlgorithmConfig
 from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.typed import at_least, require
 
-REWARD_MODEL = "reward_model"  # role of a training rank, followed by the name of the model
-ALL_LINEAR = "all-linear"  # among LoRA's targets: every linear layer but the last
-SHORTEST_HANG_S = 10.0  # processes are looked at once a second, and tick once a micro-batch
+REWARD_MODEL = "reward_model"  # start of a training rank's role; the name of the reward model follows
+ALL_LINEAR = "all-linear"  # LoRA target that stands for every linear layer except the last
+SHORTEST_HANG_S = 10.0  # processes are polled once a second, and report progress once per micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """How long, in which batches, and where the results go."""
+    """Length of the run, batch sizes, output, checkpoints, failure limits and evaluation."""
 
     total_steps: int
     prompts_per_step: int
     prompts_per_minibatch: int
     epochs_per_step: int
-    max_staleness: int  # in weight versions; 0 is synchronous
+    max_staleness: int  # weight versions that an answer may lag behind when it is trained on; 0: synchronous training
     seed: int
     output_dir: str
-    resume: str  # never, auto (the newest checkpoint of this run, if it has one), or the path of a checkpoint
+    resume: str  # never, auto (the newest checkpoint of this run, if there is one), or the path of a checkpoint
     save_every: int  # steps between checkpoints; 0: only at the end
-    checkpoint_dir: str  # any path that fsspec knows
-    keep_checkpoints: int  # the last so many; 0: all
-    keep_best: str | None  # a metric: the checkpoint with its highest value is kept too
-    max_restarts: int  # of the training ranks in one run
-    hang_timeout_s: float  # without any progress, after which a worker counts as dead
-    max_skipped_updates: int  # in a row, because of gradients that are not finite
-    eval_every: int  # steps between evaluations; 0: only before and after
+    checkpoint_dir: str  # any path that fsspec supports
+    keep_checkpoints: int  # number of newest checkpoints to keep; 0: all
+    keep_best: str | None  # name of a metric; the checkpoint with its highest value is also kept
+    max_restarts: int  # maximum number of restarts of the training ranks in one run
+    hang_timeout_s: float  # seconds without progress after which a worker counts as dead
+    max_skipped_updates: int  # maximum number of consecutive updates skipped for a non-finite loss or gradient
+    eval_every: int  # steps between evaluations; 0: only before and after training
     sample_every: int  # steps between samples shown in the terminal; 0: never
     deterministic: bool
 
@@ -75,13 +75,13 @@ def _largest_divisor(total: int, at_most: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters, arXiv 2106.09685: of each target, W is frozen and W + alpha / rank * B A trained."""
+    """Low-rank adapters, arXiv 2106.09685. A target layer uses W + alpha / rank * B A. W is frozen, A and B train."""
 
-    given_whole = True  # one key, whose value is a mapping
+    given_whole = True  # the user sets one key, whose value is a mapping
 
     rank: int
     alpha: float
-    targets: list[str]  # ends of names of linear layers, or all-linear alone
+    targets: list[str]  # last parts of the names of linear layers, or only all-linear
 
     def __post_init__(self) -> None:
         at_least(self, 1, "rank")
@@ -97,19 +97,19 @@ class LoRAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model; `dtype` is that of the engine and of the trainer's matrix products (master weights stay float32)."""
+    """The model. `dtype` applies to the engine and to the trainer's matrix products. Master weights stay float32."""
 
     path: str
     dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: bool
     cpu_offload: bool
     compile: bool
-    lora: LoRAConfig | None  # null: all weights are trained
+    lora: LoRAConfig | None  # null: no adapters, all weights are trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule; one step of the schedule is one optimizer step."""
+    """Settings of AdamW and its learning-rate schedule, which advances by one at each optimizer step."""
 
     lr: float
     lr_schedule: Literal["constant", "linear", "cosine"]
@@ -142,15 +142,15 @@ class CriticConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from: `builtin:NAME` or a JSONL or parquet file."""
+    """Sources and treatment of the prompts. A source is `builtin:NAME`, or a JSONL, JSON or parquet file."""
 
     train: str
     val: str | None
-    val_size: int  # prompts used in an evaluation, at most
+    val_size: int  # maximum number of prompts in one evaluation
     shuffle: bool
     overlong_prompts: Literal["refuse", "filter"]
-    special_tokens: Literal["text", "refuse", "allow"]  # what text in the data that spells a control token becomes
-    lossy_tokenizer: Literal["refuse", "allow"]  # one that loses something of the first prompts
+    special_tokens: Literal["text", "refuse", "allow"]  # treatment of text that spells a control token
+    lossy_tokenizer: Literal["refuse", "allow"]  # treatment of a tokenizer that loses a part of the first prompts
 
     def __post_init__(self) -> None:
         at_least(self, 1, "val_size")
@@ -158,12 +158,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMConfig:
-    """What only vLLM needs."""
+    """Settings that only vLLM uses."""
 
     process: Literal["auto", "inprocess", "async"]  # auto: inprocess on CPU, async on GPUs and for tensor parallelism
     tensor_parallel_size: int
-    kv_cache_mb: int  # on CPU
-    gpu_memory_utilization: float  # on GPUs
+    kv_cache_mb: int  # used only on CPU
+    gpu_memory_utilization: float  # used only on GPUs
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size", "kv_cache_mb")
@@ -178,15 +178,15 @@ class VLLMConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How answers are generated."""
+    """Settings for the generation of answers."""
 
     engine: str
     samples_per_prompt: int
     temperature: float
     max_prompt_length: int
     max_response_length: int
-    max_concurrent_sequences: int  # in one engine
-    max_log_prob_gap: float  # mean |engine - trainer| in nats over the first step's tokens; above it the run stops
+    max_concurrent_sequences: int  # per engine
+    max_log_prob_gap: float  # limit on the mean |engine - trainer| in nats over the tokens of the first step
     verify_sync: bool
     vllm: VLLMConfig | None
 
@@ -197,24 +197,24 @@ class RolloutConfig:
 
     @property
     def shards(self) -> int:
-        """Processes, or GPUs, that one engine is spread over."""
+        """Number of processes, or GPUs, over which one engine is sharded."""
         return self.vllm.tensor_parallel_size if self.engine == "vllm" and self.vllm else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Which processes there are and where."""
+    """The number of processes of each kind, and where they run."""
 
     launcher: Literal["ray", "inprocess"]
-    address: str  # of the Ray cluster; `local` starts one for this run
+    address: str  # address of the Ray cluster; `local` starts a cluster for this run
     actor_ranks: int
-    shard_ranks: int | None  # ranks that one copy of a model is sharded over; null: all
-    sequence_ranks: int  # ranks that share out the tokens of one pack
+    shard_ranks: int | None  # number of ranks over which one copy of a model is sharded; null: all ranks
+    sequence_ranks: int  # number of ranks that divide the tokens of one pack among them
     rollout_replicas: int
     reward_workers: int
-    reward_spares: int  # further processes of a reward worker, started while a call takes long
-    share_ranks: bool  # actor, reference and critic of a rank live in one process
-    threads_per_worker: int | None  # CPU threads of a rank, an engine, or the one process; null: cores / workers
+    reward_spares: int  # number of extra processes that a reward worker may start while a call takes long
+    share_ranks: bool  # whether the actor, the reference and the critic of a rank share one process
+    threads_per_worker: int | None  # CPU threads of a rank, an engine or the single process; null: cores / workers
     start_timeout_s: float
 
     def __post_init__(self) -> None:
@@ -243,7 +243,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole resolved config."""
+    """The complete resolved config."""
 
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
@@ -282,7 +282,11 @@ class Config:
         )
 
     def require_budget(self, role: str) -> None:
-        """Refuse micro-batches of a role, `actor` or `critic`, that the longest possible row does not fit in."""
+        """Raise ConfigError if the longest possible row does not fit in a micro-batch of the role.
+
+        Args:
+            role: `actor` or `critic`.
+        """
         longest = self.rollout.max_prompt_length + self.rollout.max_response_length
         ranks, budget = self.placement.sequence_ranks, getattr(self, role).max_tokens_per_microbatch
         shared, least = f", which {ranks} ranks share" if ranks > 1 else "", -(-longest // ranks)
@@ -294,31 +298,35 @@ class Config:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run; the schedules end at exactly this number."""
+        """Number of optimizer steps in the whole run. The learning-rate schedules end at exactly this number."""
         return self.trainer.total_steps * self.optimizer_steps_per_step
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        """Epochs times mini-batches."""
+        """Number of optimizer steps in one training step: epochs times mini-batches per epoch."""
         return self.trainer.epochs_per_step * self.minibatches_per_epoch
 
     @property
     def minibatches_per_epoch(self) -> int:
-        """Optimizer steps of one pass over a step's groups."""
+        """Number of mini-batches, and thus of optimizer steps, in one pass over the groups of a training step."""
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
 
     def roles(self, *, needs_critic: bool) -> list[str]:
-        """The roles of the training ranks; whether there is a critic is known to the advantage estimator."""
+        """Return the roles of the training ranks.
+
+        Args:
+            needs_critic: whether the advantage estimator reads the critic's values.
+        """
         models = [f"{REWARD_MODEL} {model.name}" for model in self.reward.models]
         return ["actor", *["reference"] * self.algorithm.needs_reference, *["critic"] * needs_critic, *models]
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engines and training ranks share devices and never compute at once: who waits needs no memory."""
+        """Whether engines and training ranks share devices and take turns, so that the waiting side needs no memory."""
         placement = self.placement
         return placement.launcher == "ray" and placement.share_ranks and not self.trainer.max_staleness
 
     @property
     def sequences_per_step(self) -> int:
-        """B = P * G."""
+        """Number of sequences in one training step, B = P * G: prompts times samples per prompt."""
         return self.trainer.prompts_per_step * self.rollout.samples_per_prompt

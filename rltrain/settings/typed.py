@@ -1,4 +1,4 @@
-"""Plain values into typed dataclasses: names, types and the nearest known key in every complaint."""
+"""Conversion of plain values into typed dataclasses. Errors name the key, and the nearest key if it is unknown."""
 
 import dataclasses
 import difflib
@@ -14,23 +14,29 @@ T = TypeVar("T")
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError(message) unless `condition` holds; the message says value, rule, way out."""
+    """Raise ConfigError(message) unless `condition` holds. The message gives the value, the rule and the fix."""
     if not condition:
         raise ConfigError(message)
 
 
 def at_least(config: Any, minimum: float, *names: str) -> None:
-    """Raise ConfigError unless these fields of `config` are `minimum` or more."""
+    """Raise ConfigError unless the named fields of `config` are at least `minimum`."""
     for name in names:
         value = getattr(config, name)
         require(value >= minimum, f"{name} must be >= {minimum:g}, got {value}")
 
 
 def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """Turn nested plain values into the dataclass `kind`, refusing unknown keys, missing keys and wrong types.
+    """Convert nested plain values into the dataclass `kind`.
+
+    Args:
+        kind: the dataclass.
+        values: the values by field name.
+        where: prefix of the keys in error messages.
 
     Raises:
-        ConfigError: naming the key, what it must be, and for an unknown key the nearest known one.
+        ConfigError: a key is unknown or missing, or a value is invalid. The message names the key and the rule, and the
+            nearest known key if the key is unknown.
     """
     hints = _hints(cast("Any", kind))
     for key in values:
@@ -41,7 +47,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)
-    except ConfigError as error:  # rules name their own field; here it gets the path of its section
+    except ConfigError as error:  # a rule names only its field, so the section is prepended
         raise ConfigError(where + str(error)) from None
 
 
@@ -51,22 +57,23 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """The error for a key that does not exist; names the nearest known one."""
+    """Return the error for a key that does not exist. Its message names the nearest known key."""
     hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key without its section, or in the wrong one, is nearly as good as the whole.
+    # A key with a missing or wrong section should still match well, so the last part alone counts 0.9.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
     return max(whole, 0.9 * last)
 
 
 def keys(kind: type, prefix: str = "") -> list[str]:
-    """The dotted names of every leaf key below the dataclass `kind`, unions with None included.
+    """Return the dotted names of all leaf keys of the dataclass `kind`, including keys that may be None.
 
-    What is set with one key, as a mapping or a list of mappings, is a leaf too: a class says so by `given_whole`.
+    A list is a leaf, also a list of dataclasses. A dataclass with a true attribute `given_whole` is a leaf too, because
+    the user sets it as one mapping.
     """
     found: list[str] = []
     for name, hint in _hints(kind).items():
@@ -95,7 +102,7 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # Compared as it is: a whole number may be too large for a float. NaN compares as False.
+    # The value is not converted to float first, because an int may be too large for that. NaN compares as False.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
     return float(value) if hint is float else value

@@ -1,1 +1,1 @@
-"""Prompts in, scored batches out: groups of answers, their scores, and what each token is worth."""
+"""From prompts to scored batches: groups of answers, their scores, token rewards and advantages."""

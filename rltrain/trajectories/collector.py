@@ -1,8 +1,8 @@
-"""Prompts in, finished batches out: ships groups to the engines, answers to the reward workers, and waits for both.
+"""Collection of scored batches: sends prompt groups to the engines and their answers to the reward workers.
 
-One driver for synchronous and asynchronous runs: `answers` ships what the staleness bound allows and waits for the
-oldest groups only, `scored` waits for their scores, and `advance`, called while the training ranks compute, keeps
-answers and scores moving meanwhile.
+Synchronous and asynchronous runs use the same code. `answers` ships as many groups as the staleness bound allows and
+waits only for the oldest groups. `scored` waits for the scores of these groups. `advance` is called while the training
+ranks compute, and passes on finished answers and scores.
 """
 
 import time
@@ -27,13 +27,15 @@ from workers.reward.messages import RewardResult
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-PATIENCE_S = 10.0  # after the first failed reward of a step; what fails fast is seen as a whole
-EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never replays a training stream
+# Minimum seconds between a step's first failed reward and an early stop of the run. The error then shows all failures
+# that happen quickly.
+PATIENCE_S = 10.0
+EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never reuses a training sample's random stream
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """Groups in flight together, and how their answers are sampled."""
+    """Groups that are in flight together, and the sampling settings of their answers."""
 
     groups: PromptGroups
     temperature: float
@@ -42,7 +44,15 @@ class _Flight:
 
 @dataclass
 class _Step:
-    """One step, `open` until its batch is whole: groups it will have, replacements left, all seen, and uids dropped."""
+    """Progress of the collector in one training step.
+
+    Attributes:
+        places: number of groups that the step will train on.
+        refills: number of dropped groups that may still be replaced.
+        open: whether `answers` has begun the step and `take` has not ended it.
+        seen: finished groups that were checked for a single outcome, by uid.
+        dropped: uids of the dropped groups.
+    """
 
     places: int
     refills: int
@@ -52,17 +62,17 @@ class _Step:
 
 
 class Collector:
-    """Everything between the prompts and the trainer.
+    """Turns prompts into scored batches for the trainer.
 
-    Consumes prompts in the order of the run; produces batches of finished groups; waits for engines and reward workers;
-    is unblocked by their answers.
+    The collector consumes prompts in the order of the run and produces batches of finished groups. It waits for the
+    engines and the reward workers; their answers unblock it.
 
     Args:
         config: the whole config.
-        rollout: the engines.
-        rewards: the reward workers.
-        prompts: those to train on.
-        models: the reward models, which score a group when all else of it is there.
+        rollout: pool of engines.
+        rewards: pool of reward workers.
+        prompts: training prompts.
+        models: reward models, which score a group when all its answers and function scores are complete.
     """
 
     def __init__(
@@ -89,25 +99,30 @@ class Collector:
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
-        self.first_failure = 0.0  # of this step, by the clock; 0: none
-        self.last_shipped = 0.0  # anything at all to the engines, by the clock
-        rollout.beside = lambda: rewards.calls  # whose workers are given more by `_pump` alone
-        self.meanwhile: Callable[[], None] = lambda: None  # called while it waits; may raise, and then nothing is lost
+        self.first_failure = 0.0  # `time.monotonic()` of the step's first failed reward; 0: none
+        self.last_shipped = 0.0  # `time.monotonic()` of the last request to the engines
+        # `rollout.poll` also returns when a reward call ends: only `_pump` gives the reward workers more work.
+        rollout.beside = lambda: rewards.calls
+        # Called while the collector waits. The callback may raise an exception without any loss of data.
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def collect(self, version: int) -> DataProto:
-        """Answers with their scores, taken at once, where there is nothing to do in between."""
+        """Run `answers`, `scored` and `take` in a row, for a caller that has nothing to do in between."""
         batch = self.scored(self.answers(version))
         self.take()
         return batch
 
     def answers(self, version: int) -> DataProto:
-        """The next `prompts_per_step` groups, sampled with weights at most `max_staleness` versions before `version`.
+        """Return the answers of the next `prompts_per_step` groups.
 
-        Their scores may still be under way: `scored` adds them. With dynamic sampling, groups of one outcome are
-        replaced while the step may generate more, and left out after that; so there may be fewer groups.
+        The weights that sampled them are at most `max_staleness` versions older than `version`. Their scores may still
+        be missing; `scored` adds them.
+
+        With dynamic sampling, groups with a single outcome are replaced as long as the step may generate more groups,
+        and left out after that. The batch may therefore have fewer groups.
         """
         wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
-        if not self.step.open:  # else it goes on where a stopped run left it
+        if not self.step.open:  # an open step continues where a stopped run left it
             self.step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
         self._draw(version)
         while True:
@@ -123,11 +138,14 @@ class Collector:
         return answers_of(groups)
 
     def scored(self, batch: DataProto) -> DataProto:
-        """Adds to a batch from `answers` its scores, as soon as all are there; `take` ends the step.
+        """Wait for all scores of a batch from `answers` and add them to it.
 
-        With dynamic sampling a batch that is a single group of one outcome trains nothing, and `meta_info` has metrics
-        of all groups that were generated. Raises RewardError when more samples failed than `reward.max_failed_fraction`
-        allows.
+        `take` ends the step afterwards. With dynamic sampling, a batch that consists of a single group with one outcome
+        trains nothing. With dynamic sampling, `meta_info` also has metrics of all groups that were generated.
+
+        Raises:
+            RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
+                any sample.
         """
         step, components = self.step, self.config.reward.components
         while not (groups := self.groups.ready(step.places)):
@@ -147,12 +165,15 @@ class Collector:
         return batch
 
     def take(self) -> None:
-        """Count the step's groups as used; until then, a checkpoint has the step still ahead."""
+        """End the step and count its groups as used. In a checkpoint taken before this call, the step is still open."""
         self.groups.take(self.step.places)
         self.step.open = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain values: where the order of prompts is, and the groups in flight."""
+        """Return the state for a checkpoint, as plain values.
+
+        The state has the position in the order of prompts, the groups in flight and the unfinished step.
+        """
         step = self.step
         unfinished = {
             "places": step.places,
@@ -167,7 +188,10 @@ class Collector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`: what engines and reward workers have in hand now is never taken."""
+        """Restore the collector from a `state_dict`.
+
+        Results of requests that the engines and reward workers are processing now are discarded.
+        """
         self.rollout.abort()
         self.rewards.abort()
         self.order.load_state_dict(state["order"])
@@ -178,33 +202,33 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                if group.state is State.READY:  # else a failed score is asked for again, and it is looked at anew
+                if group.state is State.READY:  # else failed scores are requested again
                     self.step.seen[group.uid] = group
 
     def _prompt(self, uid: int) -> Prompt:
-        """The prompt of a group: uids count through the order of the run."""
+        """Return the prompt of a group. The uid is its position in the prompt order of the run."""
         return self.prompts[self.order.at(uid)]
 
     def advance(self) -> None:
-        """Pass on what there is, without waiting, and see that the engines are alive."""
+        """Pass on finished answers and scores without waiting, and check that the engines are alive."""
         if self.rollout.pending or self.rewards.pending:
             self._pump(wait=False)
         else:
             self.rollout.look()
 
     def _draw(self, version: int) -> None:
-        """Add and ship as many new groups as the state allows."""
+        """Add as many new groups as the staleness bound allows, and ship all pending groups."""
         self.groups.add([self.prompts[index] for index in self.order.next(self.groups.wanted(version))])
         self._ship(self.training, version)
 
     def _drop_flat(self, step: "_Step") -> None:
-        """Drop the finished groups whose answers all have one outcome, unless the step would have none at all."""
+        """Drop the finished groups whose answers all have the same outcome, but never the last group of the step."""
         while fresh := self._unseen(step):
             with_model_scores(fresh, self.models)
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                step.seen[group.uid] = group  # not before, as a function of the user's may have raised
+                step.seen[group.uid] = group  # recorded only now: a user's function may raise above
                 if not flat:
                     continue
                 replaced = step.refills > 0
@@ -212,25 +236,36 @@ class Collector:
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
                 if replaced and not step.refills:
-                    break  # from here on all must be finished
+                    break  # without refills, `_unseen` waits until all groups are finished
 
     def _fails(self, step: "_Step", group: Group) -> bool:
-        """Whether all rewards of this group failed and more fail than may: a resumed run asks for them again."""
+        """Return whether all rewards of this group failed and the step exceeds `reward.max_failed_fraction`.
+
+        Such a group is not dropped, so that a resumed run requests its rewards again.
+        """
         if not all(result.failed for result in group.results.values()):
             return False
         failed = sum(result.failed for one in (*step.seen.values(), group) for result in one.results.values())
         return failed > self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
 
     def _unseen(self, step: "_Step") -> list[Group]:
-        """Finished groups that this step would use, and that were not looked at; later steps look at their own."""
+        """Return the finished groups among those that this step would use, without the ones in `seen`.
+
+        Groups of later steps are left to those steps.
+        """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is State.READY]
-        if not step.refills and len(ready) < len(oldest):  # if all lack spread, timing must not say which one is left
+        # Without refills, all groups must be finished first: if all of them have a single outcome, one group stays, and
+        # timing must not decide which one.
+        if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
 
     def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
-        """Adds `baseline_rewards`: the greedy answer's score, shaped like the others. No score: rows are not valid."""
+        """Add `baseline_rewards`: the score of each group's greedy answer, shaped like the other scores.
+
+        If the greedy answer has no score, the rows of its group are not valid.
+        """
         greedy = to_batch(groups, self.config.reward.components, baseline=True)
         scored, samples = greedy.batch["valid"], self.config.rollout.samples_per_prompt
         valid = batch.batch["valid"] & scored.repeat_interleave(samples)
@@ -242,12 +277,22 @@ class Collector:
         return place_scores(batch.pop(["valid", "failed"])[1].union(DataProto.from_dict(columns)))
 
     def _without_flat(self, batch: DataProto) -> DataProto:
-        """Masks a group of one outcome: the step's last one, where there was no other."""
+        """Mask the response tokens of groups with a single outcome.
+
+        `_drop_flat` leaves such a group in the batch only if the step has no other group.
+        """
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
     def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
-        """One answer to each prompt, at the run's temperature or greedy, beside whatever is in flight for training."""
+        """Generate and score one answer to each prompt, greedily or at the run's temperature.
+
+        Training groups stay in flight during the evaluation.
+
+        Raises:
+            RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
+                any sample.
+        """
         count = len(prompts)
         once = PromptGroups(samples_per_prompt=1, prompts_per_step=count, max_staleness=0, steps=1, first_uid=-count)
         once.add(prompts)
@@ -275,13 +320,15 @@ class Collector:
             )
 
     def _pump(self, *, wait: bool = True) -> None:
-        """Pass finished answers on to be scored, and scores on to their groups.
+        """Pass finished answers to the reward workers, and scores to their groups.
 
-        `wait`: for what comes next, while the training ranks have nothing to do.
+        Args:
+            wait: whether to wait for the next result; True only while the training ranks have nothing to do.
         """
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
         if wait:
-            self.meanwhile()  # it may wait for training ranks, which calls `advance`: all may have arrived after it
+            # This callback may wait for training ranks, which calls `advance`: everything may have arrived afterwards.
+            self.meanwhile()
             self.rollout.mend()
         wait_s = pause(self.last_shipped, 0.05) if wait else 0.0
         answers = self.rollout.poll(wait_s) if self.rollout.pending else []
@@ -296,13 +343,22 @@ class Collector:
                     self._stop_early(flight.groups)
 
     def _reissue(self, uids: set[int]) -> None:
-        """Ask again for what died with an engine; the answers are the same, as each request has its own seed."""
+        """Request the answers again that were lost with an engine.
+
+        The new answers are the same as the lost ones, because each request has its own seed.
+        """
         for flight in self.in_flight:
             flight.groups.reissue(uids)
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Do not wait for the rest for long where more have failed already than the whole step may."""
+        """Stop the run before all results are there if more rewards have failed than the whole step allows.
+
+        The check begins `PATIENCE_S` after the step's first failure. It is off with dynamic sampling.
+
+        Raises:
+            RewardError: too many rewards have failed.
+        """
         self.first_failure = self.first_failure or time.monotonic()
         if time.monotonic() < self.first_failure + PATIENCE_S or self.config.algorithm.dynamic_sampling:
             return
@@ -313,7 +369,7 @@ class Collector:
             raise self._too_many(failures, total)
 
     def _too_many(self, failures: Sequence[RewardResult], total: int) -> RewardError:
-        """An error that shows each kind of failure once, the most frequent first."""
+        """Return an error that shows the three most frequent kinds of failure, each once, the most frequent first."""
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}
         shown = "; ".join(
@@ -342,14 +398,17 @@ class Collector:
 
 
 def _mean_score(groups: Sequence[Group], config: Config) -> float:
-    """Mean score of all these groups' samples that have one."""
+    """Compute the mean over all samples of these groups that have a score; 0 if there are none."""
     batch = to_batch(groups, config.reward.components)
     scores = batch.batch["scores"][batch.batch["valid"]]
     return float(scores.mean()) if len(scores) else 0.0
 
 
 def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
-    """Answered groups as a batch, rows by (uid, sample); or, with `baseline`, their greedy answers, one row a group."""
+    """Convert groups with finished answers to a batch whose rows are sorted by (uid, sample).
+
+    With `baseline`, the batch has only the greedy answers, one row per group.
+    """
     rows = [(group, group.completions[number]) for group, number in _rows(groups, baseline=baseline)]
     responses = jagged([completion.token_ids for _, completion in rows], torch.int64)
     batch = DataProto.from_dict(
@@ -376,7 +435,10 @@ def with_scores(
     *,
     baseline: bool = False,
 ) -> DataProto:
-    """Adds to the answers of these groups their scores. A failed or unscored row is not valid and trains nothing."""
+    """Add the scores of these groups to a batch of their answers.
+
+    A failed or unscored row is not valid, and its tokens are not trained on.
+    """
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
     nan = float("nan")
     matrix = torch.tensor(
@@ -400,12 +462,12 @@ def with_scores(
 def to_batch(
     groups: Sequence[Group], components: Sequence[RewardFunctionConfig | RewardModelConfig], *, baseline: bool = False
 ) -> DataProto:
-    """Finished groups as a batch; see `answers_of` and `with_scores`."""
+    """Convert finished groups to a batch with answers and scores; see `answers_of` and `with_scores`."""
     return with_scores(answers_of(groups, baseline=baseline), groups, components, baseline=baseline)
 
 
 def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]:
-    """The (group, number of an answer) of each row, by (uid, number)."""
+    """Return the group and the answer number of each row, sorted by (uid, number)."""
     return [
         (group, number)
         for group in sorted(groups, key=lambda g: g.uid)
@@ -414,7 +476,11 @@ def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]
 
 
 def place_scores(batch: DataProto) -> DataProto:
-    """Adds `response_mask`, False in rows that are not valid, and `token_level_scores`, on the last trained token."""
+    """Add `response_mask` and `token_level_scores`.
+
+    `response_mask` is False in rows that are not valid. `token_level_scores` has the row's score on its last trained
+    token and 0 elsewhere.
+    """
     mask = batch.batch["valid"].repeat_interleave(batch.lengths("responses"))
     batch = batch.with_values("responses", response_mask=mask)
     return batch.with_values("responses", token_level_scores=on_last_token(batch, batch.batch["scores"].float()))

@@ -1,9 +1,11 @@
-"""The life of a prompt group: pending, generating, scoring, ready, then used or dropped.
+"""Lifecycle of a prompt group: pending, generating, scoring, ready, then used or dropped.
 
-Pure bookkeeping, without Ray and without clocks. The unit in flight is the group: the G samples of one prompt. Groups
-are numbered by `uid` in the order in which they will be trained on, so the step that uses a group is known when it is
-shipped: group n is used at step n // prompts_per_step, counted without dropped groups that were replaced. That makes
-the staleness bound hard at ship time.
+The module is pure bookkeeping, without Ray and without clocks. A group consists of the G samples of one prompt, which
+are in flight together. To ship a group means to send its requests to the engines.
+
+The number `uid` gives the order in which groups are trained on. So the step that uses a group is known when the group
+is shipped: group n is used at step n // prompts_per_step, where n does not count dropped groups that were replaced.
+This guarantees the staleness bound at ship time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +19,7 @@ from workers.rollout.messages import Completion, Request
 
 
 class State(StrEnum):
-    """Where a group is in its life."""
+    """Stage of a group in its lifecycle."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -27,9 +29,20 @@ class State(StrEnum):
 
 @dataclass
 class Group:
-    """One prompt and its answers by number; `shipped` is the weight version current when it was shipped.
+    """One prompt and its answers, by sample number.
 
-    The first `samples` answers are sampled and trained on; one more, if `size` asks for it, is the greedy baseline.
+    The first `samples` answers are sampled and trained on. If `size` is `samples` + 1, the last answer is the greedy
+    baseline.
+
+    Attributes:
+        uid: number of the group.
+        prompt: prompt of the group.
+        samples: number of answers that are trained on.
+        size: number of all answers.
+        state: stage in the lifecycle.
+        shipped: weight version at the time when the group was first shipped; -1 before that.
+        completions: finished answers, by sample number.
+        results: scores of the answers, by sample number.
     """
 
     uid: int
@@ -42,14 +55,17 @@ class Group:
     results: dict[int, RewardResult] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what is finished. The prompt is known by the uid."""
+        """Return the finished answers and scores for a checkpoint. The uid identifies the prompt."""
         answers: dict[str, Mapping[int, Any]] = {"completions": self.completions, "results": self.results}
         return {"uid": self.uid, "shipped": self.shipped} | {
             name: [asdict(answer) for answer in kept.values()] for name, kept in answers.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
-        """Continue from a `state_dict`; who was generating is pending, with the answers that it has unless `whole`."""
+        """Restore the group from a `state_dict`.
+
+        A group that was generating becomes pending. It keeps its finished answers unless `whole` is True.
+        """
         self.shipped = state["shipped"]
         if whole and len(state["completions"]) < self.size:
             return
@@ -62,7 +78,7 @@ class Group:
             self.state = State.READY if len(self.results) == self.size else State.SCORING
 
     def request(self, number: int) -> RewardRequest:
-        """What to score of an answer."""
+        """Return the request to score the answer with this number."""
         completion = self.completions[number]
         columns = {**self.prompt.columns, "finish_reason": completion.finish_reason}
         return RewardRequest(completion.key, self.prompt.text, completion.text, columns)
@@ -72,13 +88,14 @@ class PromptGroups:
     """All groups in flight.
 
     Args:
-        samples_per_prompt: G.
-        prompts_per_step: P, groups that one training step uses.
-        max_staleness: how many weight versions old a group may be when it is trained on.
-        steps: training steps of the run: no group is added that none of them would use.
-        greedy_baseline: whether each group has one greedy answer besides its samples.
-        first_uid: number of the first group; collections whose groups are in flight together share no number.
-        whole: a group is one generation batch, and its answers depend on it to the last bit: none is asked for alone.
+        samples_per_prompt: number of samples in a group (G).
+        prompts_per_step: number of groups that one training step uses (P).
+        max_staleness: maximum age of a group when it is trained on, in weight versions.
+        steps: number of training steps of the run. No group is added beyond those that these steps use.
+        greedy_baseline: whether each group has one greedy answer in addition to its samples.
+        first_uid: uid of the first group. Collections that are in flight at the same time must not share uids.
+        whole: whether a group is one generation batch, whose composition affects the answers bit for bit. If True, the
+            answers of a group are never requested separately.
     """
 
     def __init__(
@@ -100,32 +117,40 @@ class PromptGroups:
         self._next_uid = first_uid
 
     def wanted(self, version: int) -> int:
-        """How many new groups may be added so that none will be older than `max_staleness` when it is used.
+        """Return how many groups may be added so that none will be older than `max_staleness` when it is used.
 
-        At weight version v the next group used belongs to step v; groups up to step v + max_staleness may be in flight.
+        At weight version v, the next group that is used belongs to step v. Groups up to step v + max_staleness may be
+        in flight.
         """
         last = min(version + self.max_staleness + 1, self.steps)
         return max(0, last * self.prompts_per_step - self.used - len(self.groups))
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Add one pending group a prompt."""
+        """Add one pending group per prompt."""
         for prompt in prompts:
             self.groups[self._next_uid] = self.group(self._next_uid, prompt)
             self._next_uid += 1
 
     def group(self, uid: int, prompt: Prompt) -> Group:
-        """A new group, not among these yet."""
+        """Create a group without adding it to this collection."""
         return Group(uid, prompt, self.samples_per_prompt, self.samples_per_prompt + self.greedy_baseline)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain values."""
+        """Return the state for a checkpoint, as plain values."""
         counts = {"next_uid": self._next_uid, "used": self.used, "dropped": self.dropped}
         return counts | {"groups": [group.state_dict() for group in self.groups.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
-        """Continue from a `state_dict`, given the prompt of each uid; returns what has an answer and no score.
+        """Restore the groups from a `state_dict`.
 
-        A failed score counts as none: what made it fail may be mended.
+        A failed score counts as missing, because its cause may have been fixed.
+
+        Args:
+            state: result of `state_dict`.
+            prompt_of: returns the prompt of a uid.
+
+        Returns:
+            Requests to score the answers that have no score.
         """
         self._next_uid, self.used, self.dropped = state["next_uid"], state["used"], state["dropped"]
         self.groups = {}
@@ -141,14 +166,21 @@ class PromptGroups:
         ]
 
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
-        """The group of one's `state_dict`, after `load_state_dict`: that in flight, or else a copy of one dropped."""
+        """Return the group that a single group's `state_dict` describes.
+
+        If the group is not in flight, because it was dropped, the function returns a copy that is not in this
+        collection. Call `load_state_dict` first.
+        """
         if (group := self.groups.get(state["uid"])) is None:
             group = self.group(state["uid"], prompt_of(state["uid"]))
             group.load_state_dict(state, whole=False)
         return group
 
     def ship(self, version: int | None) -> list[Group]:
-        """Pending groups, now generating with the weights `version`; None: only those that were shipped before."""
+        """Mark the pending groups as generating with the weights `version`, and return them.
+
+        A group that was shipped before keeps its first version. If `version` is None, only such groups are shipped.
+        """
         pending = [group for group in self.groups.values() if group.state is State.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]
         for group in shipped:
@@ -158,7 +190,10 @@ class PromptGroups:
         return shipped
 
     def generated(self, completion: Completion) -> RewardRequest | None:
-        """Take one finished answer and return what to score; None for a group that is gone, or a second copy."""
+        """Record one finished answer and return the request to score it.
+
+        Returns None if the group is gone or pending, or if the answer is a duplicate.
+        """
         uid, number = completion.key
         group = self.groups.get(uid)
         if group is None or number in group.completions or group.state is State.PENDING:
@@ -169,7 +204,7 @@ class PromptGroups:
         return group.request(number)
 
     def scored(self, result: RewardResult) -> None:
-        """Take one score; the group is ready when all its samples are scored."""
+        """Record one score. The group becomes ready when all its answers are scored."""
         uid, number = result.key
         group = self.groups.get(uid)
         if group is None or number in group.results or number not in group.completions:
@@ -180,9 +215,10 @@ class PromptGroups:
             group.state = State.READY
 
     def reissue(self, uids: Iterable[int]) -> None:
-        """Ask anew for what these groups still miss, for instance after the death of their engine.
+        """Make these groups pending again, so that their missing answers are requested again.
 
-        Finished answers and their scores stay, and so does the version that the group was first shipped with.
+        This is needed, for instance, after their engine died. Groups keep their finished answers, the scores of these
+        answers, and the weight version with which the group was first shipped.
         """
         for uid in uids:
             group = self.groups.get(uid)
@@ -190,25 +226,33 @@ class PromptGroups:
                 group.state = State.PENDING
 
     def drop(self, uid: int, *, replace: bool) -> None:
-        """Give a group up: it is counted. Another may take its place in the step, or the place stays empty."""
+        """Remove a group and count it as dropped.
+
+        Args:
+            uid: number of the group.
+            replace: whether another group may take its place in the step. Otherwise the place stays empty.
+        """
         del self.groups[uid]
         self.dropped += 1
         self.used += not replace
 
     def oldest(self, count: int) -> list[Group]:
-        """The `count` groups that are next to be used, or as many as there are, whatever their state."""
+        """Return the `count` groups that are used next, in any state, or all groups if there are fewer."""
         return [self.groups[uid] for uid in sorted(self.groups)[:count]]
 
     def answered(self, count: int) -> list[Group]:
-        """The oldest `count` groups, when all their answers are there, scored or not. Else an empty list."""
+        """Return the oldest `count` groups if all their answers are there, scored or not; otherwise an empty list."""
         return self._oldest_in(count, {State.SCORING, State.READY})
 
     def ready(self, count: int) -> list[Group]:
-        """The oldest `count` groups, when all of them are ready. Else an empty list."""
+        """Return the oldest `count` groups if all of them are ready; otherwise an empty list."""
         return self._oldest_in(count, {State.READY})
 
     def take(self, count: int) -> list[Group]:
-        """The oldest `count` groups, when all of them are ready; they are used from then on. Else an empty list."""
+        """Remove and return the oldest `count` groups if all of them are ready; otherwise return an empty list.
+
+        The removed groups count as used.
+        """
         taken = self.ready(count)
         self.used += len(taken)
         for group in taken:
@@ -221,9 +265,10 @@ class PromptGroups:
 
 
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
-    """One request a missing answer, each with a random stream of its own keyed by (seed, uid, sample).
+    """Return one request for each missing answer of a group.
 
-    `whole`: one for every answer if any is missing, for an engine whose rounding depends on what it computes together.
+    Each request has its own random stream, keyed by (seed, uid, sample). With `whole`, the function requests every
+    answer, also the finished ones, for an engine whose rounding depends on the composition of its batch.
     """
     return [
         Request(
@@ -239,7 +284,7 @@ def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int,
 
 
 def stream_seed(seed: int, uid: int, sample: int) -> int:
-    """A 63-bit seed that differs for every (seed, uid, sample): SplitMix64 steps over the three numbers."""
+    """Compute a 63-bit seed from (seed, uid, sample): a hash that applies SplitMix64 steps to the three numbers."""
     state = 0
     for word in (seed, uid, sample):
         state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK

@@ -1,7 +1,7 @@
-"""Reward models as the driver sees them: the text that each reads, in its own tokens, and its scores.
+"""Reward models on the driver: the driver renders and tokenizes the text for each model and receives the scores.
 
-The functions score an answer as soon as it is finished; the models, which live on the training ranks, score groups that
-all functions are done with.
+Reward functions score an answer as soon as it is finished. Reward models run on the training ranks and score a group
+after all functions have finished with it.
 """
 
 import math
@@ -26,16 +26,16 @@ from workers.training.worker_group import WorkerGroup
 
 
 class RewardModel:
-    """One reward model: its tokenizer is here, its weights are on the training ranks.
+    """One reward model. The driver holds its tokenizer, and the training ranks hold its weights.
 
     Args:
-        config: its own.
-        group: its workers.
-        number: its column of `reward_components`.
-        tokenizer: the model's own, which need not be the policy's.
-        longest: tokens of the longest row that it can read; None: any.
-        pad: the model's padding token; it scores a row at the last other token, as transformers does.
-        max_tokens: of one forward pass; a longer row is a pass of its own.
+        config: config of this reward model.
+        group: worker group of this reward model.
+        number: column of this reward model in `reward_components`.
+        tokenizer: tokenizer of this reward model, which may differ from the policy's.
+        longest: maximum number of tokens in a row; None: no limit.
+        pad: id of the padding token. The model scores a row at its last non-padding token, as transformers does.
+        max_tokens: maximum number of tokens in one forward pass. A longer row gets a pass of its own.
     """
 
     def __init__(
@@ -54,10 +54,13 @@ class RewardModel:
         self._control, self._templates = ControlTokens(tokenizer), ChatTemplates()
 
     def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """Score (prompt, response text) each; a text in a score's place says why there is none.
+        """Score each (prompt, response text) pair.
 
-        Samples of the same tokens are computed once: their scores are equal to the last bit, so that a group of equal
-        answers has no spread.
+        Samples with the same tokens are computed once. Their scores are bit-identical, so a group of equal answers has
+        no spread.
+
+        Returns:
+            For each sample its score, or a text that says why there is none.
         """
         found: list[float | str | tuple[int, ...]] = [self._tokens(prompt, response) for prompt, response in samples]
         rows = list(dict.fromkeys(row for row in found if isinstance(row, tuple)))
@@ -74,9 +77,10 @@ class RewardModel:
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
-        """Return the row of this sample, never cut, or why there is none.
+        """Return the token ids of this sample without truncation, or a text that says why there are none.
 
-        What the prompt and the response spell is text: an answer cannot end its turn by writing the name of a token.
+        Control tokens that are spelled in the prompt or the response are encoded as plain text, so an answer cannot end
+        its turn by writing the name of a token.
         """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
         try:
@@ -96,7 +100,10 @@ class RewardModel:
         return row or "has no token for this text"
 
     def _ids(self, sample: list[Any], write: Callable[[list[Any]], str], *, chat: bool) -> list[int]:
-        """The ids of a sample, which `write` makes the text of; a chat template has written its own special tokens."""
+        """Return the token ids of the text that `write` renders from a sample.
+
+        With `chat`, the tokenizer adds no special tokens, because the chat template has already written them.
+        """
         text = write(sample)
         if self._control.first_in(sample) is not None:
             return self._control.encode(sample, write, written=text, add_special_tokens=not chat)
@@ -115,7 +122,7 @@ _PLAIN = "{prompt}{response}"
 
 
 def reward_models(config: Config, groups: Sequence[WorkerGroup]) -> list[RewardModel]:
-    """The reward models of a run, given their workers in the order of the config."""
+    """Create the reward models of a run from their worker groups, which are in the order of the config."""
     first, budget = len(config.reward.functions), config.actor.max_tokens_per_microbatch
     return [
         RewardModel(
@@ -132,9 +139,10 @@ def reward_models(config: Config, groups: Sequence[WorkerGroup]) -> list[RewardM
 
 
 def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) -> None:
-    """Append the models' scores to the results of these groups, in place; those that have them keep them.
+    """Append the models' scores to the results of these groups, in place.
 
-    A sample whose function failed is not looked at. One that a model cannot score is failed.
+    Results that already have the scores keep them. The models do not score a sample for which a reward function failed.
+    A sample that a model cannot score is marked as failed.
     """
     for model in models:
         due = [(g, n) for g in groups for n, result in g.results.items() if len(result.scores) == model.number]

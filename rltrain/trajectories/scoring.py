@@ -1,6 +1,6 @@
-"""Scores as the algorithm sees them: shaped one by one, and without the answers that are in no statistic.
+"""Scores as the advantage estimators see them: shaped, and with a mask of the answers that count in the statistics.
 
-What the reward functions said stays in the column `scores`; here it becomes what advantages are made of.
+The column `scores` keeps the unshaped scores. The functions in this module compute the scores for advantages.
 """
 
 import functools
@@ -20,18 +20,31 @@ from rltrain.settings.schema import Config
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """(B, K) -> (B,), gates applied; NaN where no component applies. Raises RewardError beyond float32's range."""
+    """Compute each row's weighted sum of component scores, with gates applied: (B, K) -> (B,).
+
+    A row to which no component applies gets NaN.
+
+    Raises:
+        RewardError: a sum is outside float32's range.
+    """
     weights, gates = [c.weight for c in components], [c.gate for c in components]
     return _finite(combine_rewards(matrix, weights=weights, gates=gates), matrix)
 
 
 def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """(B, K) with NaN, not applicable, in the columns of functions that score the form and not the outcome."""
+    """Return the component scores (B, K) without those of components that score the form and not the outcome.
+
+    The columns of these components are NaN, which means "not applicable".
+    """
     return matrix.masked_fill(~torch.tensor([component.outcome for component in components]), torch.nan)
 
 
 def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
-    """The totals (B,); NaN stands for what does not apply, and must not come of numbers too large to be added."""
+    """Return the totals (B,) after checking that they are finite, or NaN in rows to which no component applies.
+
+    Raises:
+        RewardError: the sum of a row is outside float32's range.
+    """
     bad = ~totals.isfinite() & ~matrix.isnan().all(-1)
     if bool(bad.any()):
         row = matrix[bad][0].tolist()
@@ -43,11 +56,19 @@ def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
 
 
 def combined_scores(components: Tensor, uid: Tensor, counted: Tensor, reward: RewardConfig) -> Tensor:
-    """Each row's score (B,): functions and models (B, K) combined as `reward.aggregation` says, NaN where none applies.
+    """Combine the component scores (B, K) into one score per row (B,), as `reward.aggregation` says.
 
-    counted (B,): the rows that are in the statistics of an aggregation.
+    A row to which no component applies gets NaN.
 
-    Raises RewardError when a function of the user's returns something else than a number a row.
+    Args:
+        components: scores of the reward functions and models, (B, K).
+        uid: number of each row's prompt group, (B,).
+        counted: whether a row counts in the statistics of an aggregation, (B,) bool.
+        reward: reward section of the config.
+
+    Raises:
+        RewardError: a sum is outside float32's range, or a user's aggregation function raises an exception or does not
+            return one number per row.
     """
     if reward.aggregation == "sum":
         return weighted_sum(components, reward.components)
@@ -60,12 +81,13 @@ def combined_scores(components: Tensor, uid: Tensor, counted: Tensor, reward: Re
 
 @functools.cache
 def _aggregation(path: str) -> Callable[..., Any]:
-    """The user's function as it was when it was first called: an edit of its file is for another run."""
+    """Load the user's function once, so that a later edit of its file does not affect this run."""
     return load_function(path)
 
 
 def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor, weights: list[float]) -> Tensor:
-    own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}  # it may change them in place
+    # The function gets copies, because it may change them in place.
+    own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}
     try:
         returned = _aggregation(path)(**own, weights=torch.tensor(weights))
         totals = _numbers_by_row(returned, len(uid))
@@ -74,15 +96,15 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
             shown = f"{shown} of {returned.dtype}" if isinstance(returned, Tensor) and returned.is_complex() else shown
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit would end the run without a word; a result may raise when it is looked at
+    except BaseException as error:
+        # SystemExit from the function would end the run silently. Inspecting the returned object may also raise.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
             path, f"returned {shown}: one finite number a row, or NaN, is wanted, {tuple(uid.shape)}"
         )
-    if (
-        len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all())
-    ):  # one group may well have none
+    # In a batch of a single group, it is legitimate that no row has a score.
+    if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
         raise _aggregation_error(
             path, "returned NaN for every row, so nothing is learnt; return a number where it applies"
         )
@@ -90,14 +112,20 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 
 
 def _aggregation_error(path: str, what: str) -> RewardError:
-    """The error that says what the user's aggregation function did; its file may be repaired before the run goes on."""
+    """Return an error that says what the user's aggregation function did.
+
+    The error allows the file of the function to be repaired before the run is resumed.
+    """
     error = RewardError(f"reward.aggregation={path} {what}")
     error.repairable = source_name("reward.aggregation", path)
     return error
 
 
 def _numbers_by_row(returned: object, rows: int) -> Tensor | None:
-    """(rows,) float32 on the CPU, if these are real numbers in float32's range, or NaN."""
+    """Return the result of a user's function as a float32 tensor (rows,) on the CPU.
+
+    Returns None unless the result is a tensor (rows,) of NaN and real numbers in float32's range.
+    """
     if not isinstance(returned, Tensor) or returned.shape != (rows,) or returned.is_complex():
         return None
     if returned.layout is not torch.strided or returned.is_meta:
@@ -107,17 +135,17 @@ def _numbers_by_row(returned: object, rows: int) -> Tensor | None:
 
 
 def truncated_rows(batch: DataProto) -> Tensor:
-    """(B,) bool: the engine cut the answer at the length limit."""
+    """Return whether the engine cut each row's answer at the length limit: (B,) bool."""
     return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
 
 
 class ShapedScores(NamedTuple):
-    """What advantages are made of, each (B,).
+    """Scores from which advantages are computed. Each tensor is (B,).
 
     Attributes:
-        scores: shaped; 0 where a row has none.
+        scores: shaped scores; 0 for a row without a score.
         scored: whether the row has a score.
-        counted: whether it is in the statistics: scored, and not excluded because its answer was cut.
+        counted: whether the row counts in the statistics: it has a score and is not excluded for a cut answer.
     """
 
     scores: Tensor
@@ -126,17 +154,17 @@ class ShapedScores(NamedTuple):
 
 
 def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
-    """(B,) bool: the row is valid, and not excluded because its answer was cut."""
+    """Return whether each row is valid and not excluded because its answer was cut: (B,) bool."""
     valid: Tensor = batch.batch["valid"]
     return valid & ~truncated_rows(batch) if algorithm.suppress_truncated or algorithm.exclude_truncated else valid
 
 
 def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
-    """The scores of a batch as the estimators see them, before normalisation.
+    """Compute the scores of a batch as the advantage estimators see them, before normalisation.
 
-    A cut answer whose reward is suppressed scores as if each reward function had given 0, or its own score if that is
-    lower. The length penalty is taken off afterwards, so cut answers pay it too; it reaches the estimators that look at
-    rows outside of the statistics (gae).
+    With `suppress_truncated`, a cut answer gets the score that it would have if each reward function had given 0, or
+    its own score if that is lower. The length penalty is subtracted afterwards, so cut answers pay it too. The penalty
+    of cut answers affects only the estimators that read rows outside of the statistics (gae).
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -162,7 +190,10 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 
 
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
-    """(B,) bool: all valid rows of this row's group have one score, or there is none; nothing can be learnt from it."""
+    """Return whether all valid rows in each row's group have the same score: (B,) bool.
+
+    The result is also True for a group without valid rows. Nothing can be learned from such groups.
+    """
     groups, which = uid.unique(return_inverse=True)
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")
     high = torch.full((len(groups),), -torch.inf).scatter_reduce(0, which, scores.where(valid, -torch.inf), "amax")
@@ -170,12 +201,15 @@ def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def flat_rows(batch: DataProto, config: Config) -> Tensor:
-    """(B,) bool: the answers of the row's group all have the same outcome, so it teaches nothing of the task.
+    """Return whether all answers in each row's group have the same outcome: (B,) bool.
 
-    The outcome is the score of the functions and models with `outcome`, combined as `reward.aggregation` says, before
-    shaping, normalisation and the length penalty: answers that are all wrong have one outcome whatever their lengths.
-    An aggregation of the user's gets all functions, and what it returns is the outcome. For an estimator that reads the
-    functions one by one, each with `outcome` must have one score. Rows outside of the statistics do not count.
+    A group with a single outcome teaches nothing about the task. The outcome is the score of the functions and models
+    with `outcome`, combined as `reward.aggregation` says. Shaping, normalisation and the length penalty do not affect
+    the outcome, so answers that are all wrong have the same outcome for any lengths.
+
+    A user's aggregation function receives all components, and its result is the outcome. If the estimator reads the
+    components separately, the scores of every component with `outcome` must be equal within the group. Rows outside of
+    the statistics are ignored.
     """
     uid, counted, components = (
         batch.batch["uid"],
@@ -192,7 +226,11 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
 
 
 def on_last_token(batch: DataProto, scores: Tensor) -> Tensor:
-    """Each row's score (B,) on the last of its trained tokens, 0 elsewhere: (N,), in the rows of `responses`."""
+    """Place each row's score (B,) on the row's last trained token, with 0 on all other tokens.
+
+    Returns:
+        One value per token, (N,), in the order of the values of `responses`.
+    """
     mask, lengths = batch.values("response_mask"), batch.lengths("responses")
     row = torch.arange(len(batch)).repeat_interleave(lengths)
     last = torch.full((len(batch),), -1).scatter_reduce(0, row[mask], mask.nonzero()[:, 0], "amax")

@@ -1,5 +1,8 @@
-"""From scores to what each token is worth, and which tokens are trained on: the pure functions of `rltrain.algorithms`
-on whole batches. The only place where batch columns meet algorithm parameters on the driver."""
+"""Token rewards, advantages, and the choice of tokens that are trained on.
+
+The module applies the pure functions of `rltrain.algorithms` to whole batches. It is the only code on the driver that
+combines batch columns with algorithm parameters.
+"""
 
 import dataclasses
 
@@ -32,9 +35,10 @@ from rltrain.trajectories.scoring import flat_rows, on_last_token, shaped_scores
 
 
 def with_all_knobs(config: Config) -> Config:
-    """The config with every knob of the chosen loss and estimator, defaults included; unknown names are left alone.
+    """Return the config with all knobs of the chosen loss and estimator, including those with default values.
 
-    An estimator that weighs the reward functions by itself gets their weights.
+    If the name of the loss or the estimator is unknown, its knobs stay unchanged. An estimator with a knob `weights`
+    combines the reward components itself, so the default of this knob is the weights of the components in the config.
     """
     algorithm = config.algorithm
     loss, advantage = algorithm.loss, algorithm.advantage
@@ -50,9 +54,10 @@ def with_all_knobs(config: Config) -> Config:
 
 
 def needs_actor_pass(config: Config) -> bool:
-    """Whether a step needs the actor's forward pass before its update.
+    """Return whether a step needs a forward pass of the actor before the update.
 
-    Not where one optimizer step trains on all: there the old log-probs are the current ones, detached.
+    If one optimizer step trains on the whole batch, the old log-probs are the current ones, detached. The pass is then
+    needed only if something else reads its results before the update.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -66,7 +71,7 @@ def needs_actor_pass(config: Config) -> bool:
 
 
 def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:
-    """The controller of the coefficient of the entropy bonus."""
+    """Create the controller of the coefficient of the entropy bonus."""
     if algorithm.entropy_target is None:
         return FixedEntropyController(algorithm.entropy_coef)
     return AdaptiveEntropyController(
@@ -75,7 +80,7 @@ def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:
 
 
 def kl_controller(config: KLInRewardConfig) -> FixedKLController:
-    """The controller of the coefficient of KL-in-reward."""
+    """Create the controller of the coefficient of the KL penalty in the reward."""
     if config.controller == "adaptive":
         return AdaptiveKLController(config.kl_coef, config.target, config.horizon)
     return FixedKLController(config.kl_coef)
@@ -84,10 +89,16 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 def assign_rewards(
     batch: DataProto, config: Config, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Adds `token_level_rewards`: shaped and normalised scores on the last trained tokens, minus the KL penalty.
+    """Add `token_level_rewards`: shaped and normalised scores on the last trained tokens, minus the KL penalty.
 
-    `valid` is then False also in rows whose answer was cut and that are in no statistic. Such a row keeps its own score
-    on the scale of the others.
+    The function also sets `valid` to False in rows that are excluded from the statistics because their answer was cut.
+    Such a row keeps its own score, on the same scale as the other scores.
+
+    Returns:
+        The batch, and metrics of the rewards.
+
+    Raises:
+        NumericsError: a token reward is not finite.
     """
     scores, scored, counted = shaped_scores(batch, config)
     uid, normalization = batch.batch["uid"], config.algorithm.reward_normalization
@@ -114,14 +125,15 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtracts the KL to the reference, times the controller's coefficient, from `token_level_rewards`.
+    """Subtract the KL to the reference, times the controller's coefficient, from `token_level_rewards`.
 
-    The controller is told the mean KL a trained token.
+    The controller is updated with the mean KL per trained token.
     """
     if config.kl_coef == 0:
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
-    if config.full:  # the exact KL of a token passes as its own k1: a difference to 0
+    if config.full:
+        # The estimate k1 is the difference of its two inputs, so k1 of the exact KL and 0 is the exact KL.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:
@@ -137,10 +149,12 @@ def penalize_kl(
 
 
 def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """What the critic is asked about: the batch, and with `bootstrap_truncated` the states in which answers were cut.
+    """Return the batch of token rows that the critic evaluates.
 
-    The critic's value of a token is that of the state before it, and the last token of a row is not read. So a cut
-    answer gets one slot more, of any token: its value is that of the state after the answer's last token.
+    With `bootstrap_truncated`, the critic also evaluates the states in which answers were cut. The critic's value of a
+    token is the value of the state before the token, and the critic does not read the last token of a row. So each cut
+    answer gets one extra slot with an arbitrary token: the value of this slot is the value of the state after the
+    answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -152,7 +166,11 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Adds what the critic said of `states_to_value`: `values`, and with `bootstrap_truncated` `bootstrap_values`."""
+    """Add the critic's values of the batch from `states_to_value`.
+
+    The function adds the column `values`. With `bootstrap_truncated`, it also adds `bootstrap_values` (B,): the value
+    of the state in which an answer was cut, and 0 for all other answers.
+    """
     if not algorithm.bootstrap_truncated:
         return batch.union(found)
     values, lengths, cut = found.values("values"), found.lengths("values"), truncated_rows(batch)
@@ -163,18 +181,25 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
 
 
 def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
-    """(N,) bool: which slots of rows of these lengths (B,) are those of the responses, which come first."""
+    """Return which slots of longer rows belong to the responses: (N,) bool.
+
+    The rows have the given lengths (B,), and the response tokens come first in each row.
+    """
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
 
 def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Adds `advantages` and `returns` by the configured estimator; normalised where the config says so.
+    """Add `advantages` and `returns` of the configured estimator, and normalise the advantages if configured.
 
-    With `bootstrap_values` the estimator sees gamma times them as a part of the rewards of the last trained tokens,
-    which is what the value after a last token is to gae (arXiv 1712.00378): delta = r + gamma V(end) - V. The column
-    `token_level_rewards` stays.
+    With `bootstrap_truncated`, the estimator sees gamma times `bootstrap_values` added to the rewards of the last
+    trained tokens. This is how gae includes the value after the last token (arXiv 1712.00378):
+    delta = r + gamma V(end) - V. The column `token_level_rewards` does not change.
 
-    Raises EstimatorError where the estimator raises anything.
+    Returns:
+        The batch, and metrics of the advantages.
+
+    Raises:
+        EstimatorError: the estimator raised an exception.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
     seen = batch
@@ -205,7 +230,10 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
 
 
 def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """Advantages normalised over the tokens that will be trained on; 0 stays 0 in rows that an estimator leaves out."""
+    """Normalise the advantages over the tokens that will be trained on.
+
+    In rows that the estimator leaves out, advantages of 0 stay 0.
+    """
     mask, valid = batch.padded("response_mask"), batch.batch["valid"]
     if algorithm.mask_truncated:
         mask = mask & ~truncated_rows(batch)[:, None]
@@ -216,10 +244,11 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 
 
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Takes cut answers out of `response_mask` where the config says so; they leave every count.
+    """Remove cut answers from `response_mask` if `algorithm.mask_truncated` is set.
 
-    This comes after the statistics of advantages and before the mini-batches. What correction and rejection drop stays
-    in `response_mask`: the update takes only its policy term away.
+    The tokens of these answers then no longer count anywhere. This step comes after the statistics of the advantages
+    and before the split into mini-batches. Tokens that correction or rejection drops stay in `response_mask`: the
+    update removes only their policy term.
     """
     if not algorithm.mask_truncated:
         return batch
@@ -228,7 +257,7 @@ def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
-    """Adds `random_draws` where the loss's token selector chooses by chance."""
+    """Add `random_draws` if the token selector of the loss chooses tokens at random."""
     if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
         return batch
     draws = uniform_draws(batch.lengths("responses"), seed=config.trainer.seed, step=step)

@@ -1,1 +1,1 @@
-"""Processes: groups of them as one object, which of them live, and how they are ended. Knows nothing of models."""
+"""Worker processes: groups of processes, liveness checks and termination. This package knows nothing of models."""

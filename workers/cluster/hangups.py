@@ -1,4 +1,4 @@
-"""Worker processes that ignore SIGHUP, so that the driver alone decides what a lost terminal means."""
+"""Makes worker processes ignore SIGHUP, so that the driver alone decides how a run reacts to a lost terminal."""
 
 import contextlib
 import signal
@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def hangups_ignored() -> Iterator[None]:
-    """Have processes that are started meanwhile ignore SIGHUP, which a lost terminal sends to all of a program.
+    """Make processes that start in this block ignore SIGHUP.
 
-    The driver alone decides what comes of it, and needs its workers to save a checkpoint.
+    A lost terminal sends SIGHUP to all processes of a program. The driver alone decides how to react, and it needs its
+    workers to save a checkpoint.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

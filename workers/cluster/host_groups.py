@@ -1,4 +1,4 @@
-"""N workers as one object: the same calls whether they are Ray actors, or one ordinary object in this process."""
+"""Group of N workers as one object. The calls are the same for Ray actors and for one object in this process."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -10,17 +10,17 @@ from rltrain.base.secret_values import redacted
 from workers.cluster.liveness import LOOK_EVERY_S, Vigil, Watch
 from workers.cluster.worker_process import Host
 
-LOOK_S = 0.05  # between two looks at what else there is to do
-_PROOF_S = 2.0  # in which a death that others have noticed shows
+LOOK_S = 0.05  # polling interval in seconds while a wait also does other work
+_PROOF_S = 2.0  # seconds in which the death of a process becomes visible after another process has noticed it
 
 
 class Hosts(Protocol):
     """The processes of a group, by rank.
 
     Attributes:
-        size: how many.
-        concurrent: whether they compute while this process does something else.
-        meanwhile: called again and again while this process waits for them.
+        size: Number of processes.
+        concurrent: Whether the processes compute while this process does other work.
+        meanwhile: Callback that runs repeatedly while this process waits for the group.
     """
 
     size: int
@@ -28,14 +28,15 @@ class Hosts(Protocol):
     meanwhile: Callable[[], None] | None
 
     def share(self, value: Any) -> Any:
-        """What to pass instead of a large value that several ranks get."""
+        """Return a reference to pass in place of a large value that several ranks receive."""
 
     def start(
         self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
     ) -> list[Any]:
         """Start `method` of `role` on these ranks (all by default), each with its own arguments.
 
-        What comes back may be passed as an argument to another call, whose process then fetches the value by itself.
+        Returns one pending result per rank. A pending result may be passed as an argument to another call. The process
+        of that call then fetches the value itself.
         """
 
     def wait(
@@ -46,40 +47,49 @@ class Hosts(Protocol):
         beside: Sequence["Hosts"] = (),
         limit_s: float | None = None,
     ) -> list[Any]:
-        """The results of `start` on these ranks (all by default), which may depend on calls of the groups `beside` too.
+        """Wait for the results of `start` on these ranks (all by default), and return them.
 
-        Raises the first rank's own error, or WorkerLost when a process died, or none of all these made any progress for
-        `limit_s` seconds (by default those of a hang).
+        Raises the error of the first rank that failed. Raises WorkerLost if a process died, or if no process that the
+        results depend on made progress for `limit_s` seconds.
+
+        Args:
+            pending: Pending results of `start`.
+            ranks: Ranks on which the calls run.
+            beside: Other groups whose running calls the results may depend on.
+            limit_s: Seconds without progress after which the processes count as hanging. None: the hang timeout.
         """
 
     def first(self, pending: list[Any], timeout_s: float) -> list[int]:
-        """Which of these have ended, waiting up to `timeout_s` seconds for the first."""
+        """Return the indices of the calls that have ended. Waits up to `timeout_s` seconds for the first."""
 
     def dead(self, busy: Collection[int] = ()) -> dict[int, str]:
-        """The ranks whose processes are gone, have been stopped, or hang though they are `busy`; and how."""
+        """Return the dead ranks, and how each died.
+
+        A rank is dead if its process is gone, has been stopped, or hangs while it is in `busy`.
+        """
         return {}
 
     def call(
         self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
     ) -> list[Any]:
-        """Start and wait."""
+        """Start the calls on these ranks and wait for their results."""
         return self.wait(self.start(role, method, arguments, ranks=ranks), ranks=ranks)
 
 
 class LocalHosts(Hosts):
-    """One host, in this process."""
+    """Group of one host in this process."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.size, self.concurrent, self.meanwhile = host, 1, False, None
 
     def share(self, value: Any) -> Any:
-        """Nothing crosses a process: the value itself."""
+        """Return the value itself, because it stays in this process."""
         return value
 
     def start(
         self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
     ) -> list[Any]:
-        """Call it here and now."""
+        """Run the method at once, in this process. See `Hosts.start`."""
         try:
             return [self.host.call(role, method, *own) for own in arguments]
         except RLTrainError:
@@ -95,22 +105,22 @@ class LocalHosts(Hosts):
         beside: Sequence[Hosts] = (),
         limit_s: float | None = None,
     ) -> list[Any]:
-        """They are the results already."""
+        """Return `pending`, which already holds the results. See `Hosts.wait`."""
         return pending
 
     def first(self, pending: list[Any], timeout_s: float) -> list[int]:
-        """All have ended."""
+        """Return all indices, because every call has ended. See `Hosts.first`."""
         return list(range(len(pending)))
 
 
 class RayHosts(Hosts):
-    """Hosts that are Ray actors.
+    """Group of hosts that are Ray actors.
 
     Args:
-        actors: by rank.
-        name: what one of them is called in messages.
-        spawn: starts another actor of this kind for a rank; needed by `renew`.
-        watch: sees what becomes of their processes; without it, deaths are known from Ray alone, and hangs are not.
+        actors: Actors by rank.
+        name: Name of one process of the group in messages.
+        spawn: Starts another actor of this kind for a rank. Required by `renew`.
+        watch: Monitor of the processes. Without it, only Ray reports deaths, and hangs are not detected.
     """
 
     def __init__(
@@ -129,7 +139,7 @@ class RayHosts(Hosts):
                 self.vigil.expect(rank, actor.introduce.remote())
 
     def share(self, value: Any) -> Any:
-        """Put the value into the object store once; ranks read it from there."""
+        """Put the value into Ray's object store once. All ranks read it from there."""
         import ray
 
         if self.vigil:
@@ -139,7 +149,7 @@ class RayHosts(Hosts):
     def start(
         self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
     ) -> list[Any]:
-        """Call all these ranks at once."""
+        """Start the calls on all these ranks at once. See `Hosts.start`."""
         self.phase = f"{role}.{method}"
         actors = self.actors if ranks is None else [self.actors[rank] for rank in ranks]
         return [actor.call.remote(role, method, *own) for actor, own in zip(actors, arguments, strict=True)]
@@ -152,7 +162,10 @@ class RayHosts(Hosts):
         beside: Sequence[Hosts] = (),
         limit_s: float | None = None,
     ) -> list[Any]:
-        """Wait for Ray; meanwhile others get their turn. One rank's error ends it, though others may never end."""
+        """Wait for Ray calls and run `meanwhile` in between. See `Hosts.wait`.
+
+        The error of one rank ends the wait, because the calls of other ranks may then never end.
+        """
         import ray
 
         watched = [
@@ -185,7 +198,7 @@ class RayHosts(Hosts):
                     f"{self.phase}: a worker process died, a {self.name}: it was killed, crashed, or ran out of memory "
                     "(verbose=true shows Ray's report)"
                 ) from error
-            except ray.exceptions.RayError as error:  # an object was lost, a node went away, memory ran out
+            except ray.exceptions.RayError as error:  # for example: lost object, lost node, out of memory
                 first = (redacted(str(error)).strip().splitlines() or [""])[0]
                 raise _lost(watched, proof_s=_PROOF_S) or WorkerError(
                     f"{type(error).__name__}: {first} (verbose=true shows Ray's report)"
@@ -196,7 +209,7 @@ class RayHosts(Hosts):
                 raise lost
 
     def first(self, pending: list[Any], timeout_s: float) -> list[int]:
-        """Ask Ray."""
+        """Return the indices of the Ray calls that have ended. See `Hosts.first`."""
         import ray
 
         if not pending:
@@ -206,7 +219,7 @@ class RayHosts(Hosts):
         return [number for number, one in enumerate(pending) if one in done]
 
     def dead(self, busy: Collection[int] = ()) -> dict[int, str]:
-        """See `Hosts`."""
+        """Return the dead ranks, and how each died. See `Hosts.dead`."""
         if not self.vigil:
             return {}
         self.vigil.look()
@@ -219,7 +232,7 @@ class RayHosts(Hosts):
         return dict(self.vigil.gone)
 
     def renew(self, ranks: Sequence[int]) -> None:
-        """End the processes of these ranks, however they are, and start others in their places; returns at once."""
+        """Kill the processes of these ranks, in whatever state, and start others in their places. Returns at once."""
         import ray
 
         assert self.spawn, "made to be renewed"
@@ -233,7 +246,7 @@ class RayHosts(Hosts):
                 self.vigil.expect(rank, self.actors[rank].introduce.remote())
 
     def end(self) -> None:
-        """End the processes that would outlive Ray: those that are stopped."""
+        """Kill the processes that are stopped (SIGSTOP), because they would outlive Ray."""
         if self.vigil:
             self.vigil.look(at_once=True)
             self.vigil.end_stopped()
@@ -248,24 +261,24 @@ class _Watched:
     ranks: Collection[int]
 
     def describe(self, rank: int) -> str:
-        """Which process that is."""
+        """Return a text for messages that identifies the process of a rank."""
         return f"{self.group.name} {rank} ({self.vigil.place(rank)})"
 
 
 def _check_daemons(watched: Sequence[_Watched]) -> None:
-    """Raise ClusterLost where a daemon of Ray has died: a call of Ray's could end this process without a word."""
+    """Raise ClusterLost if a Ray daemon has died. A later Ray call could then end this process without a message."""
     for watch in {one.vigil.watch for one in watched}:
         watch.daemons.check()
 
 
 def _greet(watched: Sequence[_Watched]) -> None:
-    """Learn which processes have answered here: each was asked to introduce itself before anything else."""
+    """Record the identities of the processes that have answered. `introduce` is the first call of each process."""
     for one in watched[:1]:
         one.vigil.greet(patience_s=_PROOF_S)
 
 
 def _give_up(watched: Sequence[_Watched], cause: BaseException) -> None:
-    """Where a process says of itself that it is of no more use, it counts as dead, and is named with its reason."""
+    """Mark a process as dead if it has reported itself as unusable. The text of `cause` is the recorded reason."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for one in watched:
             for rank in one.ranks:
@@ -274,7 +287,10 @@ def _give_up(watched: Sequence[_Watched], cause: BaseException) -> None:
 
 
 def _blame(watched: Sequence[_Watched], actor_id: str | None) -> None:
-    """Ray says that this actor is dead; where its machine is gone, nothing else may be seen of that yet."""
+    """Mark an actor as dead because Ray reports its death.
+
+    If the actor's machine is lost, there may be no other sign of the death yet.
+    """
     for one in watched:
         for rank in one.ranks:
             if one.group.actors[rank]._actor_id.hex() == actor_id:
@@ -282,7 +298,12 @@ def _blame(watched: Sequence[_Watched], actor_id: str | None) -> None:
 
 
 def _lost(watched: Sequence[_Watched], *, proof_s: float = 0.0) -> WorkerLost | None:
-    """An error that names the processes that are gone, which may show within `proof_s` seconds only."""
+    """Return an error that names the dead processes, or None if none is dead.
+
+    Args:
+        watched: Ranks to check.
+        proof_s: Seconds to wait until a death becomes visible.
+    """
     deadline = time.monotonic() + proof_s
     while True:
         found = []
@@ -298,9 +319,10 @@ def _lost(watched: Sequence[_Watched], *, proof_s: float = 0.0) -> WorkerLost | 
 
 
 def _hung(watched: Sequence[_Watched], limit_s: float | None) -> WorkerLost | None:
-    """An error that names phase, processes and where they are, if none of all has got on for too long.
+    """Return an error if no process has made progress for too long, otherwise None.
 
-    Who waits for work is not to blame, unless all do.
+    The error names the phase, the hanging processes and their stack frames. Processes that only wait for work are not
+    blamed, unless all processes wait.
     """
     if not watched:
         return None

@@ -1,6 +1,7 @@
 """Finds and removes what killed processes leave behind: their descendants, and files in shared memory.
 
-Imports nothing of the project, because the guard process of `workers.cluster.ray_guard` has to start in milliseconds.
+This module imports nothing of the project, because the guard process of `workers.cluster.ray_guard` must start in
+milliseconds.
 """
 
 import contextlib
@@ -11,24 +12,26 @@ from pathlib import Path
 
 import psutil
 
-MARK = "RLTRAIN_RUN_MARK"  # environment variable that all processes of a local Ray inherit
+MARK = "RLTRAIN_RUN_MARK"  # environment variable that all processes of a local Ray cluster inherit
 SHARED = Path("/dev/shm")
-# Names of Python's SharedMemory (vLLM's message queues) and of the buffers of vLLM's CPU workers.
+# File name prefixes of Python's SharedMemory (vLLM's message queues) and of the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
-_ROUND_S = 0.3  # between two searches: a process that was being started shows in the second one
+_ROUND_S = 0.3  # seconds between two searches; the second one finds processes that were just starting in the first
 _LIMIT_S = 10.0
 
 
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
-    """The live processes that were started with this mark in their environment, or write to a file in this folder.
+    """Return the live processes that have this mark in their environment or write to a file in the folder `logs`.
 
-    A process that changes its title, as Ray's do, overwrites a part of its environment, and the mark may be in there.
+    The folder is needed because a process that changes its title overwrites part of its environment. Ray's processes
+    do this, and the mark may be in the overwritten part.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
             process = psutil.Process(pid)
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # psutil stops at the first gap
+            # The file is read directly, because psutil stops at the first gap in the environment.
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if wanted in environment or (logs is not None and _writes_to(pid, logs)):
                 found.append(process)
     return found
@@ -45,7 +48,7 @@ def _writes_to(pid: int, folder: Path) -> bool:
 
 
 def group_of(leader: int) -> list[int]:
-    """The pids of a process group; its leader may have ended."""
+    """Return the pids of a process group. The leader of the group may have ended."""
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -55,7 +58,7 @@ def group_of(leader: int) -> list[int]:
 
 
 def shared_files(pids: Collection[int]) -> set[Path]:
-    """The files in shared memory, of the kinds that engines make, that these processes have mapped and no other has."""
+    """Return the engines' files in shared memory that these processes have mapped and no other process has."""
     found = _mapped(pids)
     return found - _mapped(set(psutil.pids()) - set(pids)) if found else found
 
@@ -71,14 +74,14 @@ def _mapped(pids: Iterable[int]) -> set[Path]:
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Remove the names of these files; processes that have them mapped keep the memory."""
+    """Remove the names of these files. Processes that have mapped the files keep the memory."""
     for path in files:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
-    """Kill all processes that `marked` finds but this one and `spare`, and remove their files in shared memory."""
+    """Kill all processes that `marked` finds, except this process and `spare`. Remove their files in shared memory."""
     deadline, files, quiet = time.monotonic() + _LIMIT_S, set[Path](), 0
     while quiet < 2 and time.monotonic() < deadline:
         processes = [process for process in marked(mark, logs) if process.pid not in (spare, os.getpid())]

@@ -1,7 +1,7 @@
-"""Which processes of a run are gone, stand still or hang: an observer on each machine, and what is made of it.
+"""Detects which processes of a run are gone, are stopped or hang.
 
-An observer looks from outside: at `/proc`, and at the counter that a process keeps. That of the driver's own machine is
-an object in the driver; others are tiny Ray actors.
+An observer on each machine reads `/proc` and the progress counter of each process. The observer of the driver's machine
+is an object in the driver. The observers of other machines are small Ray actors.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from workers.cluster.process_tree import descendants
 from workers.cluster.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
 from workers.cluster.ray_daemons import Daemons
 
-PROCESSES, STACKS = "processes.json", "stacks"  # in a run's output
+PROCESSES, STACKS = "processes.json", "stacks"  # file and folder in a run's output
 LOOK_EVERY_S = 1.0
-STOPPED_S = 3.0  # for so long may a process be stopped (SIGSTOP) before it counts as dead
-_STACKS_S = 0.3  # in which a process that can has written its stacks down
-_REMOTE_S = 10.0  # for what is asked of another machine's observer
-_FRAMES = 3  # shown of each process
+STOPPED_S = 3.0  # seconds after which a stopped process (SIGSTOP) counts as dead
+_STACKS_S = 0.3  # seconds that a process gets to write its stack traces
+_REMOTE_S = 10.0  # timeout in seconds of a request to the observer of another machine
+_FRAMES = 3  # stack frames shown of each process
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What is seen of a process: its state (as of `progress.state_of`), its ticks, and calls under way."""
+    """Observed status of a process: its state (see `progress.state_of`), its ticks and its number of running calls."""
 
     state: str
     ticks: int = 0
@@ -37,14 +37,14 @@ class Sight:
 
 
 class Observer:
-    """Looks at processes of its own machine, and ends them."""
+    """Observes and kills processes of its own machine."""
 
     def look(self, processes: Sequence[Process]) -> list[Sight]:
-        """What each is doing."""
+        """Return the observed status of each process."""
         return [_sight(process) for process in processes]
 
     def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """The stacks of all threads of each; "" of one that is stopped or gone."""
+        """Return the stack traces of all threads of each process. The text is "" for a stopped or dead process."""
         for process in processes:
             _signal(process, STACKS_SIGNAL)
         time.sleep(_STACKS_S)
@@ -57,10 +57,13 @@ class Observer:
         return found
 
     def kill(self, processes: Sequence[Process]) -> None:
-        """End them at once, stopped ones too, and what they have started, also where they are gone already."""
+        """Kill these processes and their descendants at once, even if they are stopped.
+
+        Descendants are also killed if their process is gone already.
+        """
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
-            # The system gives nobody the number of a group that has members left.
+            # The kernel does not reuse a pid while the process group with that number has members.
             leads = began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp()
             files = leftovers.shared_files({process.pid, *below, *(leftovers.group_of(process.pid) if leads else ())})
             _signal(process, signal.SIGKILL)
@@ -70,30 +73,30 @@ class Observer:
             if leads:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-            leftovers.remove(files)  # an engine that is killed does not do so itself
+            leftovers.remove(files)  # a killed engine does not remove its own files
 
 
 def _sight(process: Process) -> Sight:
     state = state_of(process.pid, process.began)
     with contextlib.suppress(OSError):
         return Sight(state, *counts_of(process)) if state else Sight("")
-    return Sight("")  # it ended in this very moment
+    return Sight("")  # the process has ended since its state was read
 
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # not to another that has its number now
+        if state_of(process.pid, process.began):  # otherwise another process may have its pid now
             os.kill(process.pid, number)
 
 
 class Watch:
-    """The observers of all machines of a run, started as they are needed.
+    """The observers of all machines of a run. An observer starts when it is first needed.
 
     Args:
-        hang_timeout_s: without any progress, after which a busy process counts as dead.
-        start_timeout_s: in which a process must have started.
-        folder: of the run's output, where it says which processes there are, and writes the stacks of those that hang.
-        daemons: Ray's own processes, on which all others depend.
+        hang_timeout_s: Seconds without progress after which a busy process counts as dead.
+        start_timeout_s: Seconds in which a process must start.
+        folder: Output folder of the run. It receives the table of processes and the stack traces of hanging processes.
+        daemons: Ray's daemons, on which all other processes depend.
     """
 
     def __init__(
@@ -109,14 +112,17 @@ class Watch:
         self.hang_timeout_s, self.start_timeout_s, self.folder = hang_timeout_s, start_timeout_s, folder
         self.daemons = daemons or Daemons()
         self.here, self.own = ray.get_runtime_context().get_node_id(), Observer()
-        self.others: dict[str, Any] = {}  # by machine
-        self.asked: dict[str, tuple[Any, list[Process]]] = {}  # what an observer elsewhere has not answered yet
-        self.seen: dict[Process, Sight] = {}  # what they said last
+        self.others: dict[str, Any] = {}  # observer actor of each other machine, by node id
+        self.asked: dict[str, tuple[Any, list[Process]]] = {}  # unanswered request to each observer, by node id
+        self.seen: dict[Process, Sight] = {}  # last status received from other machines
         self.named: dict[str, Process] = {}
-        self.vigils: list[Vigil] = []  # of all groups of the run
+        self.vigils: list[Vigil] = []  # one per group of the run
 
     def name(self, name: str, process: Process) -> None:
-        """Write down what a process is called, for people who look at a run, in place of what was called so before."""
+        """Record the name of a process in the output folder, for people who inspect a run.
+
+        The process replaces an earlier one of the same name.
+        """
         self.named[name] = process
         table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
         if self.folder is not None and self.folder.is_dir():
@@ -126,9 +132,10 @@ class Watch:
                 partial.replace(self.folder / PROCESSES)
 
     def look(self, processes: Sequence[Process]) -> list[Sight | None]:
-        """What each is doing, without waiting: of another machine, what was last heard from there, or None.
+        """Return the observed status of each process, without waiting.
 
-        Raises ClusterLost when a daemon of Ray has died: then its workers die too, and are not to blame.
+        For a process of another machine, this is the last status received, or None if there is none yet. Raises
+        ClusterLost if a Ray daemon has died, because its workers then die too and are not to blame.
         """
         self.daemons.check()
         local = [process for process in processes if process.node == self.here]
@@ -158,7 +165,7 @@ class Watch:
         self.asked[node] = self._observer(node).look.remote(processes), processes
 
     def _observer(self, node: str) -> Any:
-        """The observer of another machine."""
+        """Return the observer of another machine, and start it if necessary."""
         if node not in self.others:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -169,7 +176,7 @@ class Watch:
         return self.others[node]
 
     def kill(self, processes: Iterable[Process]) -> None:
-        """End these processes; returns at once."""
+        """Kill these processes. Returns at once."""
         for process in processes:
             if process.node == self.here:
                 self.own.kill([process])
@@ -177,7 +184,7 @@ class Watch:
                 self.others[process.node].kill.remote([process])
 
     def stacks(self, processes: Sequence[Process], names: Sequence[str]) -> list[str]:
-        """Have these processes' stacks written to files of these names; returns the innermost frames of each."""
+        """Write the stack traces of these processes to files of these names. Returns the innermost frames of each."""
         import ray
 
         texts = dict.fromkeys(processes, "")
@@ -198,38 +205,38 @@ class Watch:
 
 
 class Vigil:
-    """What is known of the processes of one group, by rank: since when each is stopped or makes no progress.
+    """Status of the processes of one group, by rank. It records since when each is stopped or makes no progress.
 
     Args:
-        watch: sees them.
-        name: what each is called, with its rank.
-        size: how many there are; each counts as starting until `expect` says where to hear from it.
+        watch: Monitor that observes the processes.
+        name: Name of the group's processes. The rank is appended to it.
+        size: Number of ranks. The process of each rank is unknown until `expect` has received its identity.
     """
 
     def __init__(self, watch: Watch, name: str, size: int) -> None:
         self.watch, self.name, self.looked = watch, name, 0.0
         self.processes: list[Process | None] = [None] * size
-        self.awaited: list[Any] = [None] * size  # by rank: a call whose result is its Process
+        self.awaited: list[Any] = [None] * size  # by rank: pending call that returns its `Process`
         self.born, self.moved = [0.0] * size, [0.0] * size
         self.sights: list[Sight | None] = [None] * size
         self.stopped: list[float | None] = [None] * size
-        self.gone: dict[int, str] = {}  # and how
+        self.gone: dict[int, str] = {}  # dead ranks, and how each died
         watch.vigils.append(self)
 
     def expect(self, rank: int, introduction: Any) -> None:
-        """A new process takes this rank's place; this call of it will say which it is."""
+        """Register a new process for this rank. The result of the pending call `introduction` is its identity."""
         self.processes[rank], self.awaited[rank], self.sights[rank] = None, introduction, None
         self.born[rank] = self.moved[rank] = time.monotonic()
         self.stopped[rank] = None
         self.gone.pop(rank, None)
 
     def look(self, *, at_once: bool = False) -> None:
-        """Look at all processes, unless that was done a moment ago."""
+        """Update the status of all processes, at most once per `LOOK_EVERY_S` seconds unless `at_once`."""
         now = time.monotonic()
         if not at_once and now < self.looked + LOOK_EVERY_S:
             return
         self.looked = now
-        for vigil in self.watch.vigils:  # a process has its name before anybody waits for its group
+        for vigil in self.watch.vigils:  # name the processes of all groups, even before the driver waits for a group
             vigil.greet()
         known = [(rank, process) for rank, process in enumerate(self.processes) if process and rank not in self.gone]
         sights = self.watch.look([process for _, process in known])
@@ -251,10 +258,10 @@ class Vigil:
             self.give_up(rank, f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     def greet(self, *, patience_s: float = 0.0) -> None:
-        """Learn which processes have started since, and which have not in time.
+        """Record the processes that have started, and mark those that did not start in time as dead.
 
         Args:
-            patience_s: how long to wait for the introduction of each.
+            patience_s: Seconds to wait for the identity of each process.
         """
         import ray
 
@@ -275,46 +282,46 @@ class Vigil:
                 self.gone[rank] = f"did not start within placement.start_timeout_s={limit:g} s; is there room for it?"
 
     def touch(self, ranks: Iterable[int]) -> None:
-        """What these have to do begins now."""
+        """Restart the progress timers of these ranks, because their work begins now."""
         now = time.monotonic()
         for rank in ranks:
             self.moved[rank] = now
 
     def still_s(self, ranks: Iterable[int]) -> float:
-        """For how long none of these ranks has got on."""
+        """Return the seconds since the latest progress of any of these ranks."""
         return time.monotonic() - max((self.moved[rank] for rank in ranks), default=time.monotonic())
 
     def busy(self, ranks: Iterable[int]) -> list[int]:
-        """Those of these ranks that are inside a call."""
+        """Return the ranks, among these, that are inside a call."""
         return [rank for rank in ranks if (sight := self.sights[rank]) is not None and sight.calls > 0]
 
     def give_up(self, rank: int, how: str) -> None:
-        """This process counts as dead from now on, and is made so."""
+        """Mark the process of this rank as dead, and kill it."""
         self.gone[rank] = how
         if process := self.processes[rank]:
             self.watch.kill([process])
 
     def end_stopped(self) -> None:
-        """End the processes that are stopped: they would outlive Ray."""
+        """Kill the processes that are stopped (SIGSTOP), because they would outlive Ray."""
         for rank, sight in enumerate(self.sights):
             if sight is not None and sight.state == "T":
                 self.give_up(rank, "was stopped")
 
     def stacks(self, ranks: Sequence[int], phase: str) -> dict[int, str]:
-        """Write down the stacks of these ranks, which hang in `phase`; returns the innermost frames of each."""
+        """Write the stack traces of these ranks, which hang in `phase`. Returns the innermost frames of each."""
         known = [(rank, process) for rank in ranks if (process := self.processes[rank])]
         names = [f"{phase}_{self.name.replace(' ', '_')}_{rank}_{process.pid}" for rank, process in known]
         frames = self.watch.stacks([process for _, process in known], names)
         return {rank: found for (rank, _), found in zip(known, frames, strict=True)}
 
     def place(self, rank: int) -> str:
-        """Which process that is, for messages."""
+        """Return a text for messages that identifies the process of a rank."""
         process = self.processes[rank]
         return f"pid {process.pid} on node {process.node[:8]}" if process else "starting"
 
 
 def innermost(stacks: str) -> str:
-    """The innermost frames of the thread that does a group's work, as "function (file:line) < its caller"."""
+    """Return the innermost frames of the thread that does a group's work, as "function (file:line) < its caller"."""
     threads = [section for section in stacks.split("\n\n") if section.strip()]
     ours = [section for section in threads if "/workers/" in section]
     working = [section for section in ours if "/threading.py" not in section and "/queue.py" not in section]
@@ -325,7 +332,7 @@ def innermost(stacks: str) -> str:
 
 
 def _short(frame: str) -> str:
-    """`File "/a/b.py", line 3 in f` as "f (b.py:3)"."""
+    """Shorten a frame, such as `File "/a/b.py", line 3 in f` to "f (b.py:3)"."""
     path, _, rest = frame.removeprefix('File "').partition('", line ')
     line, _, function = rest.partition(" in ")
     return f"{function} ({Path(path).name}:{line})"

@@ -1,4 +1,4 @@
-"""Processes that reward functions start: finding and ending them. On Linux; elsewhere none is found."""
+"""Finds and ends the descendants of a process, such as those that reward functions start. Finds none outside Linux."""
 
 import contextlib
 import ctypes
@@ -13,19 +13,22 @@ _ROUNDS = 20
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of what is left when a process below this one ends, so that nothing leaves the tree."""
+    """Make this process the parent of its orphaned descendants, so that no process leaves the tree below it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when the one that started it ends."""
+    """Have this process killed when its parent process ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
 def shared_memory_mb(pid: int) -> float:
-    """Shared anonymous memory that a process has touched, which no limit of its own bounds; 0 if it is gone."""
+    """Return the shared anonymous memory in MB that a process has touched. Returns 0 if the process is gone.
+
+    No memory limit of the process covers this memory.
+    """
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem:")) / 1024
@@ -33,7 +36,7 @@ def shared_memory_mb(pid: int) -> float:
 
 
 def has_children() -> bool:
-    """Whether this process has children, ended ones that nobody waited for included; one system call."""
+    """Return whether this process has children, including zombies. This costs one system call."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -42,9 +45,9 @@ def has_children() -> bool:
 
 
 def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
-    """The processes below `pid`, parents first, without those in `spare` and what is below them."""
+    """Return the processes below `pid`, parents first. Exclude the processes in `spare` and those below them."""
     found = [pid]
-    for parent in found:  # which grows
+    for parent in found:  # the loop also visits the entries that it appends
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 found += [child for child in map(int, children.read_text("utf-8").split()) if child not in spare]
@@ -52,9 +55,10 @@ def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
 
 
 def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
-    """Kill what is below `pid` and not below one of `spare`; stopped first, so that nothing is forked meanwhile.
+    """Kill the processes below `pid`, except the processes in `spare` and those below them.
 
-    What was orphaned by it and adopted by this process is waited for, so that no zombie stays.
+    All processes are stopped before any is killed, so that none can fork meanwhile. This process waits for the orphans
+    that it has adopted, so that no zombie remains.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
@@ -66,13 +70,14 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
         stopped.update(new)
     for found in stopped:
         _signal(found, signal.SIGKILL)
-    for found in stopped:  # those that are no children of this process are waited for by their parents, or become ours
+    # A process that is no child of this one is waited for by its own parent, or becomes a child of this one.
+    for found in stopped:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found, 0)
 
 
 def reap(spare: Collection[int]) -> None:
-    """Wait for children that have ended, those in `spare` aside."""
+    """Wait for the children that have ended, except those in `spare`."""
     for child in descendants(os.getpid()):
         if child not in spare:
             with contextlib.suppress(ChildProcessError):

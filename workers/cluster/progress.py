@@ -1,7 +1,7 @@
-"""How far this process has come: a counter that others on its machine can read whatever it does, and its stacks.
+"""Progress counter and stack traces of this process, which other processes on its machine can read at any time.
 
-Counter and stacks are files without names, in memory: they end with the process, and others open them through `/proc`.
-Work that takes long calls `tick` as it goes; where nobody has asked for it, that does nothing.
+The counter and the stack traces are unnamed files in memory. They vanish with the process, and other processes open
+them through `/proc`. Long-running work calls `tick` repeatedly. `tick` does nothing until `announce` has been called.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-STACKS_SIGNAL = signal.SIGUSR2  # what makes a process write down its stacks
-_WORD = 8  # bytes of each of the two numbers: ticks, and calls under way
+STACKS_SIGNAL = signal.SIGUSR2  # signal that makes a process write its stack traces
+_WORD = 8  # bytes of each of the two numbers: ticks and running calls
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run, as it names itself.
+    """Identity of a process of a run, as reported by the process itself.
 
     Attributes:
-        pid: on its machine.
-        began: when it started, in ticks of its machine's clock, so that no later process is taken for it.
-        node: Ray's name of the machine.
-        progress, stacks: descriptors of its two files.
+        pid: Process id on its machine.
+        began: Start time in ticks of its machine's clock. It distinguishes the process from a later one with its pid.
+        node: Ray's id of the machine.
+        progress, stacks: File descriptors of the progress counter and of the stack traces.
     """
 
     pid: int
@@ -37,7 +37,7 @@ class Process:
 
 
 class _Counter:
-    """Ticks and calls under way, in memory that others can map."""
+    """Number of ticks and of running calls, in memory that other processes can read."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("rltrain-progress")
@@ -55,16 +55,17 @@ _announced: Process | None = None
 
 
 def announce(node: str) -> Process | None:
-    """Let others follow this worker process from now on, and say how; None where there is no `/proc`.
+    """Make this worker process observable and return its identity. Returns None on a system without `/proc`.
 
-    It leads a process group from then on, by which those that it started are found even when it has died.
+    From then on, this process leads a process group. Its child processes can be found through that group even after
+    this process has died.
     """
     global _counter, _announced
     began = began_of(os.getpid())
     if began is None:
         return None
     if _announced is None:
-        with contextlib.suppress(OSError):  # it leads a session
+        with contextlib.suppress(OSError):  # fails after `setsid`, when this process leads a group already
             os.setpgid(0, 0)
         _counter, stacks = _Counter(), os.memfd_create("rltrain-stacks")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
@@ -73,19 +74,19 @@ def announce(node: str) -> Process | None:
 
 
 def announced() -> Process | None:
-    """This process as it announced itself; None where it did not."""
+    """Return the identity of this process, or None before `announce`."""
     return _announced
 
 
 def tick() -> None:
-    """This process has got on with its work."""
+    """Record that this process has made progress."""
     if _counter is not None:
         _counter.add(ticks=1)
 
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """This process is at work, for as long as the block runs: one that waits for work does not hang."""
+    """Mark this process as busy while the block runs. A process that only waits for work does not count as hanging."""
     if _counter is None:
         yield
         return
@@ -97,31 +98,31 @@ def call() -> Iterator[None]:
 
 
 def began_of(pid: int) -> int | None:
-    """When a process of this machine started; None if there is none."""
+    """Return the start time of a process of this machine in clock ticks, or None if there is no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def state_of(pid: int, began: int) -> str:
-    """A process's state as `/proc` has it, such as S or T; "" if it is gone, or no more than a name of one that was."""
+    """Return the state of a process from `/proc`, such as S or T. Returns "" if it is gone or is a zombie."""
     fields = _stat(pid)
     return "" if not fields or int(fields[19]) != began or fields[0] in "ZX" else fields[0]
 
 
 def counts_of(process: Process) -> tuple[int, int]:
-    """Its ticks and the calls that it has under way. Raises OSError when it is gone."""
+    """Return the number of ticks and of running calls of a process. Raises OSError if the process is gone."""
     with open(f"/proc/{process.pid}/fd/{process.progress}", "rb") as file:
         words = file.read(2 * _WORD)
     return int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little", signed=True)
 
 
 def stacks_of(process: Process) -> str:
-    """What it has written down of its stacks. Raises OSError when it is gone."""
+    """Return the stack traces that a process has written. Raises OSError if the process is gone."""
     return Path(f"/proc/{process.pid}/fd/{process.stacks}").read_text("utf-8", "replace")
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of `/proc/PID/stat` after the name, which may hold anything."""
+    """Return the fields of `/proc/PID/stat` after the process name, which may contain any characters."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,9 @@
-"""Ray's daemons that a run depends on: finding them, and noticing when one of them dies.
+"""Finds the Ray daemons that a run depends on, and detects when one of them dies.
 
-`raylet` starts the workers of one machine and holds their objects: without the driver's own one, nothing works.
-`gcs_server` keeps the cluster's tables on the head node: without it, processes that know each other go on until Ray
-ends them (after 60 s), but none can be started. So a run that loses it still has time to save a checkpoint.
+`raylet` starts the workers of one machine and holds their objects. Without the raylet of the driver's machine, nothing
+works. `gcs_server` keeps the cluster's tables on the head node. Without gcs_server, connected processes continue until
+Ray ends them after 60 s, but no new process can start. A run that loses gcs_server can therefore still save a
+checkpoint.
 """
 
 import logging
@@ -22,23 +23,24 @@ from workers.cluster.progress import began_of, state_of
 logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
-GRACE_S = 40.0  # for a step that is under way when gcs_server dies; Ray ends the driver after 60 s without it
-_ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0  # of a gcs_server elsewhere, whose process is not visible
-_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a Unix socket's other side
+GRACE_S = 40.0  # seconds to finish the running step when gcs_server dies; Ray ends the driver after 60 s without it
+# Check interval, connection timeout and longest silence in seconds, for a gcs_server on another machine.
+_ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
+_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
 
 
 class Daemon(Protocol):
-    """One daemon."""
+    """Interface of one Ray daemon."""
 
     @property
     def name(self) -> str:
-        """Of its program."""
+        """Return the name of the daemon's program."""
 
     def ended(self) -> bool:
-        """Whether it has died; cheap enough to be asked many times a second."""
+        """Return whether the daemon has died. This is cheap enough for many calls per second."""
 
     def __str__(self) -> str:
-        """What died, and where, for messages."""
+        """Return which daemon died on which machine, for messages."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class LocalDaemon:
     """A daemon on this machine.
 
     Attributes:
-        name: of its program.
-        node: the address of this machine in the cluster.
-        pid, began: the process, as in `progress.Process`.
+        name: Name of the daemon's program.
+        node: Address of this machine in the cluster.
+        pid, began: Identity of the process, as in `progress.Process`.
     """
 
     name: str
@@ -57,7 +59,7 @@ class LocalDaemon:
     began: int
 
     def ended(self) -> bool:
-        """See `Daemon`."""
+        """Return whether the process has ended. See `Daemon.ended`."""
         return not state_of(self.pid, self.began)
 
     def __str__(self) -> str:
@@ -65,7 +67,7 @@ class LocalDaemon:
 
 
 class RemoteDaemon:
-    """A daemon that is known by its address alone; it counts as dead when nobody has answered there for a while."""
+    """A daemon of which only the address is known. It is dead after `_SILENT_S` seconds of failed connections."""
 
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
@@ -73,7 +75,7 @@ class RemoteDaemon:
         self.silent_since: float | None = None
 
     def ended(self) -> bool:
-        """See `Daemon`."""
+        """Return whether the address has been silent for too long. See `Daemon.ended`."""
         now = time.monotonic()
         if now >= self.asked + _ASK_EVERY_S:
             self.asked = now
@@ -92,10 +94,10 @@ class Daemons:
     """The daemons that a run depends on.
 
     Args:
-        daemons: whose death is the end of the run.
+        daemons: Daemons whose death ends the run.
 
     Attributes:
-        patient: whether a step that is under way may end, and a checkpoint be saved, after the death of gcs_server.
+        patient: Whether the run may finish its current step and save a checkpoint after the death of gcs_server.
     """
 
     def __init__(self, daemons: Sequence[Daemon] = ()) -> None:
@@ -103,16 +105,17 @@ class Daemons:
         self.lost_at: float | None = None
 
     def lost(self) -> Daemon | None:
-        """The daemon that has died, if any has; a raylet before gcs_server, as less works without it."""
+        """Return the daemon that has died, or None. If both died, return the raylet, because less works without it."""
         ended = [daemon for daemon in self.daemons if daemon.ended()]
         return min(ended, key=lambda daemon: daemon.name == GCS, default=None)
 
     def check(self, *, at_rest: bool = False) -> None:
         """Raise ClusterLost if a daemon has died.
 
+        During a step of a `patient` run, the death of gcs_server is only logged for the first `GRACE_S` seconds.
+
         Args:
-            at_rest: whether the run is between two steps, so that a checkpoint can be saved. Elsewhere the death of
-                gcs_server is only logged at first if the run is `patient`.
+            at_rest: Whether the run is between two steps, so that a checkpoint can be saved.
         """
         lost = self.lost()
         if lost is None:
@@ -131,7 +134,7 @@ class Daemons:
 
 
 def find() -> tuple[Path, list[Daemon]]:
-    """The session folder of the Ray that this process is connected to, and the daemons that the connection needs."""
+    """Return the directory of Ray's logs and sockets, and the daemons that this process's connection needs."""
     import ray
 
     context = ray.get_runtime_context()
@@ -153,7 +156,10 @@ def _local(name: str, node: str, pids: Sequence[int]) -> Sequence[Daemon]:
 
 
 def _listener(path: str) -> int:
-    """The pid of the process that listens at a Unix socket; 0 if it is in a namespace that is not visible here."""
+    """Return the pid of the process that listens at a Unix socket.
+
+    Returns 0 if the process is in a pid namespace that is not visible here, or if the connection fails.
+    """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(path)
@@ -164,7 +170,10 @@ def _listener(path: str) -> int:
 
 
 def _is_gcs_of(session: str, pid: int) -> bool:
-    """Whether a process is the gcs_server of this Ray session: another Ray may run below this process too."""
+    """Return whether a process is the gcs_server of the connected Ray cluster.
+
+    The check is necessary because another Ray cluster may also run below this process.
+    """
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:

@@ -1,8 +1,9 @@
-"""A small process beside the driver of a run, which outlives it.
+"""Guard process that outlives the driver of a run.
 
-When Ray loses a daemon it may end the driver's process from inside, without a word (`_Exit` in its C++ part). When the
-driver is killed, Ray's own helpers may stay. The guard waits for the end of the driver, however it comes: it names the
-daemon whose death took the driver along, and ends all processes of a Ray that the driver had started.
+When Ray loses a daemon, Ray's C++ code may end the driver with `_Exit`, without an error message. When the driver is
+killed, Ray's helper processes may remain. The guard waits until the driver ends, for whatever reason. If the death of a
+daemon ended the driver, the guard prints the name of the daemon. The guard then kills all processes of a Ray cluster
+that the driver had started.
 """
 
 import contextlib
@@ -23,18 +24,18 @@ from workers.cluster.progress import state_of
 from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
-_CLOSE_S = 15.0  # for the guard to end everything
-_SHOWN_S = 1.0  # in which the death of a daemon shows that took the driver along
-_LAST_WORDS = 4096  # bytes of a log
-# In what Ray's C++ part writes to its log before it ends the process that it lives in.
+_CLOSE_S = 15.0  # seconds that the guard gets to kill all remaining processes
+_SHOWN_S = 1.0  # seconds in which the death of a daemon becomes visible after it has ended the driver
+_LAST_WORDS = 4096  # bytes read from the end of a log
+# Phrases that Ray's C++ code logs before it ends its own process.
 _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
 
 
 class Guard:
-    """The guard, as the driver sees it.
+    """The driver's handle of the guard process.
 
     Args:
-        mark: value of `leftovers.MARK` in the environment of the processes to end; "": the guard ends none.
+        mark: Value of `leftovers.MARK` in the environment of the processes that the guard kills. "": it kills none.
     """
 
     def __init__(self, mark: str) -> None:
@@ -44,14 +45,14 @@ class Guard:
             [sys.executable, "-S", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # signals of the terminal are for the driver alone
+            start_new_session=True,  # signals of the terminal must reach the driver alone
         )
         assert self.process.stdin is not None, "asked for above"
         self._pipe = self.process.stdin
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
-        """What is started inside of the block bears the mark, and what that starts in its turn."""
+        """Mark the processes that start in this block, and all their descendants."""
         if self.mark:
             os.environ[leftovers.MARK] = self.mark
         try:
@@ -60,12 +61,20 @@ class Guard:
             os.environ.pop(leftovers.MARK, None)
 
     def tell(self, session: Path, daemons: Sequence[Daemon]) -> None:
-        """The driver is connected to Ray: where that keeps its logs, and the daemons whose death is to be named."""
+        """Tell the guard that the driver is connected to Ray.
+
+        Args:
+            session: Directory where Ray keeps the logs and sockets of this cluster.
+            daemons: Daemons whose death the guard reports.
+        """
         known = [(one.pid, one.began, str(one)) for one in daemons if isinstance(one, LocalDaemon)]
         self._write({"session": str(session), "daemons": known})
 
     def close(self) -> None:
-        """The driver ends in good order, or says itself what happened: end what is left and wait for that."""
+        """Tell the guard to kill the remaining processes without a report, and wait until it has done so.
+
+        The driver calls this method when it ends normally or reports its error itself.
+        """
         self._write({"goodbye": True})
         with contextlib.suppress(OSError):
             self._pipe.close()
@@ -73,19 +82,20 @@ class Guard:
             self.process.wait(_CLOSE_S)
 
     def _write(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the guard was killed
+        with contextlib.suppress(OSError):  # the guard may have been killed
             self._pipe.write(json.dumps(message).encode() + b"\n")
             self._pipe.flush()
 
 
 def serve(driver: int, mark: str) -> None:
-    """What the guard does: wait for the end of its driver, name a daemon, end what is left.
+    """Run the guard: wait until the driver ends, report a dead daemon, and kill the remaining processes.
 
     Args:
-        driver: pid of the process that started the guard.
-        mark: see `Guard`.
+        driver: Pid of the process that started the guard.
+        mark: See `Guard`.
     """
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # of a whole service that is being stopped
+    # When a whole service is stopped, these signals also reach the guard.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     began = time.time()
     heard = _wait(driver)
@@ -99,15 +109,16 @@ def serve(driver: int, mark: str) -> None:
 
 
 def _wait(driver: int) -> dict[str, Any]:
-    """Wait for the driver's goodbye, or its end; returns all that it has said."""
+    """Wait until the driver says goodbye or dies. Returns the merged messages that it has sent."""
     heard: dict[str, Any] = {"goodbye": False, "session": "", "daemons": []}
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    with contextlib.suppress(OSError, AttributeError):  # a child of the driver may hold the pipe open
+    # The pidfd shows the end of the driver even if a child of the driver holds the pipe open.
+    with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # what a driver said before its end counts
+        ready = poll.poll(None if os.getppid() == driver else 0)  # also read what a dead driver had sent
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):
@@ -119,9 +130,12 @@ def _wait(driver: int) -> dict[str, Any]:
 
 
 def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, str]]) -> str:
-    """What there is to say of a driver that Ray ended; "" if somebody else did.
+    """Return the error message for a driver that Ray has ended. Returns "" if Ray did not end the driver.
 
-    `daemons`: for each its pid, when it began, and what to say of its death.
+    Args:
+        session: Directory where Ray keeps the logs of this cluster.
+        driver: Pid of the driver.
+        daemons: Pid, start time and death message of each daemon.
     """
     words = [
         line
@@ -141,7 +155,12 @@ def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, st
 
 
 def _started(driver: int, since: float) -> Path | None:
-    """The session folder of a Ray that this driver began to start after its guard, but has not named yet."""
+    """Return the directory of a Ray cluster that the driver has begun to start but has not reported to the guard.
+
+    Args:
+        driver: Pid of the driver.
+        since: Time in seconds since the epoch at which the guard started. Older directories are ignored.
+    """
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
     found = [path for path in base.glob(f"session_*_{driver}") if path.stat().st_mtime >= since - 1.0]
     return max(found, default=None)

@@ -1,4 +1,4 @@
-"""Which devices training ranks and engines share: rank i and replica i have half of the same one each."""
+"""Devices that training ranks and engines share: training rank i and replica i get half of the same GPU each."""
 
 import contextlib
 from collections import Counter
@@ -8,17 +8,18 @@ from rltrain.base.errors import WorkerError
 
 
 class SharedDevices:
-    """GPUs that are kept for a run, each a bundle of one Ray placement group.
+    """GPUs that are reserved for a run. Each GPU is a bundle of one Ray placement group.
 
-    Left to itself, Ray fills a device with whoever asks for a half of one first: two engines, or two ranks.
+    Without a placement group, Ray could put two engines or two training ranks on the same GPU, because it serves
+    requests for half a GPU in order of arrival.
 
     Args:
-        count: how many GPUs; those of one machine are numbered one after the other.
-        cpus: what the processes on one of them ask for together.
-        limit_s: seconds in which they must be free.
+        count: Number of GPUs. The GPUs of one machine have consecutive numbers.
+        cpus: Number of CPUs that all processes on one GPU request together.
+        limit_s: Seconds in which the GPUs must become free.
 
     Raises:
-        WorkerError: they were not.
+        WorkerError: The GPUs did not become free in time.
     """
 
     def __init__(self, count: int, *, cpus: float, limit_s: float) -> None:
@@ -41,14 +42,17 @@ class SharedDevices:
         self.bundles = sorted(nodes, key=lambda bundle: (-held[nodes[bundle]], nodes[bundle], bundle))
 
     def options(self, number: int) -> dict[str, Any]:
-        """What makes an actor use device `number`, on another machine if that of the device is lost and one is free."""
+        """Return the Ray options that place an actor on device `number`.
+
+        If the device's machine is lost, Ray uses a free device of another machine.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[number])}
 
     def free(self) -> None:
-        """Let others have the devices; ends the actors that use them."""
+        """Release the devices. This ends the actors that use them."""
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster may be gone
             ray.util.remove_placement_group(self.group)

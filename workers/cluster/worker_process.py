@@ -1,7 +1,7 @@
-"""One process and the roles that live in it: a training rank, a rollout replica.
+"""One worker process and the roles in it. A worker process is a training rank or a rollout replica, for example.
 
-Importing this module imports nothing heavy; a role's class is imported when it is built, after the process's threads
-and environment are set.
+This module imports no heavy packages. The class of a role is imported when the role is built, after the threads and
+the environment of the process are configured.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import progress
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mallopt(3)
 
 
 class Host:
     """Builds roles by import path and calls their methods by name.
 
     Args:
-        environment: variables set before anything heavy is imported.
-        verbose: let libraries log.
+        environment: Environment variables that are set before any heavy import.
+        verbose: Whether libraries may log.
     """
 
     def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:
@@ -38,7 +38,7 @@ class Host:
             quiet()
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
-        """Make `path` ("module:Class") with these arguments and keep it as `role`."""
+        """Create an object of the class `path` ("module:Class") with these arguments, and register it as `role`."""
         module, _, name = path.partition(":")
         with progress.call():
             self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -49,15 +49,16 @@ class Host:
             return getattr(self.roles[role], method)(*args, **kwargs)
 
     def introduce(self) -> progress.Process | None:
-        """Which process this is, for who watches it."""
+        """Make this process observable and return its identity for monitoring."""
         import ray
 
         return progress.announce(ray.get_runtime_context().get_node_id())
 
     def address(self, *, loopback: bool) -> tuple[str, int]:
-        """Where this process listens for the ranks to meet: its node's address in the cluster, or the loopback one.
+        """Open a socket for the rendezvous of the ranks, and return its host and port.
 
-        Not on all addresses of the machine: who reaches that port reads and writes what the ranks tell each other.
+        The socket listens only at the node's address in the cluster, or at the loopback address. It does not listen at
+        all addresses of the machine, because a program that reaches the port can read and write the ranks' messages.
         """
         host = "127.0.0.1"
         if not loopback:
@@ -68,9 +69,9 @@ class Host:
         return host, self.listener.getsockname()[1]
 
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
-        """Join the process group of these ranks (gloo, with nccl for GPUs); without an address it has one rank.
+        """Join the process group of these ranks (gloo, with nccl for GPUs). Without an address, the group has one rank.
 
-        Rank 0 is the one that gave the address.
+        Rank 0 must be the process whose `address` method returned the address.
         """
         from workers.cluster.torch_process_group import join
 
@@ -79,18 +80,19 @@ class Host:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next use, as a step allocates the same sizes again and again.
+    """Make glibc keep freed memory for reuse, because each step allocates the same sizes again.
 
-    Given back, each page costs a fault when it is touched again: a third of a small model's forward pass.
+    Each page that is returned to the system costs a page fault at its next use. These faults took a third of a small
+    model's forward pass.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for option, size in ((_TRIM_THRESHOLD, 1 << 30), (_MMAP_THRESHOLD, 32 << 20), (_TOP_PAD, 64 << 20)):
             mallopt(option, size)
 
 
 def quiet() -> None:
-    """Only errors from libraries on this process's terminal."""
+    """Let libraries print only errors to the terminal of this process."""
     os.environ.update(
         TRANSFORMERS_VERBOSITY="error",
         VLLM_LOGGING_LEVEL="ERROR",

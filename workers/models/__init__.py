@@ -1,1 +1,1 @@
-"""What the roles compute with: packed forward passes, sharding, adapters, and files of weights."""
+"""Model code that the roles share: packed forward passes, sharding, adapters and weight files."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters as tensors: their names, the base weights in a model's files, and the sum of both."""
+"""Low-rank adapters as tensors: adapter names, the base weights in a model's files, and the merge of both."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,19 +10,21 @@ from torch import Tensor
 from rltrain.base.errors import ConfigError
 from rltrain.data.model_weights import SAFETENSORS, open_safetensors, weight_files
 
-A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of the layer
+A, B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the layer name
 
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
-    """W + scale B A in float32: weight (out, in), b (out, rank), a (rank, in), all on one device."""
+    """Return W + scale B A in float32, for weight (out, in), b (out, rank) and a (rank, in) on one device."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
 class BaseWeights:
-    """The tensors of a model directory by name, read where they lie; the files stay open as long as this lives.
+    """Access by name to the tensors in a model directory.
+
+    Tensors are read directly from the safetensors files. The files stay open as long as this object lives.
 
     Args:
-        path: the directory, with safetensors files.
+        path: model directory with safetensors files.
 
     Raises:
         ConfigError: a file is missing or broken.
@@ -38,12 +40,12 @@ class BaseWeights:
                     self.files |= dict.fromkeys(content.keys(), file)
 
     def tensor(self, name: str) -> Tensor:
-        """As it is in its file, on the CPU."""
+        """Return a tensor on the CPU, in the dtype of its file."""
         found: Tensor = self._file(name).get_tensor(name)
         return found
 
     def size(self, name: str) -> list[int]:
-        """Its shape."""
+        """Return the shape of a tensor."""
         found: list[int] = self._file(name).get_slice(name).get_shape()
         return found
 
@@ -54,7 +56,7 @@ class BaseWeights:
         return self.opened[file]
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless all these tensors are there."""
+        """Raise ConfigError unless the files contain all of these tensors."""
         missing = [name for name in names if name not in self.files]
         if missing:
             raise ConfigError(

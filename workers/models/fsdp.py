@@ -1,4 +1,4 @@
-"""Sharding with FSDP2, the optimizer, its schedule, and full tensors out of shards."""
+"""FSDP2 sharding, the optimizer with its learning-rate schedule, and the gathering of full tensors from shards."""
 
 import contextlib
 import functools
@@ -21,9 +21,10 @@ from workers.models.sequence_parallel import sequence_group
 
 
 def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
-    """The ranks of this process group: parameters are sharded over `shard_ranks` of them and replicated over the rest.
+    """Return the device mesh over all ranks of this process group.
 
-    None shards over all.
+    Parameters are sharded over groups of `shard_ranks` ranks and replicated across these groups. If `shard_ranks` is
+    None, parameters are sharded over all ranks.
     """
     ranks = dist.get_world_size()
     if shard_ranks is None or shard_ranks == ranks:
@@ -33,16 +34,19 @@ def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
 
 
 def device() -> torch.device:
-    """This rank's device: its GPU, else the CPU."""
+    """Return this rank's GPU, or the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    """Shard a model in place over the ranks, each decoder layer on its own, as `config.model` and placement say.
+    """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
-    Master weights, gradients and their reduction stay float32; with `model.dtype` bfloat16 matrix products use it.
-    Where ranks share out the tokens of a pack, `model.sequence` is their group.
-    Raises ConfigError for what these ranks cannot do.
+    The settings come from `config.model` and `config.placement`. Master weights, gradients and the gradient reduction
+    stay in float32. If `model.dtype` is bfloat16, matrix products use bfloat16. If ranks split the tokens of a pack,
+    `model.sequence` is set to their sequence group.
+
+    Raises:
+        ConfigError: the config asks for CPU offload or compilation, but these ranks have no GPU.
     """
     compute = getattr(torch, config.model.dtype)
     for key in ("cpu_offload", "compile"):
@@ -54,7 +58,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     for layer in layers:
         prepare(layer, config.model)
     if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
-        cast(nn.Module, model).to(device())  # there is nothing to share out, and nothing to convert
+        cast(nn.Module, model).to(device())  # one rank in float32 has nothing to shard or convert
         return model
     options: dict[str, Any] = {
         "mesh": sharding_mesh(config.placement.shard_ranks),
@@ -69,7 +73,10 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 
 def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    """Shard a model that is never trained: without gradients, and its weights in the dtype that it computes in."""
+    """Freeze and shard a model that is never trained, in place, and put it into evaluation mode.
+
+    The weights are converted to the dtype in which the model computes.
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
@@ -79,10 +86,11 @@ def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def forward_only(model: nn.Module) -> Iterator[None]:
-    """Passes without gradients, and a sharded model in its shards afterwards.
+    """Run the block without gradients, then return a sharded model to its sharded state.
 
-    FSDP keeps what is not in a layer (embeddings, head) whole after a forward pass, in the dtype of the computation,
-    for a backward pass to come. Without one it would take memory, and stand where weights to save are looked for.
+    After a forward pass, FSDP keeps parameters outside the layers (embeddings, head) gathered, in the compute dtype,
+    for a later backward pass. Without a backward pass, these copies would take memory. They would also replace the
+    shards from which the weights are saved.
     """
     with torch.no_grad():
         yield
@@ -91,9 +99,10 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass, and have the backward pass compute it again, as the config says.
+    """Compile a layer's forward pass and enable activation checkpointing, as the config says.
 
-    FSDP's hooks stay outside both, and checkpointing outside what is compiled: nothing inside it would be.
+    FSDP's hooks stay outside of both. Checkpointing wraps the compiled function, because code inside a checkpoint would
+    otherwise not be compiled.
     """
     if config.compile:
         layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -102,44 +111,50 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once (tied ones under their first name), gathered. A collective: all ranks must iterate."""
+    """Yield the name and the gathered value of every parameter, with tied parameters once under their first name.
+
+    This is a collective: all ranks must iterate.
+    """
     for name, parameter in model.named_parameters():
         yield name, full(parameter.detach())
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters, and the first name of each."""
+    """Return the additional names of tied parameters, each mapped to the first name of the parameter."""
     first: dict[int, str] = {}
     every = list(model.named_parameters(remove_duplicate=False))
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor; a collective for DTensors."""
+    """Return the full tensor of a sharded tensor, and any other tensor unchanged. This is a collective for DTensors."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Optimizer:
-    """AdamW with gradient clipping and a schedule that ends at exactly `total_steps` optimizer steps.
+    """AdamW with gradient clipping and a schedule that ends after exactly `total_steps` optimizer steps.
 
     Args:
-        parameters: those of the sharded model.
-        config: rates and limits.
-        total_steps: optimizer steps of the whole run.
-        max_skipped: so many steps in a row may be skipped because their numbers are not finite.
+        parameters: the parameters of the sharded model to train.
+        config: learning rate, schedule and clipping limit.
+        total_steps: number of optimizer steps in the whole run.
+        max_skipped: number of consecutive steps that may be skipped because of non-finite values.
     """
 
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimizerConfig, total_steps: int, *, max_skipped: int
     ) -> None:
         self.parameters, self.config, self.total_steps, self.steps = parameters, config, total_steps, 0
-        self.max_skipped, self.skipped = max_skipped, 0  # the latter: in a row, up to now
+        self.max_skipped, self.skipped = max_skipped, 0  # `skipped` counts the consecutive skipped steps
         self.adamw = torch.optim.AdamW(
             parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
         )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's state of a parameter by name, zeros before its first step, as it would make them itself."""
+        """Return AdamW's state of a parameter, by name.
+
+        Before the parameter's first step, this method creates the zeros that AdamW itself would create.
+        """
         state = self.adamw.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -147,7 +162,10 @@ class Optimizer:
         return dict(state)
 
     def lr(self) -> float:
-        """The rate of the next step: warm-up to `lr`, then constant, or down to 0 linearly or by a half cosine."""
+        """Return the learning rate of the next step.
+
+        The rate warms up linearly to `lr`. Then it stays constant, or decays to 0 linearly or by a half cosine.
+        """
         config, step = self.config, self.steps
         if step < config.lr_warmup_steps:
             return config.lr * (step + 1) / config.lr_warmup_steps
@@ -156,11 +174,22 @@ class Optimizer:
         return config.lr * max(0.0, factor[config.lr_schedule])
 
     def step(self, *, trained: bool = True, finite: bool = True) -> dict[str, float]:
-        """Clip, step, clear the gradients. Returns the norm of the full gradient before clipping, the rate, `skipped`.
+        """Clip the gradient, take an optimizer step and clear the gradient. This is a collective.
 
-        The weights stay where nothing was `trained` (AdamW's momentum would move them), and where the gradient or any
-        rank's loss is not `finite`: then `skipped` is 1, on all ranks. The schedule goes on. A collective.
-        Raises NumericsError, the weights as they were, when that is too often in a row.
+        If nothing was trained, AdamW takes no step, because its momentum would still move the weights. If the gradient
+        or any rank's loss is not finite, all ranks skip the step and the weights stay unchanged. The schedule always
+        advances.
+
+        Args:
+            trained: whether this step has any trained tokens.
+            finite: whether this rank's loss is finite.
+
+        Returns:
+            `grad_norm`, the norm of the full gradient before clipping; `lr`, the learning rate; and `skipped`, which is
+            1 if the step was skipped because of non-finite values, otherwise 0.
+
+        Raises:
+            NumericsError: more than `max_skipped` consecutive steps were skipped. The weights are unchanged.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))
@@ -181,7 +210,7 @@ class Optimizer:
 
 
 def _on_all_ranks(good: bool) -> bool:
-    """Whether this holds on every rank; a collective."""
+    """Return whether the condition holds on every rank. This is a collective."""
     if dist.get_world_size() == 1:
         return good
     flag = torch.tensor(good, dtype=torch.int32)

@@ -1,7 +1,8 @@
-"""The last layer without its logits: log-probs, entropies and the exact KL of tokens, computed in its place.
+"""A fused last layer: it computes log-probs, entropies and the exact KL of tokens without holding all logits.
 
-At 152 thousand words the logits of 2,048 tokens take 1.2 GB in float32, and the plain form holds several of their size
-in the backward pass. Here no more than a chunk of bounded size is alive at a time, computed again on the way back.
+With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. An implementation
+without chunks holds several tensors of that size in the backward pass. The fused layer holds only a few chunks of
+bounded size at a time, and recomputes them in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from rltrain.algorithms.chunks import LEAST_LOG, GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
 from rltrain.algorithms.ratio import as_float
 
-PROBE = 64.0  # a logit; what a model makes of it shows what it would do to all of them
+PROBE = 64.0  # test logit that shows how a model transforms the output of its last layer
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -32,19 +33,32 @@ def token_log_probs(
     entropies: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of tokens and, where asked for, entropies of the distributions that they are drawn from, in nats.
+    """Compute log-probs of tokens and, on request, entropies of the distributions from which they are drawn, in nats.
 
         log pi_y = z_y - L,   L = log sum_v exp(z_v),   z = (hidden @ head^T + bias) / temperature
         entropy = -sum_v pi_v log pi_v
         d log pi_y / dz_v = [v = y] - pi_v,   d entropy / dz_v = -pi_v (log pi_v + entropy)
 
-    A word of probability 0, such as one whose logit is -inf, adds exactly 0 to the entropy and has no gradient.
+    A vocabulary entry with probability 0, such as one whose logit is -inf, adds exactly 0 to the entropy and has no
+    gradient.
 
-    hidden (R, H), head (V, H), bias (V,), targets (R,) int64; returns (R,) each, at least float32, with gradients to
-    hidden, head and bias. The logits have the type of their factors, bfloat16 say, and all that follows float32.
+    If the logits do not fit into one chunk, only a few chunks are in memory at a time, besides inputs and outputs. The
+    backward pass then recomputes the chunks. If the logits fit into one chunk, they are kept for the backward pass.
 
-    A few chunks of at most `chunk_size` logits (default: by device) are alive beside what goes in and comes out, in the
-    backward pass too, which computes them again. Logits that fit into one chunk are kept for it instead.
+    The logits have the dtype of hidden and head, for example bfloat16. All later computation uses at least float32.
+
+    Args:
+        hidden: (R, H) hidden states.
+        head: (V, H) weight of the last layer.
+        targets: (R,) int64 token ids.
+        bias: (V,) bias of the last layer, or None.
+        temperature: sampling temperature.
+        entropies: whether to compute entropies.
+        chunk_size: maximum number of logits in a chunk; the default depends on the device.
+
+    Returns:
+        Log-probs (R,), and entropies (R,) or None. Both are at least float32 and have gradients with respect to hidden,
+        head and bias.
     """
     size = chunk_size or default_chunk_size(hidden.device)
     if len(hidden) * len(head) > size:
@@ -58,17 +72,17 @@ def token_log_probs(
 
 
 def _entropy(log_pi: Tensor) -> Tensor:
-    """-sum pi log pi (R, V) -> (R,), in which 0 log 0 is 0."""
+    """Return -sum pi log pi over the vocabulary, (R, V) -> (R,), with 0 log 0 = 0."""
     return -(log_pi.exp() * log_pi.clamp(min=LEAST_LOG)).sum(-1)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *knobs: Any) -> Any:
-        """Keep of the logits one or two numbers a token."""
+        """Compute the outputs chunk by chunk, and save only one or two numbers for each token instead of its logits."""
         temperature, entropies, size = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)
-        chosen = torch.full_like(softmax.top, torch.nan)  # a target outside the vocabulary has no log-prob
+        chosen = torch.full_like(softmax.top, torch.nan)  # NaN remains for a target outside the vocabulary
         for rows, columns in chunks(len(hidden), len(head), size):
             chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature)
             inside, at = _targets_in(columns, targets[rows])
@@ -83,7 +97,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, head and bias, summed over chunks of logits that are computed again."""
+        """Return the gradients of hidden, head and bias, summed over recomputed chunks of logits."""
         if of_log_probs is None and of_entropies is None:
             return (None,) * 7
         hidden, head, bias, targets, log_sum, entropy = ctx.saved_tensors
@@ -104,7 +118,10 @@ class _TokenLogProbs(torch.autograd.Function):
 def _minus_softmax(
     log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
 ) -> Tensor:
-    """-pi (g + e (log pi + entropy)), where g and e come from upstream: of a chunk, which is overwritten."""
+    """Return -pi (g + e (log pi + entropy)) for one chunk, and overwrite `log_pi`.
+
+    g is the upstream gradient of the log-probs, and e is the upstream gradient of the entropies.
+    """
     if of_entropies is None:
         assert of_log_probs is not None, "one of two outputs has a gradient"
         return log_pi.exp_().mul_(-of_log_probs[:, None])
@@ -116,7 +133,10 @@ def _minus_softmax(
 
 
 def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets (rows,) are among these columns, and where (rows, 1); 0 or the last where they are not."""
+    """Return which targets (rows,) lie in these columns, and their positions (rows, 1) within the columns.
+
+    The position of a target outside the columns is clamped to the first or last column.
+    """
     at = targets - columns.start
     width = columns.stop - columns.start
     return (at >= 0) & (at < width), at.clamp(0, width - 1)[:, None]
@@ -127,20 +147,21 @@ def _part(tensor: Tensor | None, at: slice) -> Tensor | None:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """What this model multiplies its last layer's output by."""
+    """Return the factor by which this model multiplies the output of its last layer."""
     config = model.config.get_text_config()
     return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
 
 
 @contextmanager
 def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[None]:
-    """While inside, a causal language model's forward pass gives `function(hidden, weight, bias)` as its logits.
+    """Make a causal language model return `function(hidden, weight, bias)` as its logits while the block runs.
 
-    hidden is (1, R, H), and the result may have any shape. It is called inside the model's own forward pass, where the
-    weights of a sharded model are whole, and what it returns goes out through the model, where sharding waits for its
-    gradient.
+    hidden is (1, R, H), and the result may have any shape. The function is called inside the model's own forward pass,
+    where the weights of a sharded model are gathered. The result leaves through the model's output, where FSDP's hooks
+    wait for its gradient.
 
-    Raises ValueError for a last layer that is not linear.
+    Raises:
+        ValueError: the model's last layer is not a plain nn.Linear.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -156,9 +177,11 @@ def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[No
 
 
 def check_probe(probes: Tensor, model: nn.Module) -> None:
-    """Refuse a model that changes its logits in a way that we do not know: `probes` went in as PROBE / scale.
+    """Raise ValueError if the model transforms its logits in an unknown way.
 
-    Raises ValueError.
+    Args:
+        probes: the logits that the model returns if its last layer outputs PROBE / scale. Each must equal PROBE.
+        model: the model, which the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):
         raise ValueError(

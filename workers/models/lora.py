@@ -1,7 +1,7 @@
-"""Low-rank adapters on the actor's linear layers, through peft: only they are trained, and only they go to engines.
+"""Low-rank adapters on the actor's linear layers, through peft. Only adapters are trained and sent to the engines.
 
-peft puts a layer of its own in the place of each adapted one: W x + alpha / rank B (A x), arXiv 2106.09685 section 4.1.
-Here `X.weight` is the name of its matrix with and without an adapter.
+peft replaces each adapted layer by its own layer, which computes W x + alpha / rank B (A x) (arXiv 2106.09685,
+section 4.1). In this module, `X.weight` is the name of the matrix of layer X, with or without an adapter.
 """
 
 import difflib
@@ -20,13 +20,19 @@ from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights, merge
 from workers.models.fsdp import full, named_tensors
 
-NAME = "default"  # of the only adapter; peft's own
+NAME = "default"  # peft's default adapter name, used for the only adapter
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The parameters of one adapter, maybe sharded: a (rank, in), b (out, rank)."""
+    """The parameters of one adapter, possibly sharded.
+
+    Attributes:
+        a: (rank, in) matrix A.
+        b: (out, rank) matrix B.
+        scale: factor of the product B A.
+    """
 
     a: Tensor
     b: Tensor
@@ -34,16 +40,20 @@ class Adapter:
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTrainedModel:
-    """Freeze a causal language model and put adapters on its targets, in place; B is 0, so that nothing changes yet.
+    """Freeze a causal language model and add adapters to its target layers, in place.
 
-    A is drawn from `seed`, the same on every rank. Raises ConfigError as `adapted_layers` does.
+    A is drawn from `seed` and is the same on every rank. B starts at 0, so the adapters do not change the outputs at
+    first.
+
+    Raises:
+        ConfigError: the targets are invalid, as in `adapted_layers`.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = adapted_layers(model, config)
     whole = config.alpha.is_integer()
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
-    alpha: Any = int(config.alpha) if whole else config.alpha  # peft takes fractions too
+    alpha: Any = int(config.alpha) if whole else config.alpha  # peft accepts fractional values too
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=alpha,
@@ -60,10 +70,10 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
 
 
 def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """The names of the layers that get an adapter.
+    """Return the names of the layers that get an adapter.
 
     Raises:
-        ConfigError: a target that is no plain linear layer of this model, or is its last one.
+        ConfigError: a target is not a plain linear layer of this model, or is its last layer.
     """
     head = model.get_output_embeddings()
     modules = {name: module for name, module in model.named_modules() if name}
@@ -86,7 +96,7 @@ def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
 
 
 def _refusal(target: str, bad: str | None, modules: Mapping[str, nn.Module], linear: list[str], head: nn.Module) -> str:
-    """Why a target cannot be adapted."""
+    """Return the error message for a target that cannot be adapted."""
     known = sorted({name.rpartition(".")[2] for name in linear})
     if bad is None:
         near = difflib.get_close_matches(target, known, n=1, cutoff=0.0)
@@ -99,15 +109,16 @@ def _refusal(target: str, bad: str | None, modules: Mapping[str, nn.Module], lin
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a layer is a plain linear one."""
+    """Return whether a layer is an nn.Linear with the original forward method."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def adapter_parameters(path: str, config: LoRAConfig) -> int:
-    """How many parameters are trained: rank times inputs and outputs of every target.
+    """Return the number of trained parameters: rank times (inputs + outputs), summed over all target layers.
 
     Raises:
-        ConfigError: as `adapted_layers`, or where engines would not find the matrices that are adapted.
+        ConfigError: a target is invalid, as in `adapted_layers`, or the model's safetensors files lack an adapted
+            matrix that the engines need.
     """
     model = skeleton(path)
     names = adapted_layers(model, config)
@@ -118,7 +129,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """The adapters by the names of their matrices; none of a model that has none."""
+    """Return the adapters by the names of their matrices. The result is empty for a model without adapters."""
     return {
         f"{name}.weight": Adapter(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
         for name, module in model.named_modules()
@@ -127,7 +138,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A and B of every adapter, maybe sharded, by the names under which they travel."""
+    """Return A and B of every adapter, possibly sharded, under the names that the weight sync uses."""
     halves = ((name.removesuffix(".weight"), adapter) for name, adapter in adapters_of(model).items())
     return {
         name + half: tensor.detach() for name, adapter in halves for half, tensor in ((A, adapter.a), (B, adapter.b))
@@ -135,23 +146,29 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter that is no adapter's, maybe sharded, as the checkpoint calls it; tied ones once."""
+    """Return every parameter that is not part of an adapter, possibly sharded, by its Hugging Face checkpoint name.
+
+    Tied parameters appear once.
+    """
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     return {plain_name(name): parameter for name, parameter in named if not is_adapter(name)}
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this parameter is one of an adapter."""
+    """Return whether a parameter with this name is part of an adapter."""
     return any(half in name for half in HALVES)
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter has without adapters."""
+    """Return the name that a parameter has in the model without adapters."""
     return name.replace(WRAPPED, ".")
 
 
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once, whole, adapters merged into their matrices. A collective: all ranks must iterate."""
+    """Yield the name and gathered value of every parameter once, with adapters merged into their matrices.
+
+    This is a collective: all ranks must iterate.
+    """
     adapters = adapters_of(model)
     for name, tensor in named_tensors(model):
         adapter = None if is_adapter(name) else adapters.get(plain_name(name))

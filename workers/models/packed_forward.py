@@ -1,9 +1,9 @@
-"""Packed forward passes: log-probs, entropies and values of response tokens, no padding in any linear layer.
+"""Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-Rows are laid end to end as one sequence of N tokens. Attention is ours, registered with transformers under `PACKED`.
-On GPUs, in 16 bits, one kernel takes all rows. Elsewhere rows of similar length are attended together, each bucket one
-causal sdpa call over a small right-padded view. So no mask is ever built and no row can see another. Everything else in
-the model works on the N real tokens.
+A pack concatenates rows into one sequence of N tokens. This module registers its own attention function with
+transformers under the name `PACKED`. On GPUs with 16-bit dtypes, one kernel computes the attention of all rows. In all
+other cases, rows of similar length form a bucket, and each bucket is one causal sdpa call over a small right-padded
+view. No attention mask is ever built, and no row can attend to another row. All other layers work on the N real tokens.
 """
 
 import functools
@@ -34,24 +34,31 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are read as they are, never padded
-SLACK = 0.75  # rows share an attention bucket while the shortest has at least this share of the longest's tokens
+PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are used in packed form and never padded
+SLACK = 0.75  # the shortest row of an attention bucket has at least this fraction of the longest row's tokens
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows attended together: `index` (rows, L) into the pack, `real` (rows, L) False where `index` is filler."""
+    """Rows whose attention is computed in one sdpa call.
+
+    Attributes:
+        index: (rows, L) token positions in the pack.
+        real: (rows, L) bool, False where `index` is filler.
+    """
 
     index: Tensor
     real: Tensor
 
 
 class Rows:
-    """The rows of a pack; no dataclass, or FSDP would copy it for each layer.
+    """The row lengths of a pack, and the attention buckets that follow from them.
+
+    This class is not a dataclass, because FSDP would copy a dataclass for each layer.
 
     Args:
-        lengths: (rows,) in tokens, on the CPU.
-        device: where attention is computed.
+        lengths: (rows,) number of tokens in each row, on the CPU.
+        device: device on which attention is computed.
     """
 
     def __init__(self, lengths: Tensor, device: torch.device) -> None:
@@ -59,23 +66,24 @@ class Rows:
 
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """How attention groups them where no kernel takes them all: made when first asked for."""
+        """Return the attention buckets, which are used if no kernel handles all rows. Computed on first access."""
         return _buckets(self.lengths, self.device)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Rows end to end.
+    """Rows that are concatenated into one sequence.
 
     Attributes:
-        input_ids: (1, N) prompt and response ids; the last response token predicts nothing and is left out.
-        position_ids: (1, N), restarting in each row.
-        rows: how attention groups the rows where it does.
-        longest: tokens of the longest row.
-        offsets: (rows + 1,) int32, where each row begins, and where the last one ends.
-        predicting: (R,) where in the pack each response token is predicted; R response tokens in all.
-        targets: (R,) the response tokens.
-        sequence: the ranks that share out the tokens; then all but `rows`, `longest`, `offsets` is this rank's slice.
+        input_ids: (1, N) prompt and response ids. The last response token is left out because it predicts nothing.
+        position_ids: (1, N) positions, which restart in each row.
+        rows: row lengths, and the attention buckets for the case without a kernel.
+        longest: number of tokens in the longest row.
+        offsets: (rows + 1,) int32, the start of each row, then the end of the last row.
+        predicting: (R,) position in the pack at which each of the R response tokens is predicted.
+        targets: (R,) ids of the response tokens.
+        sequence: the sequence group that splits the tokens, or None. With a group, all other attributes except `rows`,
+            `longest` and `offsets` hold this rank's slice only.
     """
 
     input_ids: Tensor
@@ -89,7 +97,10 @@ class Pack:
 
 
 def pack(batch: DataProto) -> Pack:
-    """Pack all rows of a batch. A row without response tokens still takes its prompt's place and predicts nothing."""
+    """Pack all rows of a batch.
+
+    A row without response tokens still contributes its prompt tokens to the pack, but predicts nothing.
+    """
     prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
     lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
     starts = offsets_of(lengths)
@@ -125,7 +136,7 @@ def _buckets(lengths: Tensor, device: torch.device) -> tuple[Bucket, ...]:
 
 
 def to_device(packed: Pack, device: torch.device) -> Pack:
-    """The pack with its tensors on `device`."""
+    """Return the pack with its tensors on `device`."""
     if device.type == "cpu":
         return packed
     return Pack(
@@ -152,12 +163,15 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,  # transformers passes what other attentions use
+    **_: Any,  # transformers also passes arguments for other attention functions
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row of a pack.
+    """Compute causal attention within each row of a pack.
 
-    Shapes: query (1, H, N, D), key and value (1, K, N, D) with K dividing H; returns (1, N, H, D).
-    Raises ValueError for what it does not compute: soft caps, sinks, and windows shorter than the longest row.
+    Shapes: query is (1, H, N, D). Key and value are (1, K, N, D), where K divides H. The output is (1, N, H, D).
+
+    Raises:
+        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row. None of these
+            is supported.
     """
     assert attention_mask is None, "a packed forward must not be given a mask"
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
@@ -175,9 +189,9 @@ def packed_attention(
     return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # every count of buckets would be compiled anew
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile would recompile for every bucket count
 def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float) -> Tensor:
-    """Attention (N, H, D), rows of similar length at a time."""
+    """Compute attention (N, H, D) with one sdpa call for each bucket of rows of similar length."""
     tokens, heads = q.shape[:2]
     out = q.new_zeros(tokens, heads, v.size(-1))
     for bucket in packed.rows.buckets:
@@ -186,7 +200,7 @@ def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float
         own, keys, values = (
             t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v)
         )
-        if q.is_cuda and k.size(1) != heads:  # of grouped heads in float32 its kernels would hold all scores
+        if q.is_cuda and k.size(1) != heads:  # for float32 grouped heads, CUDA sdpa would hold all attention scores
             keys, values = (t.repeat_interleave(heads // t.size(1), dim=1) for t in (keys, values))
         attended = F.scaled_dot_product_attention(
             own, keys, values, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=keys.size(1) != heads
@@ -213,10 +227,17 @@ AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 def load_model(
     kind: Any, path: str, *, where: str | None = None, new_head: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
-    """A model directory in Hugging Face form with packed attention and float32 master weights; more as `load_whole`.
+    """Load a Hugging Face model directory with packed attention and float32 master weights.
+
+    Args:
+        kind: one of transformers' Auto classes.
+        path: the model directory.
+        where: config key and path, with which error messages start; `model.path=PATH` by default.
+        new_head: whether the model gets a new head, as in `load_whole`.
+        **kwargs: further arguments for `load_whole`.
 
     Raises:
-        ConfigError: beginning with `where`: the weights are not the whole model, or its attention cannot be exchanged.
+        ConfigError: the weights are not the whole model, or the model's attention function cannot be replaced.
     """
     where = where or f"model.path={path}"
     try:
@@ -224,7 +245,7 @@ def load_model(
             kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
         )
         return model
-    except KeyError as error:  # it looks its attention up in a list of its own
+    except KeyError as error:  # the architecture looks up attention functions in its own table
         if PACKED not in error.args:
             raise
         raise ConfigError(
@@ -235,13 +256,13 @@ def load_model(
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What a policy says of the R response tokens of a pack; in float32, or float64 for a model in float64.
+    """Outputs of a policy for the R response tokens of a pack, in float32, or in float64 for a float64 model.
 
     Attributes:
-        log_probs: (R,) of each token under softmax(logits / temperature), in nats.
-        entropies: (R,) of that distribution, where asked for.
-        full_kl: (R,) the exact KL from that distribution to the reference's, where asked for.
-        hidden: (R, H) the states that the last layer predicts the tokens from, where asked for.
+        log_probs: (R,) log-prob of each token under the policy's distribution softmax(logits / temperature), in nats.
+        entropies: (R,) entropy of the policy's distribution, or None if not requested.
+        full_kl: (R,) exact KL from the policy's distribution to the reference's, or None if not requested.
+        hidden: (R, H) hidden states from which the last layer predicts the tokens, or None if not requested.
     """
 
     log_probs: Tensor
@@ -259,10 +280,18 @@ def policy_output(
     hidden: bool = False,
     reference: tuple[Tensor, Tensor] | None = None,
 ) -> PolicyOutput:
-    """One forward pass of a causal language model over a pack; what is optional costs time and is asked for.
+    """Run one forward pass of a causal language model over a pack.
 
-    `reference` has the hidden states (R, H') and the head (V, H') of the model that the exact KL is taken to. Logits
-    are never held as a whole: all of this is computed in chunks, in the place of the model's last layer.
+    Optional outputs cost extra time and are computed only on request. All outputs are computed in chunks, in place of
+    the model's last layer, so that large logits are never in memory as a whole.
+
+    Args:
+        model: the language model, possibly sharded.
+        packed: the whole pack.
+        temperature: sampling temperature, by which the logits are divided.
+        entropies: whether to compute entropies.
+        hidden: whether to return the last hidden states.
+        reference: hidden states (R, H') and head (V, H') of the model to which the exact KL is computed.
     """
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
@@ -297,7 +326,7 @@ def policy_output(
 
 
 def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
-    """The critic's value (R,) of the state in which each response token was chosen, float32."""
+    """Return the critic's value (R,), in float32, of the state in which each response token was chosen."""
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
         packed, _ = split(whole, sequence)
@@ -313,20 +342,24 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Response values (R,) in the padded view (B, T) whose real slots `mask` marks; 0 elsewhere; differentiable."""
+    """Write response values (R,) into the padded view (B, T); the operation is differentiable.
+
+    `mask` marks the real slots of the view. All other slots are 0.
+    """
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """What a rank computes where it has no rows: the cheapest of the batch."""
+    """Return the stand-in row for a rank without rows: the index of the row with the fewest tokens, in a list."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """The rows, their pack and their response columns in the padded view (B, T), on this rank's device.
+    """Return the rows, their pack, and their response columns in the padded view (B, T).
 
-    The columns carry `mask`, True at response tokens, and `response_mask`, True at trained ones. No rows at all: one
-    that stands in with nothing trained, so that this rank takes part in the collectives and adds exactly zero.
+    The pack and the columns are on this rank's device. The columns include `mask`, which is True at response tokens,
+    and `response_mask`, which is True at trained tokens. If `rows` is empty, one stand-in row without trained tokens
+    takes their place. This rank then takes part in the collectives and contributes exactly zero.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -348,9 +381,16 @@ def row_pass(
     batch: DataProto,
     microbatches: list[list[int]],
 ) -> DataProto:
-    """Columns of one value (R, ...) a response token, which a function of rows and their pack has this model compute.
+    """Run a function on each micro-batch without gradients and collect the columns that it returns.
 
-    The result has these columns only, rows in the order of the micro-batches.
+    Args:
+        model: the model that the function runs.
+        function: maps rows and their pack to columns (R, ...) with one value for each response token.
+        batch: the batch that contains the rows.
+        microbatches: row indices of each forward pass. An empty list runs a stand-in row whose values are dropped.
+
+    Returns:
+        A batch with these columns only, and with rows in the order of the micro-batches.
     """
     parts, names = [], set[str]()
     with forward_only(model):

@@ -1,7 +1,8 @@
-"""The Hugging Face form of a checkpoint's policy, made from its files: one tensor in memory at a time, no collective.
+"""Export of a checkpoint's policy in Hugging Face form, from the checkpoint's files.
 
-What is small, the model's config and its tokenizer's files, is taken from the model at the start; the weights are
-streamed from the state into safetensors files. Adapters are merged into their base, and lie beside it in peft's form.
+The export holds one tensor in memory at a time and needs no collective. The model's config and the tokenizer's files
+are small and are collected before the weights are written. The weights are streamed from the checkpoint into
+safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's format.
 """
 
 import copy
@@ -42,7 +43,13 @@ _BESIDE = (
 
 @dataclass(frozen=True)
 class _Part:
-    """One tensor of the export: its name and shape there, and how to make it."""
+    """One tensor of the export.
+
+    Attributes:
+        name: name of the tensor in the export.
+        size: shape of the tensor in the export.
+        make: function that computes the tensor.
+    """
 
     name: str
     size: tuple[int, ...]
@@ -50,17 +57,18 @@ class _Part:
 
 
 def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
-    """Everything of the export but weights, by path.
+    """Return the contents of all exported files except the weights, by path in the export.
 
     Args:
         model: the policy, with or without adapters.
-        base: the directory that it was loaded from.
+        base: the directory from which the policy was loaded.
     """
     config: Any = copy.deepcopy(model.config)
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # The model's own generation defaults are kept as they are; transformers refuses to write some of them.
+        # A generation_config.json in `base` later replaces this file unchanged: transformers refuses to write some
+        # generation defaults.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -77,14 +85,14 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
     """Write the policy in Hugging Face form.
 
     Args:
-        state: of the actor.
-        small: as from `small_files`.
-        model: the policy, of which only the names are used: weights whose names or shapes transformers changes when it
-            loads them are changed back.
-        folder: where to; need not exist.
+        state: checkpoint files of the actor.
+        small: result of `small_files`.
+        model: the policy. Only its names are used. They determine how to revert the changes of weight names and shapes
+            that transformers makes on loading.
+        folder: target folder, which need not exist.
 
     Returns:
-        The files, by their paths in the folder.
+        The paths of the written files, relative to the folder.
     """
     written = list(small)
     for name, content in small.items():
@@ -111,7 +119,7 @@ def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
 
 
 def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
-    """What a parameter is in files, where it may have another name and be several tensors."""
+    """Yield the tensors that represent a parameter in model files, where names and the number of tensors may differ."""
 
     def reverted(tensor: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
@@ -125,7 +133,7 @@ def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
 
 
 def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
-    """The base's tensors, those with an adapter merged."""
+    """Yield all tensors of the base model, with the adapters merged into the adapted ones."""
     base, scale = BaseWeights(settings["base_model_name_or_path"]), settings["lora_alpha"] / settings["r"]
     names = {name.replace(f".{NAME}.", "."): name for name in state.names("model") if is_adapter(name)}
     layers = {name.partition(half)[0] for name in names.values() for half in HALVES if half in name}
@@ -143,7 +151,10 @@ def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
 
 
 def _write_tensors(folder: Folder, stem: str, parts: list[_Part]) -> list[str]:
-    """Write tensors into as few safetensors files as their size allows, with an index where there are several."""
+    """Write tensors in order into safetensors files of at most `SHARD_BYTES`, and return the file names.
+
+    A larger tensor gets its own file. If there are several files, an index file is written too.
+    """
     shards: list[list[_Part]] = [[]]
     room = SHARD_BYTES
     for part in parts:
@@ -169,7 +180,7 @@ def _write_tensors(folder: Folder, stem: str, parts: list[_Part]) -> list[str]:
 
 
 def _write_shard(folder: Folder, name: str, parts: list[_Part]) -> None:
-    """A safetensors file: the length of its header, the header, the bytes of the tensors in its order."""
+    """Write one safetensors file: the length of the header, the header, then the tensor bytes in header order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in parts:

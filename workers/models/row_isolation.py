@@ -1,8 +1,9 @@
-"""Checks that a model keeps the rows of a pack apart, by running it: no list of architectures is complete.
+"""Check, by running a model, that it keeps the rows of a pack separate.
 
-Packed forward passes (`workers.models.packed_forward`) are right for models whose tokens meet in our attention alone
-and whose positions come from `position_ids`. A convolution, a recurrent state or an attention of the model's own would
-carry one row over into the next, without an error.
+The check runs the model because no list of supported architectures is complete. Packed forward passes
+(`workers.models.packed_forward`) are correct only for models that meet two conditions. Tokens interact only through
+the registered packed attention, and positions come only from `position_ids`. A convolution, a recurrent state or a
+custom attention would leak one row into the next without raising an error.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,21 @@ from rltrain.base.errors import ConfigError, described
 from rltrain.batch.data_proto import DataProto, jagged
 from workers.models.packed_forward import Pack, load_model, pack, policy_output
 
-LENGTHS = (4, 3, 4, 3)  # of the rows, in tokens
-TOLERANCE = 1e-4  # of the length of a last hidden state; rounding is below 1e-5; small random models leak 2e-4 to 1
+LENGTHS = (4, 3, 4, 3)  # tokens in each row
+# Largest accepted change, relative to the norm of a last hidden state. Rounding stays below 1e-5. Small random models
+# that mix rows leak 2e-4 to 1.
+TOLERANCE = 1e-4
 
 
 def load_policy(path: str) -> PreTrainedModel:
-    """The causal language model of a directory, found to keep packed rows apart. Raises ConfigError for any other."""
+    """Load a causal language model and check that it keeps packed rows separate.
+
+    Args:
+        path: model directory in Hugging Face form.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or it lets packed rows see each other.
+    """
     model = load_model(AutoModelForCausalLM, path)
     check_rows_apart(
         model,
@@ -34,21 +44,24 @@ def load_policy(path: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
-    """Refuse a model whose rows see each other in a pack, or that has no packed forward pass at all.
+    """Raise ConfigError if packed rows see each other, or if the model fails in a packed forward pass.
 
-    Two passes over 11 random tokens, without gradients: on a CPU and in float32, as models are loaded, some seconds
-    for 10^10 parameters. Random streams and the model stay as they are.
+    The check runs two forward passes over 11 random tokens each, without gradients. Models are loaded on a CPU in
+    float32, where the check takes a few seconds for 10^10 parameters. The check changes neither the model nor the
+    global random state.
 
     Args:
-        model: in evaluation, not sharded yet.
-        head: its last layer, whose inputs are compared: (1, N, H) of all tokens, or of the predicting ones, here all.
-        run: the forward pass that its worker makes of a pack.
-        where: the key and the path, which the error begins with.
+        model: the model in evaluation mode, before sharding.
+        head: the model's last layer, whose inputs are compared. The inputs are (1, N, H), either for all tokens or only
+            for the tokens that predict a response token. In this check, every token predicts one.
+        run: the forward pass that the calling worker makes with a pack.
+        where: config key and path, with which the error message starts.
 
     Raises:
-        ConfigError: naming the architecture.
+        ConfigError: the message names the architecture.
     """
-    # Rounding may make a mixture choose another expert where two are as good: what is found once is looked for again.
+    # Rounding can make a mixture-of-experts model choose another expert when two have almost equal scores. The check
+    # therefore fails only if a second seed confirms the leak.
     for seed in (0, 1):
         apart = _apart(model, head, run, seed, where)
         if apart <= TOLERANCE:
@@ -60,7 +73,11 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 
 
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
-    """How far the states of two rows change, at most, when a third is exchanged and goes first."""
+    """Return the largest relative change in the hidden states of two rows when the third row of their pack changes.
+
+    The first pack holds the rows 0, 1 and 2. The second pack holds the rows 3, 0 and 2. The hidden states of the rows 0
+    and 2 are compared.
+    """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"{type(embeddings).__name__} in the place of an embedding"
     rows = _rows(embeddings.weight.size(0), seed)
@@ -68,7 +85,7 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
         with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0])):
             run(pack(rows[[0, 1, 2]]))
             run(pack(rows[[3, 0, 2]]))
-    except Exception as error:  # models raise whatever they like
+    except Exception as error:  # a model may raise any exception
         raise ConfigError(
             f"{where}: {type(model).__name__} fails in a packed forward pass ({described(error, 240)}); use a "
             "model of another architecture"
@@ -79,7 +96,7 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
 
 
 def _rows(words: int, seed: int) -> DataProto:
-    """Rows of random words whose tokens all predict."""
+    """Return rows of random token ids in which every packed token predicts a response token."""
     source = torch.Generator().manual_seed(seed)
     ids = [torch.randint(words, (length + 1,), generator=source).tolist() for length in LENGTHS]
     return DataProto.from_dict(

@@ -1,10 +1,12 @@
-"""Sequence parallelism: the ranks of a sequence group share out the tokens of each pack (Ulysses, arXiv:2309.14509).
+"""Sequence parallelism: the ranks of a sequence group split the tokens of each pack (Ulysses, arXiv:2309.14509).
 
-Every rank of the group has the whole pack and computes its slice of the tokens in all that works token by token.
-Attention needs all tokens of a row: before it, an all-to-all turns a slice of the tokens with all heads into all tokens
-with a slice of the heads, and after it another one turns that back. What the model says of its slice of the response
-tokens is gathered, so that every rank of the group computes the same loss; each one's backward pass goes through its
-own slice only, so that the gradients of all ranks sum up to the whole and no token counts twice.
+Every rank of the group holds the whole pack. Each rank computes the token-wise layers for its own slice of the tokens.
+Attention needs all tokens of a row. An all-to-all before attention turns a slice of the tokens with all heads into all
+tokens with a slice of the heads. A second all-to-all after attention reverses this exchange.
+
+The model's outputs for the response tokens are gathered, so that every rank of the group computes the same loss. The
+backward pass of each rank covers only that rank's slice. The gradients of all ranks therefore sum to the full gradient,
+and no token is counted twice.
 """
 
 import functools
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sequence:
-    """A group of ranks that share the tokens of a pack, and this rank's place in it.
+    """A group of ranks that split the tokens of a pack, and this rank's position in the group.
 
     Attributes:
         group: the process group.
-        size: its ranks.
-        rank: of this process in it.
-        tokens: of the pack at hand, without filler; 0 where there is none.
+        size: number of ranks in the group.
+        rank: rank of this process within the group.
+        tokens: number of tokens in the current pack, without filler; 0 if there is no current pack.
     """
 
     group: Any
@@ -38,13 +40,16 @@ class Sequence:
 
     @property
     def slice(self) -> int:
-        """Tokens of one rank's slice: filler makes all of them equally long."""
+        """Return the number of tokens in one rank's slice. Filler tokens make all slices equally long."""
         return max(1, -(-self.tokens // self.size))
 
 
 @functools.cache
 def sequence_group(size: int) -> Sequence | None:
-    """The group of `size` neighbouring ranks that this rank is in; None for 1. A collective, the first time."""
+    """Return the group of `size` neighbouring ranks that includes this rank, or None if `size` is 1.
+
+    The first call is a collective: all ranks must make it.
+    """
     if size == 1:
         return None
     group, _ = dist.new_subgroups(size)
@@ -52,14 +57,15 @@ def sequence_group(size: int) -> Sequence | None:
 
 
 def sequence_group_of(model: nn.Module) -> Sequence | None:
-    """The ranks that share out a sharded model's tokens; None where each computes its own rows alone."""
+    """Return the sequence group of a sharded model, or None if each rank computes its own rows alone."""
     return getattr(model, "sequence", None)
 
 
 def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
-    """This rank's slice of a pack, and which of the R response tokens are predicted in it (R,) bool.
+    """Return this rank's slice of a pack, and a mask of the response tokens that are predicted in the slice.
 
-    Its rows, for attention, are those of the whole pack.
+    The mask is (R,) bool over the R response tokens of the whole pack. The slice keeps the row boundaries of the whole
+    pack, because attention works on whole rows.
     """
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice
@@ -77,9 +83,10 @@ def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
 
 
 def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """A slice of the tokens with all heads (1, H, n, D) -> all tokens with a slice of the heads (1, H', N, D).
+    """Exchange a slice of the tokens with all heads for all tokens with a slice of the heads.
 
-    Heads fewer than ranks are repeated first: H' is 1 then.
+    The exchange is an all-to-all within the sequence group: (1, H, n, D) -> (1, H', N, D). If there are fewer heads
+    than ranks, the heads are repeated first, and H' is 1.
     """
     heads = tensor.size(1)
     if heads % sequence.size:
@@ -90,7 +97,10 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
 
 
 def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """All tokens with a slice of the heads (1, N, H', D) -> a slice of the tokens with all heads (1, n, H, D)."""
+    """Exchange all tokens with a slice of the heads for a slice of the tokens with all heads.
+
+    The exchange is an all-to-all within the sequence group: (1, N, H', D) -> (1, n, H, D).
+    """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
     parts = padded.unflatten(0, (sequence.size, length))  # (ranks, n, H', D)
@@ -99,7 +109,16 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
 
 
 def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
-    """Values of the response tokens of this rank's slice (r, ...) -> of those of the whole pack (R, ...), in order."""
+    """Gather the values of response tokens from the slices of all ranks.
+
+    Args:
+        values: (r, ...) values of the r response tokens that are predicted in this rank's slice.
+        whole: the whole pack.
+        sequence: the sequence group, with the token count of the pack.
+
+    Returns:
+        (R, ...) values of all R response tokens of the whole pack, in order.
+    """
     counts = torch.bincount(whole.predicting // sequence.slice, minlength=sequence.size).tolist()
     assert counts[sequence.rank] == len(values), "the slice is that of the pack"
     gathered: Tensor = _Gather.apply(values, counts, sequence)  # type: ignore[no-untyped-call]
@@ -107,7 +126,7 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part r of the first dimension goes to rank r; so do gradients, the other way."""
+    """Send part r of the first dimension to rank r; the backward pass sends gradients in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -120,14 +139,18 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    parts = parts.contiguous()  # what comes in lies as it does, whatever the strides are
+    parts = parts.contiguous()  # the exchange requires contiguous memory, whatever the strides of the input
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' values, end to end; a rank's gradient is that of its own values in its own loss, the whole one."""
+    """Concatenate the values of all ranks.
+
+    The backward pass returns the gradient of this rank's own values in this rank's loss. Every rank computes the full
+    loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, counts: list[int], sequence: Sequence) -> Tensor:

@@ -1,7 +1,8 @@
-"""Reading a checkpoint's tensors. Nothing in its files is run: they may come from a stranger.
+"""Reading of checkpoint tensors without executing code from the checkpoint, whose files may be untrusted.
 
-PyTorch's distributed checkpoint keeps its index, `.metadata`, as a pickle. Here only the classes of such an index are
-made from it, and what it says is checked; the tensors are read with `weights_only=True`.
+PyTorch's distributed checkpoint format stores its index, `.metadata`, as a pickle. This module unpickles only the
+classes of which such an index consists, and validates the contents of the index. The tensors are read with
+`weights_only=True`.
 """
 
 import io
@@ -35,7 +36,10 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
-    """The member of an enumeration, which Python 3.11 before its fourth release pickles as getattr(kind, name)."""
+    """Return the enum member `name`.
+
+    Python 3.11, before its fourth release, pickles an enum member as getattr(kind, name).
+    """
     if kind is not dcp._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it asks for an attribute, which no index of tensors needs")
     return dcp._MEM_FORMAT_ENCODING[name]
@@ -49,7 +53,7 @@ _CLASSES |= {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the classes of an index and no others."""
+    """Unpickler that creates only the classes of a tensor index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
@@ -60,17 +64,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(folder: Folder) -> dcp.Metadata:
-    """The index of the tensors in a folder.
+    """Read and validate the index of the tensors in a folder.
 
     Raises:
-        CheckpointError: it is none, or holds anything but tensors in files beside it.
+        CheckpointError: the index cannot be read, is no tensor index, or refers to anything but tensors in files of the
+            same folder.
     """
     try:
         index: dcp.Metadata = _Unpickler(io.BytesIO(folder.read(INDEX))).load()
         _check(index)
     except OSError as error:
         raise CheckpointError(f"{folder}/{INDEX}: cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # a pickle of a stranger raises whatever it likes
+    except Exception as error:  # an untrusted pickle can raise any exception
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
             f"{folder}/{INDEX}: refused, {reason}; take a checkpoint that rltrain has written"
@@ -80,7 +85,7 @@ def read_index(folder: Folder) -> dcp.Metadata:
 
 
 def _check(index: Any) -> None:
-    """Raise ValueError for what an index of tensors does not say."""
+    """Raise ValueError unless the object is an index of tensors only, in files of the same folder."""
     _demand(isinstance(index, dcp.Metadata), "not an index of tensors")
     _demand(isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "no tables in it")
     for name, entry in index.state_dict_metadata.items():
@@ -103,10 +108,10 @@ def _demand(condition: bool, otherwise: str) -> None:
 
 
 class StateReader(FsspecReader):
-    """What ranks load through.
+    """Storage reader through which ranks load tensors. It validates the index of the checkpoint.
 
     Args:
-        folder: of the tensors of one role.
+        folder: folder with the tensors of one role.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -114,30 +119,38 @@ class StateReader(FsspecReader):
         self.folder = folder
 
     def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """The index, checked."""
+        """Read and validate the index."""
         return read_index(self.folder)
 
 
 class StateFiles:
-    """The tensors of one role, whole, one at a time, without a process group.
+    """The tensors of one role, read whole and one at a time, without a process group.
 
     Args:
-        folder: of the tensors of one role.
+        folder: folder with the tensors of one role.
     """
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.index = folder, read_index(folder)
 
     def names(self, kind: str) -> list[str]:
-        """What is there of a kind ("model", "exp_avg" and so on), without its prefix, in the order it was saved."""
+        """Return the names of all tensors of a kind, without the prefix of the kind, in the order of saving.
+
+        Args:
+            kind: the prefix of the full names, such as "model" or "exp_avg".
+        """
         return [name.removeprefix(f"{kind}.") for name in self.index.state_dict_metadata if name.startswith(f"{kind}.")]
 
     def size(self, name: str) -> torch.Size:
-        """Shape of a tensor, by its full name."""
+        """Return the shape of a tensor, given its full name."""
         return self.index.state_dict_metadata[name].size  # type: ignore[union-attr]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by its full name, put together from its parts."""
+        """Read a tensor, given its full name, and assemble it from its chunks.
+
+        Raises:
+            CheckpointError: a file holds a different tensor than the index says.
+        """
         entry = self.index.state_dict_metadata[name]
         assert isinstance(entry, dcp.TensorStorageMetadata), "checked when the index was read"
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)

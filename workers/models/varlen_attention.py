@@ -1,7 +1,7 @@
-"""Causal attention within rows that lie end to end, as one kernel: flash-attn's where it is installed, else torch's.
+"""Causal attention within concatenated rows in one kernel, from flash-attn if it is installed, otherwise from torch.
 
-Both need a GPU of compute capability 8.0 or newer and 16-bit numbers. Elsewhere `workers.models.packed_forward`
-computes attention in buckets of rows of similar length.
+Both kernels need a GPU of compute capability 8.0 or newer, and 16-bit dtypes. In all other cases,
+`workers.models.packed_forward` computes attention in buckets of rows of similar length.
 """
 
 import functools
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-WIDEST, STEP = 256, 8  # heads have a width of at most so much, and a multiple of so much
+WIDEST, STEP = 256, 8  # the kernels need a head width of at most WIDEST that is a multiple of STEP
 # (queries (N, H, D), keys and values (N, K, D), offsets (R + 1,) int32, longest row, scale or None) -> (N, H, D)
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
-    """What attends these heads (N, H, D) in one kernel, forward and backward; None where nothing does."""
+    """Return the kernel for the forward and backward attention of these heads (N, H, D), or None if no kernel fits."""
     width = query.size(-1)
     if query.device.type != "cuda" or query.dtype not in HALF or value.size(-1) != width:
         return None
@@ -29,7 +29,7 @@ def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """The kernel of this environment."""
+    """Return the attention kernel that is installed in this environment, or None if there is none."""
     for module, make in (("flash_attn", of_flash_attn), ("torch.nn.attention.varlen", of_torch)):
         try:
             return make(importlib.import_module(module))
@@ -39,7 +39,7 @@ def kernel() -> Kernel | None:
 
 
 def of_flash_attn(module: Any) -> Kernel:
-    """flash-attn, version 2; keys may have fewer heads than queries."""
+    """Wrap the kernel of flash-attn version 2, which accepts fewer key heads than query heads."""
     function = module.flash_attn_varlen_func
 
     def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:
@@ -51,7 +51,11 @@ def of_flash_attn(module: Any) -> Kernel:
 
 
 def of_torch(module: Any) -> Kernel:
-    """torch 2.11 and newer; whether it shares the heads of keys depends on the version. Raises for one too old."""
+    """Wrap the kernel of torch 2.11 or newer; its support for fewer key heads than query heads depends on the version.
+
+    Raises:
+        AttributeError, NotImplementedError: the installed torch is too old.
+    """
     function = module.varlen_attn
     accepted = inspect.signature(function).parameters
     if not {"window_size", "scale"} <= accepted.keys():
@@ -63,7 +67,7 @@ def of_torch(module: Any) -> Kernel:
         if copies > 1 and not shares:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         sharing = {"enable_gqa": copies > 1} if shares else {}
-        causal = (-1, 0)  # all before, nothing after
+        causal = (-1, 0)  # attend to all earlier tokens and to no later ones
         output: Tensor = function(
             query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=causal, **sharing
         )

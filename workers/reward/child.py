@@ -1,4 +1,7 @@
-"""The process that reward functions run in: started by `workers.reward.guard`, which it talks to through a socket."""
+"""Child process that runs the reward functions.
+
+`workers.reward.guard` starts this process and communicates with it through a socket.
+"""
 
 import os
 import signal
@@ -16,14 +19,18 @@ READY = "ready"
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Load the functions, say READY or what is wrong, and answer calls until the other side is closed.
+    """Load the reward functions and answer scoring calls until the guard closes the socket.
+
+    After loading, this process sends READY. If loading fails, it sends the error message and returns.
 
     Args:
-        descriptor: of the socket. The first message is (functions, options of `RewardWorker`, memory_mb).
-        parent: the process that started this one; this one ends with it.
+        descriptor: File descriptor of the socket. The first message on the socket is (functions, options of
+            `RewardWorker`, memory_mb).
+        parent: Pid of the process that started this one. This process is killed when the parent ends.
     """
     process_tree.end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that a KeyboardInterrupt is a function's own
+    # With the default action of SIGINT, only a reward function can raise KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
     connection, own = Connection(descriptor), os.getpid()
     functions, options, memory_mb = connection.recv()
@@ -32,7 +39,7 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # what the import of a function's file started stays
+    helpers = process_tree.descendants(own)  # processes that were started during the imports are kept
     limit_memory(memory_mb)
     connection.send(READY)
     while True:
@@ -47,10 +54,10 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _reporter(connection: Connection, own: int) -> Callable[[RewardResult], None]:
-    """Sends results to the guard as they come, so that it knows which call is under way."""
+    """Return a callback that sends each result to the guard at once, so that the guard knows which call is running."""
 
     def report(result: RewardResult) -> None:
-        if os.getpid() != own:  # as in `_answer`
+        if os.getpid() != own:  # the function forked, and this is the forked process
             os._exit(1)
         connection.send(result)
 
@@ -61,12 +68,12 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
     try:
         return worker.score(requests, **limits)
     finally:
-        if os.getpid() != own:  # a function forked, and both halves returned
+        if os.getpid() != own:  # the function forked, and this is the forked process
             os._exit(1)
 
 
 def _clean_up(own: int, helpers: Sequence[int]) -> None:
-    """End what calls have left behind; what they started ends with them."""
+    """Kill the processes that calls have left running, with all their descendants. Spare the processes in `helpers`."""
     if not process_tree.descendants(own, spare=helpers):
         return
     process_tree.end_descendants(own, spare=helpers)

@@ -1,7 +1,8 @@
-"""Keeps processes for reward functions and stands outside them: whatever they do to one, the guard answers in time.
+"""Supervises the processes that run reward functions. The guard answers in time even if such a process hangs or dies.
 
-The guard is what becomes a Ray actor. A process below it costs a tenth of a second to replace, has no threads or files
-of Ray's, and can be given limits that would be the end of an actor.
+The Ray actor of a reward worker is a `Guard`. The reward functions run in child processes of the guard. Replacing a
+child process takes a tenth of a second. A child process has none of Ray's threads or files. A child process can also be
+given resource limits that would kill a Ray actor.
 """
 
 import contextlib
@@ -27,18 +28,21 @@ from workers.cluster.progress import Process, announce, began_of, state_of
 from workers.reward.child import READY
 from workers.reward.messages import RewardRequest, RewardResult
 
-_LOOK_S = 0.05  # between two looks at whether the process is still there; an answer is seen at once
-_PIECE_S = 10.0  # between two pieces of a message that has no deadline
+_LOOK_S = 0.05  # interval of the checks that the child process is alive; an answer ends the wait at once
+_PIECE_S = 10.0  # longest gap in seconds within a message that has no deadline
 _GARBLED = "wrote where its process's answers go"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The process is gone, and with it the call; `reason` reads after "reward function 'name' ".
+    """The child process has ended, and its call is lost.
 
-    `outside`: what ended it (SIGKILL, SIGSTOP) is more likely not of the function's doing. `results`: as of
-    `workers.reward.transport.Lost`.
+    Attributes:
+        timed_out: Whether the guard killed the process because it exceeded its deadline.
+        reason: Text that completes the sentence "reward function 'name' ...".
+        outside: Whether a signal (SIGKILL, SIGSTOP) ended the process. The function is probably not the cause then.
+        results: Results so far, as in `workers.reward.transport.Lost`.
     """
 
     timed_out: bool
@@ -49,40 +53,44 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """A call of a function takes long; `results` as of `workers.reward.transport.Held`. `rest` waits on for it."""
+    """A call that has exceeded `hold_s`. `GuardedWorker.rest` continues to wait for it.
+
+    Attributes:
+        results: Results so far, as in `workers.reward.transport.Held`.
+    """
 
     results: list[RewardResult] | None
 
 
 class _LostError(Exception):
-    """The process can go on no longer; the text reads as `Ended.reason`."""
+    """The child process is no longer usable. The error text has the form of `Ended.reason`."""
 
 
-# The processes that this one guards. Ending one ends what it left behind, which must not reach the others.
+# Pids of all child processes of this guard. Ending one child also kills its orphans, but must spare the other children.
 _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 
 @dataclass
 class _Call:
-    """A call under way: what was asked, and what has come of it."""
+    """A running call: its requests and its results so far."""
 
     requests: Sequence[RewardRequest]
     functions: int
     deadline_s: float
     stepwise: bool
-    since: float  # when it was begun, or had its last result
+    since: float  # time of the latest result, or of the call's start
     results: list[RewardResult] = field(default_factory=list)
-    given: int = 0  # samples whose results were handed out before
-    held: bool = False  # only the next of them is still of interest: the others are scored elsewhere
+    given: int = 0  # number of samples whose results were returned before
+    held: bool = False  # only the sample being scored still counts; the samples after it are scored elsewhere
 
     @property
     def whole(self) -> int:
-        """Samples that are through."""
+        """Return the number of samples whose results are complete."""
         last = self.results[-1:]
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: RewardResult) -> bool:
-        """Take the next result; returns whether it is one that this call can have."""
+        """Record the next result. Returns whether the result belongs to this call."""
         if self.whole < len(self.results):
             self.results.pop()
         self.results.append(result)
@@ -91,29 +99,32 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[RewardResult]) -> list[RewardResult]:
-        """Those of all these results that were not handed out and are of interest."""
+        """Return the results that were not returned before. A held stepwise call returns at most one."""
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[RewardResult] | None:
-        """The results so far, from here on handed out; None where they do not come one by one."""
+        """Put the call on hold. Returns the results so far, or None if the call is not stepwise.
+
+        Later calls of `new` do not include these results.
+        """
         new = self.new(self.results) if self.stepwise else None
         self.given, self.held = self.whole, True
         return new
 
 
 class GuardedWorker:
-    """A `RewardWorker` in a process of its own, which is replaced when it ends or takes too long."""
+    """A `RewardWorker` in its own child process. The process is replaced when it ends or takes too long."""
 
     def __init__(
         self, functions: Sequence[RewardFunctionConfig], *, memory_mb: int, directory: str | None = None, **options: Any
     ) -> None:
-        """Start the process without waiting for it.
+        """Start the child process without waiting for it.
 
         Args:
-            functions: in the order of the scores.
-            memory_mb: what the process may allocate beyond what it has after its imports.
-            directory: where it works; None: as this one.
-            options: of `RewardWorker`.
+            functions: Reward functions, in the order of the scores.
+            memory_mb: Memory in MB that the child may allocate beyond its memory after the imports.
+            directory: Working directory of the child. None: the working directory of this process.
+            options: Keyword arguments of `RewardWorker`.
         """
         self._first = (list(functions), options, memory_mb)
         self._directory = directory
@@ -123,10 +134,10 @@ class GuardedWorker:
         self._start()
 
     def ping(self) -> bool:
-        """Wait until the process has imported everything.
+        """Wait until the child process has imported all reward functions.
 
         Raises:
-            WorkerError: it ended before, or a function cannot be loaded.
+            WorkerError: The child ended during the imports, or a function cannot be loaded.
         """
         while not self._ready:
             try:
@@ -150,27 +161,29 @@ class GuardedWorker:
         function: int | None = None,
         **limits: Any,
     ) -> list[RewardResult] | Overdue | Ended:
-        """See `RewardWorker.score`; the process is killed, with all that it started, when it takes too long.
+        """Score samples in the child process with `RewardWorker.score`.
+
+        A child that exceeds its deadline is killed, with all processes that it started.
 
         Args:
-            requests: what to score.
-            deadline_s: seconds without a result after which the process is killed.
-            hold_s: seconds without a result after which this returns Overdue.
-            stepwise: have each result at once; for plain functions alone.
-            function: as of `RewardWorker.score`.
-            limits: further ones of `RewardWorker.score`.
+            requests: Samples to score.
+            deadline_s: Seconds without a result after which the child is killed.
+            hold_s: Seconds without a result after which this method returns Overdue.
+            stepwise: Whether the child sends each result at once. Possible for plain functions only.
+            function: As in `RewardWorker.score`.
+            limits: Further keyword arguments of `RewardWorker.score`.
         """
         functions = 1 if function is not None else len(self._first[0])
         self._call = _Call(requests, functions, deadline_s, stepwise, _now())
         try:
             _wait_at_most(self._connection, deadline_s)
             self._connection.send((requests, limits | {"function": function}, stepwise))
-        except OSError:  # it ended after its last answer
+        except OSError:  # the child ended after its last answer
             return self._ended("")
         return self._answer(hold_s)
 
     def rest(self) -> list[RewardResult] | Overdue | Ended:
-        """Wait on for a call that is overdue; returns what has come of it since."""
+        """Continue to wait for an overdue call. Returns only results that were not returned before."""
         return self._answer(math.inf)
 
     def _answer(self, hold_s: float) -> list[RewardResult] | Overdue | Ended:
@@ -192,7 +205,11 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """End the process that a call was lost in, and start another; `said`: why it could not go on."""
+        """End the child process whose call is lost, and start a new one.
+
+        Args:
+            said: Why the child is no longer usable. "" if it ended or timed out.
+        """
         status, began = self._process.poll(), began_of(self._process.pid)
         stopped = status is None and began is not None and state_of(self._process.pid, began) == "T"
         timed_out = not said and not stopped and status is None
@@ -204,7 +221,7 @@ class GuardedWorker:
         return Ended(timed_out, reason, outside=stopped or status == -signal.SIGKILL, results=results)
 
     def stop(self) -> None:
-        """End the process, also while another thread waits for it; there will be no further one."""
+        """End the child process, even while another thread waits for it. No new child is started afterwards."""
         with _LOCK:
             self._stopped = True
             self._kill()
@@ -216,7 +233,7 @@ class GuardedWorker:
                 return
             ours, theirs = socket.socketpair()
             code = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
-            # What functions print is dropped: Ray would keep all of it on disk.
+            # The functions' output is dropped, because Ray would keep all of it on disk.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
@@ -224,7 +241,7 @@ class GuardedWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a function that signals its process group must not reach this one
+                start_new_session=True,  # a function that signals its process group must not reach the guard
             )
             _GUARDED.add(self._process.pid)
             theirs.close()
@@ -233,10 +250,18 @@ class GuardedWorker:
             self._connection.send(self._first)
 
     def _receive(self, deadline: float | None, until: float) -> Any:
-        """The next message; None if the process ended, or none began `until` then, or one was not whole by `deadline`.
+        """Return the next message of the child process.
 
-        Raises _LostError where it is none, as the process's functions can write to the socket too, or where they use
-        too much shared memory.
+        Args:
+            deadline: Time at which the message must be complete. None: no deadline.
+            until: Time at which the message must have begun.
+
+        Returns:
+            The message. None if the child ended, or if the message began or ended too late.
+
+        Raises:
+            _LostError: The data is not a valid message, because reward functions can write to the socket too. Or the
+                child uses too much shared memory.
         """
         while not self._connection.poll(max(0.0, min(_LOOK_S, until - _now()))):
             if self._process.poll() is not None or _now() >= until:
@@ -257,7 +282,7 @@ class GuardedWorker:
         return message
 
     def _end(self) -> str:
-        """Kill the process and all below it; returns how it had ended."""
+        """Kill the child process and all its descendants. Returns a text that says how the child had ended."""
         with _LOCK:
             status = self._process.poll()
             self._kill()
@@ -277,48 +302,49 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        process_tree.end_descendants(os.getpid(), spare=_GUARDED)  # what it left is ours now
+        process_tree.end_descendants(os.getpid(), spare=_GUARDED)  # this process has adopted the child's orphans
 
 
 class Guard:
-    """A reward worker: a process for reward functions, and spare ones for while a call takes long.
+    """Ray actor class of a reward worker: one process for reward functions, and spare processes.
 
-    A spare process starts when it is pinged for the first time, and then stays.
+    A spare process scores other samples while a call takes long. It starts at its first ping and is then kept. A lane
+    is the number of a process within its guard.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Start the first process; arguments as of `GuardedWorker`."""
+        """Start the first process. The arguments are those of `GuardedWorker`."""
         self._new = functools.partial(GuardedWorker, *arguments, **options)
         self._lanes = {0: self._new()}
 
     def ping(self, lane: int) -> bool:
-        """See `GuardedWorker`."""
+        """Start the process of this lane if necessary, and wait for its imports. See `GuardedWorker.ping`."""
         if lane not in self._lanes:
             self._lanes[lane] = self._new()
         return self._lanes[lane].ping()
 
     def score(self, lane: int, *arguments: Any, **options: Any) -> list[RewardResult] | Overdue | Ended:
-        """See `GuardedWorker`."""
+        """Score samples in the process of this lane. See `GuardedWorker.score`."""
         return self._lanes[lane].score(*arguments, **options)
 
     def rest(self, lane: int) -> list[RewardResult] | Overdue | Ended:
-        """See `GuardedWorker`."""
+        """Continue to wait for the overdue call of this lane. See `GuardedWorker.rest`."""
         return self._lanes[lane].rest()
 
     def introduce(self) -> Process | None:
-        """Which process this is, for who watches it."""
+        """Make this process observable and return its identity for monitoring."""
         import ray
 
         return announce(ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
-        """End all processes, also while other threads wait for them; there will be no further ones."""
+        """End all child processes, even while other threads wait for them. No new ones are started afterwards."""
         for worker in list(self._lanes.values()):
             worker.stop()
 
 
 def _wait_at_most(connection: Connection, seconds: float) -> None:
-    """Have reads and writes that wait for the other side's piece of a message for longer raise BlockingIOError."""
+    """Make each read and write on the connection raise BlockingIOError if it blocks for longer than `seconds`."""
     whole = max(seconds, 0.001)
     limit = struct.pack("ll", int(whole), int(whole % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:

@@ -1,9 +1,9 @@
-"""What goes to and comes from reward workers. Plain data that pickles fast."""
+"""Messages to and from reward workers: plain data that pickles fast."""
 
 from dataclasses import dataclass
 from typing import Any
 
-Key = tuple[int, int]  # (uid of the prompt group, number of the sample in it)
+Key = tuple[int, int]  # (uid of the prompt group, number of the sample in the group)
 
 
 @dataclass(frozen=True)
@@ -11,10 +11,10 @@ class RewardRequest:
     """One sample to score.
 
     Attributes:
-        key: (uid of its group, number of the sample in it); no two requests in flight share one.
-        prompt: text without special tokens.
-        response: text without special tokens.
-        columns: the data's columns by name, and `finish_reason`.
+        key: (uid of the prompt group, number of the sample in the group). Unique among the pending requests.
+        prompt: Prompt text without special tokens.
+        response: Response text without special tokens.
+        columns: The sample's data columns by name, plus `finish_reason`.
     """
 
     key: Key
@@ -28,11 +28,13 @@ class RewardResult:
     """The scores of one sample.
 
     Attributes:
-        key: that of the request.
-        scores: one per function, in the config's order; None where a function does not apply, and everywhere if failed.
-        failed: a function raised, returned no score, took too long or ended its process. Never to be read as 0.
-        error: one line that says which function failed and how; empty if none did.
-        failed_function: its number, -1 if none did.
+        key: Key of the request.
+        scores: One score per function, in the config's order. A score is None where the function does not apply. All
+            scores of a failed sample are None.
+        failed: Whether a function raised, returned an invalid score, took too long or ended its process. A failed
+            sample must never count as a score of 0.
+        error: One line that says which function failed and how; empty if none failed.
+        failed_function: Index of the function that failed; -1 if none failed.
     """
 
     key: Key

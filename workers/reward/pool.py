@@ -1,4 +1,8 @@
-"""Scores samples as they come: chunks for speed, one at a time where a worker was lost. Knows nothing of Ray itself."""
+"""Pool of reward workers that scores samples as they arrive.
+
+The pool sends samples in chunks for speed. After the loss of a worker, it sends the affected samples one at a time. All
+calls of Ray are in `workers.reward.ray_transport`.
+"""
 
 import logging
 import math
@@ -17,9 +21,9 @@ from workers.reward.worker import failed
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 0.2  # a chunk comes back after about so long, however slow the functions are
+_BUDGET_S = 0.2  # approximate seconds after which a worker returns a chunk, however slow the functions are
 _GRACE_S = 1.0
-_HOLD_SHARE = 0.1  # of a call's time limit, after which other samples go on in a spare process
+_HOLD_SHARE = 0.1  # share of a call's time limit after which a spare process takes the other samples
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
@@ -29,30 +33,30 @@ _FAILURES_KEPT = 32
 
 @dataclass(frozen=True)
 class _Alone:
-    """A sample that was slow, or whose chunk was lost: its other functions are called one by one."""
+    """A sample whose remaining functions are called one by one, because it was slow or its chunk was lost."""
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
-    again: int = 0  # how often its worker was lost for no fault of a function's
+    again: int = 0  # number of lost workers for which no reward function is to blame
 
 
 class RewardPool:
-    """Workers that score samples: submit requests, poll for results, in whatever order they finish.
+    """Workers that score samples. `submit` takes requests, and `poll` returns results in the order of completion.
 
-    A chunk whose worker dies or takes too long is tried again, sample by sample and function by function: whoever is
-    lost alone is failed, with a text that says so, and the rest get their scores.
+    If a worker dies or takes too long, its chunk is tried again, sample by sample and function by function. A sample
+    whose worker is lost in such a single call fails with an error message. All other samples get their scores.
 
     Attributes:
-        failures: the latest failed results, oldest first, for messages.
-        failed_count: how many results were failed so far.
+        failures: The latest failed results, oldest first, for messages.
+        failed_count: Number of failed results so far.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
-        """Use `in_process` or `on_ray`.
+        """Create a pool on a transport. Callers use `in_process` or `on_ray` instead.
 
         Args:
-            transport: the workers.
-            reward: the functions, in the order of the scores, and their limits.
+            transport: Connection to the workers.
+            reward: Reward functions, in the order of the scores, and their limits.
         """
         self._transport, self._timeout_s = transport, reward.timeout_s
         self._names = [function.name for function in reward.functions]
@@ -60,10 +64,11 @@ class RewardPool:
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
         self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # by slot; None: aborted
-        self._held: set[int] = set()  # slots whose call takes long
+        self._held: set[int] = set()  # slots whose call is held (see `Held`)
         self._finished: list[RewardResult] = []
         self._keys: set[Key] = set()
-        # Of async calls, so many wait side by side; a chunk has more, so that one that ends makes room for the next.
+        # A worker runs `concurrency` async calls at once. A chunk holds more calls, so that the next call can begin as
+        # soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
@@ -72,10 +77,10 @@ class RewardPool:
 
     @classmethod
     def in_process(cls, reward: RewardConfig) -> Self:
-        """Score in this process, during `poll`. Only async functions can be stopped there, when their time is up.
+        """Create a pool that scores in this process, during `poll`. Only async functions can be stopped at their limit.
 
         Raises:
-            ConfigError: a function cannot be loaded.
+            ConfigError: A function cannot be loaded.
         """
         return cls(InProcessTransport(reward), reward)
 
@@ -90,15 +95,17 @@ class RewardPool:
         runtime_env: dict[str, Any] | None = None,
         watch: Watch | None = None,
     ) -> Self:
-        """Score in Ray actors, which start at once and without being waited for. Ray must be initialised.
+        """Create a pool that scores in Ray actors. Ray must be initialised.
+
+        This method starts the actors without waiting for them.
 
         Args:
-            reward: the functions, whose files' paths may be relative to this process's working directory.
-            workers: number of actors.
-            spares: further processes of each, for other samples while a call takes long.
-            start_timeout_s: seconds in which an actor must have started and imported the functions.
-            runtime_env: of the actors.
-            watch: sees what becomes of them.
+            reward: Reward functions. Their file paths may be relative to this process's working directory.
+            workers: Number of actors.
+            spares: Number of spare processes per actor, which score other samples while a call takes long.
+            start_timeout_s: Seconds in which an actor must start and import the functions.
+            runtime_env: Ray runtime environment of the actors.
+            watch: Monitor of the actors' processes.
         """
         from workers.reward.ray_transport import RayTransport
 
@@ -109,19 +116,19 @@ class RewardPool:
 
     @property
     def pending(self) -> int:
-        """Requests submitted whose results `poll` has not returned."""
+        """Return the number of submitted requests whose results `poll` has not returned."""
         return len(self._keys)
 
     @property
     def calls(self) -> Sequence[Any]:
-        """What Ray can wait for, that `poll` has news: the calls under way, none where they are not Ray's."""
+        """Return the Ray references of the running calls, or nothing without Ray. `poll` has news when one is ready."""
         return self._transport.calls()
 
     def submit(self, requests: Iterable[RewardRequest]) -> None:
-        """Queue samples and begin on them; returns at once.
+        """Queue samples and start to score them. Returns at once.
 
         Raises:
-            ValueError: a request has the key of one that is still pending.
+            ValueError: A request has the key of another request that is still pending.
         """
         for request in requests:
             if request.key in self._keys:
@@ -134,10 +141,12 @@ class RewardPool:
         self._feed()
 
     def poll(self, timeout_s: float) -> list[RewardResult]:
-        """Return the results that are there, waiting up to `timeout_s` for the first; [] at once if nothing is pending.
+        """Return the finished results. Waits up to `timeout_s` seconds for the first.
+
+        Returns [] at once if no request is pending.
 
         Raises:
-            WorkerError: a worker cannot be started.
+            WorkerError: A worker cannot be started.
         """
         end = time.monotonic() + timeout_s
         self._advance(0.0)
@@ -149,13 +158,13 @@ class RewardPool:
         return results
 
     def abort(self) -> None:
-        """Drop all pending requests; what workers are doing comes to nothing, even where it is asked for again."""
+        """Drop all pending requests. The results of running calls are discarded, even for samples submitted again."""
         for queue in (self._fresh, self._alone, self._finished, self._keys):
             queue.clear()
         self._running = dict.fromkeys(self._running)
 
     def close(self) -> None:
-        """Stop the workers; pending requests are dropped. Closing twice is fine."""
+        """Stop the workers and drop all pending requests. Closing twice is safe."""
         self._transport.close()
         for queue in (self._fresh, self._alone, self._running, self._held, self._finished, self._keys):
             queue.clear()
@@ -186,7 +195,10 @@ class RewardPool:
         self._feed()
 
     def _begun(self, work: Any, results: Sequence[RewardResult] | None) -> Any:
-        """Take the results that a call has so far; returns what is still under way of it, and queues the rest anew."""
+        """Record the results that a chunk has so far, and queue the samples that it has not begun.
+
+        Returns the part of the chunk that is still being scored. Returns `work` unchanged if `results` is None.
+        """
         if results is None or not isinstance(work, tuple):
             return work
         whole = [result for result in results if result.failed or len(result.scores) == len(self._names)]
@@ -196,7 +208,7 @@ class RewardPool:
         return work[len(whole) : len(whole) + 1]
 
     def _feed(self) -> None:
-        """Give every idle worker something to do; samples under suspicion first, so that none waits for ever."""
+        """Give work to every idle worker. Samples that are scored alone go first, so that none waits forever."""
         for slot in self._transport.idle():
             if self._alone:
                 suspect = self._alone.popleft()
@@ -210,14 +222,14 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # Plain functions end within the budget and one call; batched ones then take a call's time each; async ones as
-        # many as take their turns.
+        # Longest duration, in call time limits: plain functions end within the budget plus one limit. Each batched
+        # function adds one limit. Async functions add one limit for every `concurrency` calls.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
-        grace = _GRACE_S if "async" in kinds else 0.0  # an async call is cancelled in time, and says so
+        grace = _GRACE_S if "async" in kinds else 0.0  # time to cancel an async call and to report that
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # Once held, a worker has used up its budget, and so begins none of the samples that are given back. Async calls
-        # are never held: they are cancelled in time, and others would exceed `reward.concurrency`.
+        # `hold_s` is at least the budget, so that a held worker begins none of the samples that are queued again. Async
+        # calls are never held: they are cancelled in time, and calls beside them would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -226,14 +238,15 @@ class RewardPool:
         done = len(answer.results)
         assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "a worker answered out of order"
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(self._names):  # its other functions are still to be called
+            if len(result.scores) < len(self._names):  # the budget ended before its other functions were called
                 self._alone.append(_Alone(request, result.scores))
             else:
                 self._finish(result)
         self._fresh.extendleft(reversed(requests[done:]))
         if not adapt:
             return
-        # All done in time: the next chunk may be larger. Else twice what was done, so that little travels in vain.
+        # If the worker scored the whole chunk in time, the next chunk may be larger. Otherwise the next chunk has at
+        # most twice as many samples as were scored, so that few samples are sent in vain.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:
@@ -250,16 +263,17 @@ class RewardPool:
         reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
         if isinstance(work, tuple) and event.results is not None:
             under_way = self._begun(work, event.results)
-            if not under_way:  # all of them were scored before
+            if not under_way:  # all samples of the chunk were scored before
                 return
             partial = {result.key: result.scores for result in event.results}
             suspect = _Alone(under_way[0], partial.get(under_way[0].key, ()))
-            if not event.timed_out:  # what ended the process may be no fault of this function's
+            if not event.timed_out:  # this function may not be the reason why the process ended
                 self._alone.append(suspect)
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            work = _Alone(work[0])  # it was; had the worker died, that might have had another cause
+            # The chunk was a single call, so its function has timed out. A worker's death could have another cause.
+            work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))
         elif isinstance(work, _Alone):
@@ -278,6 +292,6 @@ class RewardPool:
 
 
 def _kind(path: str) -> str:
-    """Whether a function is "batched", "async" or "plain"."""
+    """Return whether a function is "batched", "async" or "plain"."""
     function = load_function(path)
     return "batched" if is_batched(function) else "async" if is_async(function) else "plain"

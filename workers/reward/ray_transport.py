@@ -1,4 +1,4 @@
-"""Reward workers as Ray actors, each a guard with processes below it; replaced when they are gone."""
+"""Reward workers as Ray actors. Each actor is a guard with child processes, and is replaced when it is gone."""
 
 import contextlib
 import logging
@@ -22,36 +22,37 @@ from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
-_MARGIN_S = 10.0  # the guard in the actor keeps a call's deadline; this is for an actor that is stuck itself
+_MARGIN_S = 10.0  # the guard enforces a call's deadline; after this margin the guard itself counts as stuck
 _STOP_S = 2.0
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
 @dataclass
 class _Slot:
-    """One process of an actor, and what it is asked for: to answer its first ping (`starting`) or a call.
+    """One process of an actor, with its pending first ping (`starting`) or its pending call.
 
-    `pending` is None, and `starting` true, of a spare process that has not been needed so far.
+    A spare process that has not been needed yet has `pending` None and `starting` True.
     """
 
     actor: Any
-    pending: Any  # a reference to its result, or None
+    pending: Any  # reference to the result of the ping or call, or None
     deadline: float
-    attempts: int  # at starting it, this one included, since one was of use
+    attempts: int  # attempts to start the process since its last successful start, including the current one
     starting: bool = True
     held: bool = False
-    limit_s: float = 0.0  # of the call under way: without a result
+    limit_s: float = 0.0  # seconds without a result after which the running call is lost
 
     @property
     def idle(self) -> bool:
-        """Whether a call may begin."""
+        """Return whether a call may begin."""
         return self.pending is None and not self.starting
 
 
 class RayTransport:
-    """See `workers.reward.transport.Transport`; each actor has one call under way at most that is not held.
+    """Transport to reward workers in Ray actors. See `workers.reward.transport.Transport`.
 
-    Slots 0 to size - 1 are the first processes of the actors, the next `size` slots their first spare ones, and so on.
+    Each actor has at most one running call that is not held. Slots 0 to size - 1 are the first processes of the actors.
+    The next `size` slots are the first spare processes of the actors, and so on.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class RayTransport:
         runtime_env: dict[str, Any] | None,
         watch: Watch | None = None,
     ) -> None:
-        """Start `size` actors without waiting for them; `watch` sees those that are stopped."""
+        """Start `size` actors without waiting for them. `watch` detects actors that are stopped (SIGSTOP) or gone."""
         self.size, self._spares = size, spares
         self._vigil = Vigil(watch, "reward worker", size) if watch else None
-        # Actors have a working directory of their own.
+        # Actors have another working directory, so relative paths would not work there.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
             "concurrency": reward.concurrency,
@@ -75,9 +76,10 @@ class RayTransport:
             "settings": settings(reward),
         }
         self._start_timeout_s = start_timeout_s
-        # Without CPUs of their own they fit beside engines and trainers; a retry would run a deadly sample again.
+        # Actors reserve no CPUs, so that they fit beside engines and training ranks. Ray must not retry a call, because
+        # that would run a sample again that kills its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        options["max_concurrency"] = spares + 2  # a call in each process, and one that stops them
+        options["max_concurrency"] = spares + 2  # one call per process, plus `stop`
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
         self._actor_class = ray.remote(Guard).options(**options)
@@ -85,7 +87,7 @@ class RayTransport:
         self._slots += [self._unused(number) for _ in range(spares) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
-        """See `Transport`."""
+        """Return the slots on which a call may begin. See `Transport.idle`."""
         found = []
         for worker in range(self.size):
             lanes = self._lanes(worker)
@@ -94,7 +96,7 @@ class RayTransport:
         return found
 
     def start(self, slot: int, call: Call) -> None:
-        """See `Transport`."""
+        """Begin a call on an idle slot. See `Transport.start`."""
         chosen = self._slots[slot]
         chosen.pending = chosen.actor.score.remote(
             slot // self.size,
@@ -110,14 +112,14 @@ class RayTransport:
         chosen.deadline = time.monotonic() + call.budget_s + chosen.limit_s
 
     def calls(self) -> list[Any]:
-        """See `Transport`."""
+        """Return the Ray references of the pending pings and calls. See `Transport.calls`."""
         return [slot.pending for slot in self._slots if slot.pending is not None]
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """See `Transport`.
+        """Return what has happened to the running calls. See `Transport.wait`.
 
         Raises:
-            WorkerError: an actor does not start.
+            WorkerError: An actor does not start.
         """
         if self._vigil:
             self._vigil.look()
@@ -134,7 +136,7 @@ class RayTransport:
         return news
 
     def close(self) -> None:
-        """See `Transport`."""
+        """Stop the actors. See `Transport.close`."""
         if self._vigil:
             self._vigil.look(at_once=True)
             self._vigil.end_stopped()
@@ -142,16 +144,16 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """The slots of the same actor, its first process first."""
+        """Return the slots of the actor that has this slot. The first slot is the actor's first process."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _look(self, number: int, slot: _Slot, done: set[Any]) -> list[Event]:
-        """See what has become of a slot's call; a slot whose actor is gone gets a new one."""
+        """Return the events of a slot's call. A slot whose actor is gone gets a new actor."""
         worker = number % self.size
         if slot.pending in done:
             try:
                 answer = ray.get(slot.pending)
-            except Exception as error:  # whatever ended the call: the actor is not trusted with another
+            except Exception as error:  # after any error, the actor gets no further calls
                 return self._gone(number, _reason(error, starting=slot.starting), error)
             if isinstance(answer, Overdue):
                 slot.pending, slot.held = slot.actor.rest.remote(number // self.size), True
@@ -170,7 +172,7 @@ class RayTransport:
         return []
 
     def _use_a_spare(self, worker: int) -> None:
-        """Have a worker whose call is held start another of its spare processes, unless one is free."""
+        """Start another spare process of a worker whose call is held, unless one of its processes is idle."""
         spare = [(number, self._slots[number]) for number in self._lanes(worker)]
         if not any(slot.idle for _, slot in spare):
             for number, slot in spare:
@@ -179,7 +181,10 @@ class RayTransport:
                     return
 
     def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
-        """Replace an actor; the calls that it had are lost. A spare process that does not start is done without."""
+        """Replace an actor and return its running calls as lost.
+
+        If a spare process fails to start with a WorkerError, only that process is given up.
+        """
         slot, worker = self._slots[number], number % self.size
         if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):
             logger.warning("reward worker %d: a spare process does not start, it is done without: %s", worker, reason)
@@ -197,8 +202,8 @@ class RayTransport:
         return lost
 
     def _replace(self, number: int, slot: _Slot, reason: str) -> None:
-        """Start another actor in the place of this one."""
-        if self._vigil and number in self._vigil.gone:  # nobody is there to be asked
+        """Start a new actor in the place of this one. Raises WorkerError after `_START_ATTEMPTS` failed starts."""
+        if self._vigil and number in self._vigil.gone:  # the actor can no longer answer a call of `stop`
             with contextlib.suppress(Exception):
                 ray.kill(slot.actor, no_restart=True)
         else:
@@ -216,25 +221,28 @@ class RayTransport:
         return self._waiting(actor, 0, attempts=attempts)
 
     def _unused(self, worker: int) -> _Slot:
-        """A slot for a spare process of this worker."""
+        """Return a slot for a spare process of this worker that has not been started."""
         return _Slot(self._slots[worker].actor, None, 0.0, attempts=0)
 
     def _waiting(self, actor: Any, lane: int, *, attempts: int) -> _Slot:
-        """A slot that is idle once its process has answered, so that imports never count as a call's time."""
+        """Return a slot that becomes idle once its process answers a ping. Imports never count as a call's time."""
         deadline = time.monotonic() + self._start_timeout_s
         return _Slot(actor, actor.ping.remote(lane), deadline, attempts=attempts)
 
 
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Switch off what makes Ray import torch in every process, if the driver, and so perhaps the cluster, has it on."""
+    """Return the runtime environment with Ray's zero-copy tensors switched off if the driver has set that option.
+
+    The option makes Ray import torch in every process. If the driver has set it, the cluster may have set it too.
+    """
     if _ZERO_COPY not in os.environ:
         return runtime_env
     return runtime_env | {"env_vars": runtime_env.get("env_vars", {}) | {_ZERO_COPY: "0"}}
 
 
 def _kill(actors: Sequence[Any]) -> None:
-    """End actors' processes and what these have started, which works while they are inside C code too."""
-    with contextlib.suppress(Exception):  # gone already, or Ray itself is
+    """Kill the actors' processes and all processes below them. This also works while an actor runs C code."""
+    with contextlib.suppress(Exception):  # the actors, or Ray itself, may be gone already
         stopped = [actor.stop.remote() for actor in actors]
         ray.wait(stopped, num_returns=len(stopped), timeout=_STOP_S)
     for actor in actors:
@@ -243,7 +251,11 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _reason(error: Exception, *, starting: bool) -> str:
-    """Say what happened: the last line of Ray's long text, which tells nothing of the cause where a process died."""
+    """Return a text that says what happened.
+
+    The text contains the last line of Ray's long error message. For a dead process the text is fixed, because Ray's
+    message does not tell the cause.
+    """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"
     lines = [line.strip() for line in redacted(str(error)).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""How calls reach reward workers: the interface, and the worker that is an ordinary object in this process."""
+"""Transport of calls to reward workers: the interface, and the implementation with a worker in this process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Call:
     """Work for one worker.
 
     Attributes:
-        requests: samples to score, in this order.
-        function: number of the only function to call; None: all of them.
-        budget_s: seconds after which the worker calls no further function and returns what it has.
-        limit_s: seconds that one call of a function may take.
-        deadline_s: seconds without a result after which the call is lost, its worker stopped.
-        hold_s: seconds without a result after which the call no longer keeps its worker from beginning another one.
-        stepwise: whether results are known one by one: of plain functions.
+        requests: Samples to score, in this order.
+        function: Index of the only function to call. None: call all functions.
+        budget_s: Seconds after which the worker calls no further plain function and returns its results.
+        limit_s: Seconds that one call of a function may take.
+        deadline_s: Seconds without a result after which the worker is stopped and the call is lost.
+        hold_s: Seconds without a result after which the call is held, so that its worker may begin another call.
+        stepwise: Whether the worker reports results one by one. Possible for plain functions only.
     """
 
     requests: tuple[RewardRequest, ...]
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Results of the first requests of a call, as of `RewardWorker.score`; `slot` is the worker's number."""
+    """Results of the first requests of a call, as `RewardWorker.score` returns them."""
 
     slot: int
     results: list[RewardResult]
@@ -42,11 +42,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Held:
-    """A function takes long, and other calls may begin meanwhile; another event will say what becomes of this one.
+    """A call takes long, so that other calls may begin on its worker. A later event reports the end of this call.
 
-    `results`: those so far of a stepwise call, the last one perhaps without all of its scores; None of any other call.
-    Of the requests after these, the first is still being scored in this slot, and the others are not any more. The
-    event that follows is about that one request alone.
+    In a stepwise call, the slot continues to score only the first request without a complete result. It drops the
+    requests after that one. The later event concerns that one request alone.
+
+    Attributes:
+        slot: Number of the process.
+        results: Results so far of a stepwise call. The last one may lack some of its scores. None for any other call.
     """
 
     slot: int
@@ -55,10 +58,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Lost:
-    """A call that will never be answered: its worker took too long (`timed_out`), or `reason` says what it did.
+    """A call that will never be answered.
 
-    `outside`: what was lost is all of the worker, the part included that reward functions do not run in.
-    `results`: as of `Held`; None where they are unknown.
+    Attributes:
+        slot: Number of the process.
+        timed_out: Whether the process took too long.
+        reason: What ended the call, unless it timed out.
+        outside: Whether a reward function is probably not the cause. This holds if the whole worker was lost, or if
+            SIGKILL or SIGSTOP ended the process.
+        results: Results so far, as in `Held`. None if they are unknown.
     """
 
     slot: int
@@ -72,28 +80,36 @@ Event = Answer | Held | Lost
 
 
 class Transport(Protocol):
-    """Processes, numbered by slot, each of which takes one call at a time: `size` that work, and spare ones."""
+    """Processes of reward workers, numbered by slot. Each process takes one call at a time.
+
+    Attributes:
+        size: Number of workers. Each worker has one process and possibly spare processes.
+    """
 
     size: int
 
     def idle(self) -> Sequence[int]:
-        """Return the slots that a call may begin on: none of a worker that has a call under way and not held."""
+        """Return the slots on which a call may begin. A worker with a running call that is not held has none."""
 
     def start(self, slot: int, call: Call) -> None:
-        """Begin a call on an idle slot and return at once."""
+        """Begin a call on an idle slot. Returns at once."""
 
     def calls(self) -> Sequence[Any]:
-        """What Ray can wait for, that `wait` has news; nothing where calls are not Ray's."""
+        """Return Ray references, of which one is ready when `wait` has news. Empty for a transport without Ray."""
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return what has become of calls, as soon as there is news (a started worker too) or after `timeout_s`."""
+        """Return the events of the running calls. Returns early when an event occurs or a worker has started.
+
+        Args:
+            timeout_s: Seconds after which this method returns in any case.
+        """
 
     def close(self) -> None:
-        """Stop the workers; calls under way are dropped."""
+        """Stop the workers and drop their running calls."""
 
 
 class InProcessTransport:
-    """One worker in this process: calls run inside `wait`, and no time limit can stop them."""
+    """One worker in this process. Calls run inside `wait`, and their deadlines are not enforced."""
 
     size = 1
 
@@ -102,19 +118,19 @@ class InProcessTransport:
         self._call: Call | None = None
 
     def idle(self) -> Sequence[int]:
-        """See `Transport`."""
+        """Return the slots on which a call may begin. See `Transport.idle`."""
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:
-        """See `Transport`."""
+        """Store a call for the next `wait`. See `Transport.start`."""
         self._call = call
 
     def calls(self) -> Sequence[Any]:
-        """See `Transport`."""
+        """Return no references, because no call runs in Ray. See `Transport.calls`."""
         return ()
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """See `Transport`."""
+        """Run the stored call and return its answer. See `Transport.wait`."""
         call, self._call = self._call, None
         if call is None:
             return []
@@ -124,10 +140,10 @@ class InProcessTransport:
         return [Answer(0, results)]
 
     def close(self) -> None:
-        """See `Transport`."""
+        """Drop the stored call. See `Transport.close`."""
         self._call = None
 
 
 def settings(reward: RewardConfig) -> dict[str, Any]:
-    """What a function learns of the run, where it has a parameter of that name."""
+    """Return the run settings that a reward function receives if it has parameters of these names."""
     return {"sandbox": reward.sandbox, "reward_timeout_s": reward.timeout_s}

@@ -1,4 +1,4 @@
-"""Runs reward functions in whatever process it lives in: an ordinary object, or a Ray actor. Never imports torch."""
+"""Runs reward functions in the current process: the driver, or a child process of a guard. Never imports torch."""
 
 import asyncio
 import inspect
@@ -25,7 +25,7 @@ from rltrain.rewards.loading import (
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 
-_CANCEL_S = 2.0  # that a cancelled call may take to end; a guarded process is replaced before
+_CANCEL_S = 2.0  # seconds that a cancelled call may take to end; a guard replaces its child process earlier
 Outcome = float | None | BaseException
 
 
@@ -39,7 +39,7 @@ class _Function:
         self.batched, self.asynchronous = is_batched(function), is_async(function)
 
     def call(self, request: RewardRequest) -> Outcome:
-        """Score one sample here and now."""
+        """Score one sample. Returns the exception if the function raises."""
         try:
             if self.batched:
                 return as_score(as_scores(self._called([request]), 1)[0])
@@ -48,7 +48,7 @@ class _Function:
             return _unless_ctrl_c(error)
 
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Score samples with one call of a batched function; if it raises, one by one."""
+        """Score samples with one call of a batched function. If that call raises, score the samples one by one."""
         try:
             results = self._called(requests)
         except BaseException as error:
@@ -56,14 +56,14 @@ class _Function:
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
-        except BaseException as error:  # not one score a sample: none can be told from another
+        except BaseException as error:  # without one score per sample, no score can be assigned to its sample
             return [_unless_ctrl_c(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
-        """Score one sample with an async function, which is cancelled when its time is up.
+        """Score one sample with an async function, which is cancelled at its time limit.
 
-        It runs in a task of its own, so that nothing it does to that, or lets out, concerns the other samples; one that
-        does not end when it is cancelled is left behind.
+        The function runs in its own task, so that its exceptions and cancellations do not affect other samples. A task
+        that does not end when it is cancelled is abandoned.
         """
         task = asyncio.ensure_future(self._awaited(request))
         await asyncio.wait([task], timeout=limit_s if math.isfinite(limit_s) else None)
@@ -77,7 +77,7 @@ class _Function:
     async def _awaited(self, request: RewardRequest) -> Outcome:
         try:
             return as_score(await self.bound(request.prompt, request.response, request.columns))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt would end the loop
+        except BaseException as error:  # SystemExit and KeyboardInterrupt would end the event loop
             return error
 
     def _called(self, requests: Sequence[RewardRequest]) -> Any:
@@ -90,8 +90,8 @@ class _Function:
 class RewardWorker:
     """The reward functions of a run, loaded and ready to be called.
 
-    Functions of one sample are called one after another, in this thread; async ones for up to `concurrency` samples at
-    once; batched ones once for all samples of a call.
+    Plain functions, which score one sample and are not async, are called one after another in the current thread. Async
+    functions are called for up to `concurrency` samples at once. Batched functions are called once for all samples.
     """
 
     def __init__(
@@ -104,18 +104,19 @@ class RewardWorker:
         """Import every function.
 
         Args:
-            functions: in the order of the scores.
-            concurrency: calls of async functions under way at once.
-            settings: parameters of these names are set, where a function has them and its kwargs do not.
+            functions: Reward functions, in the order of the scores.
+            concurrency: Maximum number of simultaneous calls of async functions.
+            settings: Run settings by name. A function receives those that it has parameters for, unless its kwargs
+                set them.
 
         Raises:
-            ConfigError: one of them cannot be loaded.
+            ConfigError: A function cannot be loaded.
         """
         self._functions = [_Function(config, settings or {}) for config in functions]
         self._concurrency = concurrency
 
     def ping(self) -> bool:
-        """Answer, which a process does once it has started and imported everything."""
+        """Return True. A process can answer this call once it has started and imported everything."""
         return True
 
     def score(
@@ -127,18 +128,18 @@ class RewardWorker:
         limit_s: float = math.inf,
         report: Callable[[RewardResult], None] | None = None,
     ) -> list[RewardResult]:
-        """Score samples in order; a function that raises makes its sample failed, never 0.
+        """Score samples in order. If a function raises, its sample fails; the sample never gets a score of 0 instead.
 
         Args:
-            requests: what to score.
-            function: call only the function of this number; scores then hold one value.
-            budget_s: seconds after which no further function of one sample is called, the first aside.
-            limit_s: seconds after which a call of an async function is cancelled, and its sample failed.
-            report: called after each call of a function with the sample's result so far; for plain functions alone.
+            requests: Samples to score.
+            function: Index of the only function to call; scores then hold one value. None: call all functions.
+            budget_s: Seconds after which no further plain function is called. The first call is always made.
+            limit_s: Seconds after which a call of an async function is cancelled and its sample fails.
+            report: Callback that gets a sample's result so far after each function call. For plain functions only.
 
         Returns:
-            One result each for the first requests. Unless the budget ran out that is all of them; if it did, the last
-            result may hold the scores of the first functions only.
+            One result per request, for the first requests. These are all requests unless the budget ran out. If it ran
+            out, the last result may hold the scores of the first functions only.
         """
         chosen = self._functions if function is None else [self._functions[function]]
         outcomes: list[dict[int, Outcome]] = [{} for _ in requests]
@@ -159,9 +160,12 @@ def _call_each(
     end: float,
     report: Callable[[RewardResult], None] | None,
 ) -> int:
-    """Call the plain functions, sample by sample, until they are through or time is up; returns how many were begun.
+    """Call the plain functions sample by sample, until all are done or the time is up.
 
-    A sample whose function raised is failed, and its other plain functions are not called.
+    If a function raises, its sample fails, and the sample's other plain functions are not called.
+
+    Returns:
+        The number of samples that were begun.
     """
     plain = [(number, f) for number, f in enumerate(functions) if not f.batched and not f.asynchronous]
     for row, request in enumerate(requests if plain else ()):
@@ -185,7 +189,7 @@ def _await_each(
     limit_s: float,
     concurrency: int,
 ) -> None:
-    """Call the async functions, so many at once: when one ends, the next begins."""
+    """Call the async functions, at most `concurrency` at once. When one call ends, the next begins."""
     wanted = [
         (row, number, one, request)
         for number, one in enumerate(functions)
@@ -211,7 +215,7 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
     scores: list[float | None] = []
     for number, one in enumerate(functions):
         if number not in found:
-            break  # the budget ran out before it
+            break  # the budget ran out before this function was called
         outcome = found[number]
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)
@@ -220,19 +224,29 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
 
 
 def failed(request: RewardRequest, functions: int, error: str, function: int) -> RewardResult:
-    """Build the result of a sample that the function of this number could not score."""
+    """Return the result of a sample that one function could not score.
+
+    Args:
+        request: Request of the sample.
+        functions: Number of scores in the result.
+        error: One line that says how the function failed.
+        function: Index of the function that failed.
+    """
     return RewardResult(request.key, (None,) * functions, failed=True, error=redacted(error), failed_function=function)
 
 
 def _outcome(result: Any) -> Outcome:
     try:
         return as_score(result)
-    except BaseException as error:  # a result's own __repr__ or __float__ may raise whatever it likes
+    except BaseException as error:  # a result's own __repr__ or __float__ may raise any exception
         return _unless_ctrl_c(error)
 
 
 def _unless_ctrl_c(error: BaseException) -> BaseException:
-    """What a function raised; where Ctrl-C raises KeyboardInterrupt, that is taken for the user's and goes on."""
+    """Return an exception that a function raised, but re-raise the KeyboardInterrupt of the user's Ctrl-C.
+
+    A KeyboardInterrupt counts as the user's in the main thread if SIGINT does not have its default action.
+    """
     here = threading.current_thread() is threading.main_thread()
     if here and isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         raise error
@@ -244,10 +258,11 @@ def _finished(result: Any) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """Say in one line what was raised and where, from the user's side."""
+    """Return one line that says what was raised, in which file and at which line."""
     text = described(error)
     if isinstance(error, ScoreError):
         return text.removeprefix("ScoreError: ")
-    frames = list(traceback.walk_tb(error.__traceback__))  # reads no source: a file's name may be none for the system
+    # `walk_tb` reads no source files: a function's code may name a file that the system cannot open.
+    frames = list(traceback.walk_tb(error.__traceback__))
     place = f" ({one_line(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
     return f"raised {text}{place}"

@@ -1,1 +1,1 @@
-"""Engines that answer prompts, and the pool of replicas."""
+"""Rollout engines, which generate answers to prompts, and the pool of engine replicas."""

@@ -1,4 +1,4 @@
-"""The transformers engine's running batch: answers under way, and the key-value cache that they are computed with."""
+"""Running batch of the transformers engine: unfinished answers and their key-value cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from transformers.masking_utils import sdpa_mask
 from workers.rollout.messages import Completion, Request
 
 GROUPED = "rltrain_grouped"
-ROOM = 32  # columns by which a cache grows when it is full
+ROOM = 32  # spare columns that a cache gets when it grows
 
 
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Transformers' sdpa attention, without its copies of keys and values where each row has one query.
+    """Compute the sdpa attention of transformers, but do not copy keys and values if each row has one query (Q = 1).
 
-    There the query heads that share a key head are its queries, and causality forbids nothing.
+    For Q = 1, the query heads that share a key head are treated as H / K queries of that head. No causal mask is needed
+    for Q = 1.
 
     Shapes: query (B, H, Q, D), key and value (B, K, W, D) with K dividing H; returns (B, Q, H, D).
     """
@@ -41,13 +42,13 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values (B, K, W, D) of one layer at the left of larger stores, so that a token is written in its place.
+    """Cache of one layer's keys and values (B, K, W, D), with spare columns on the right for new tokens.
 
-    `DynamicLayer` would copy all that is there for each new token.
+    A new token is written into a spare column. `DynamicLayer` would copy the whole cache for each new token.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Put columns to the right of those that are there; returns all of them."""
+        """Append columns on the right. Returns all keys and values."""
         width = self.get_seq_length()
         end = width + key_states.size(2)
         if not self.is_initialized:
@@ -61,19 +62,19 @@ class RoomyLayer(DynamicLayer):
         return self._use(end)
 
     def batch_select_indices(self, indices: Tensor, first: int = 0) -> None:
-        """Keep these rows, in this order, without the columns before `first`."""
+        """Keep these rows, in this order, and drop the columns before `first`."""
         width = self.get_seq_length() - first
         self.stores = [store[:, :, first:][indices] for store in self.stores]
         self._use(width)
 
     def _columns(self) -> tuple[Tensor, Tensor]:
-        """The keys and values that it holds."""
+        """Return the keys and values of this layer."""
         assert self.keys is not None, "rows were put in"
         assert self.values is not None, "rows were put in"
         return self.keys, self.values
 
     def join(self, other: "RoomyLayer") -> None:
-        """Put another's rows below these, all ending in the same column."""
+        """Append the rows of another layer below these rows. All rows end in the same column."""
         width = max(self.get_seq_length(), other.get_seq_length())
         own, others = self._columns(), other._columns()
         self.stores = [_stacked(above, below, axis=2, room=ROOM) for above, below in zip(own, others, strict=True)]
@@ -86,20 +87,20 @@ class RoomyLayer(DynamicLayer):
 
 @dataclass
 class Batch:
-    """B answers under way over W columns; all end in the same column, so padding is to the left.
+    """B answers over W columns. All rows end in the same column, so padding is on the left.
 
-    Finished rows stay until `take` drops them: they are computed on, and nobody looks at them.
+    Finished rows stay until `take` drops them. Until then the model computes them too, and the results are ignored.
 
     Attributes:
-        requests: one a row.
-        ids: (B, W) prompts and answers.
-        log_probs: (B, W) float32 of sampled tokens, 0 elsewhere.
-        versions: of the weights, one a column: whatever was sampled there was sampled in the same step.
-        rows: (B, 4) int64: the columns where prompt and answer begin, the answer's limit, its seed.
+        requests: One request per row.
+        ids: (B, W) token ids of prompts and answers.
+        log_probs: (B, W) float32 log-probabilities of sampled tokens, 0 elsewhere.
+        versions: Weight version of each column. All tokens of a column are sampled in the same step.
+        rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
         temperatures: (B,) float32.
         live: (B,) bool, False where an answer is finished.
-        cache: keys and values of all columns, or of all but the last.
-        padded: whether any row begins right of the first column.
+        cache: Keys and values of all columns, or of all but the last column.
+        padded: Whether any row begins right of the first column.
     """
 
     requests: list[Request]
@@ -114,22 +115,28 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """W."""
+        """Return the number of columns, W."""
         return len(self.versions)
 
     def mask(self, first: int) -> Tensor | None:
-        """Where there is a token, None if everywhere: (B, W), as (B, 1, 1, W) for the last column alone."""
+        """Return the mask of real tokens, or None without padding.
+
+        The shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
+        """
         if not self.padded:
             return None
         real = torch.arange(self.width, device=self.ids.device) >= self.rows[:, :1]
         return real[:, None, None] if first == self.width - 1 else real.long()
 
     def positions(self, first: int) -> Tensor:
-        """Positions (B, W - first), or (1, W - first) where they are the same in all rows, of columns from `first`."""
+        """Return the position ids of the columns from `first` on.
+
+        The shape is (B, W - first), or (1, W - first) without padding.
+        """
         columns = torch.arange(first, self.width, device=self.ids.device)[None]
         if not self.padded:
             return columns
-        # A finished row that is longer than the model has positions for must not ask for one.
+        # A finished row may grow beyond the model's last position, so finished rows use position 0.
         return torch.where(self.live[:, None], columns - self.rows[:, :1], 0).clamp(min=0)
 
     def append(self, tokens: Tensor, log_probs: Tensor, version: int) -> None:
@@ -139,7 +146,7 @@ class Batch:
         self.versions.append(version)
 
     def finish(self, stops: Tensor) -> list[Completion]:
-        """The answers that the last column ended, with one of the tokens `stops` (S,) or at their limit."""
+        """Mark and return the answers that end in the last column, by a token in `stops` (S,) or by their limit."""
         last, limits = self.ids[:, -1], self.rows[:, 1] + self.rows[:, 2]
         stopped = torch.isin(last, stops)
         ended = (self.live & (stopped | (limits == self.width))).nonzero()[:, 0]
@@ -173,7 +180,7 @@ class Batch:
             layer.batch_select_indices(rows, first)
 
     def join(self, other: "Batch") -> None:
-        """Put another batch below this one; the caches of both must hold all columns."""
+        """Append another batch below this one. The caches of both must hold all columns."""
         self.padded = self.padded or other.padded or self.width != other.width
         width = max(self.width, other.width)
         rows = [batch.rows.clone() for batch in (self, other)]
@@ -190,12 +197,12 @@ class Batch:
 
 
 def new_cache() -> Any:
-    """A cache without anything in it; layers appear as a model fills it."""
+    """Return an empty cache. Layers are added as a model fills the cache."""
     return Cache(layer_class_to_replicate=RoomyLayer)
 
 
 def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
-    """Requests of which nothing is computed yet, with an empty cache."""
+    """Return a batch of new requests with an empty cache."""
     lengths = [len(request.prompt_ids) for request in requests]
     width = max(lengths)
     ids = [[0] * (width - len(request.prompt_ids)) + request.prompt_ids for request in requests]
@@ -217,7 +224,7 @@ def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
 
 
 def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """One request for each different prompt, and for each request the number of that which has its prompt."""
+    """Return one request per distinct prompt, and for each request the index of its prompt in that list."""
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
     firsts = dict(zip(reversed(which), reversed(requests), strict=True))
@@ -225,7 +232,10 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 
 
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
-    """Two tensors below each other, ending in the same column of `axis`; 0 before the narrower, and in `room` more."""
+    """Concatenate two tensors along axis 0, right-aligned along `axis`.
+
+    The narrower tensor is padded with 0 on the left. Both get `room` further columns of 0 on the right.
+    """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)
     return torch.cat(

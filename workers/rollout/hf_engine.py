@@ -1,7 +1,8 @@
 """Generation with transformers alone: for machines without vLLM, for `placement=inprocess`, and for exact reproduction.
 
-A request's tokens depend on its prompt, its seed and the weights only, never on what it shares a batch with, up to the
-rounding of batched matrix products; with `deterministic`, a batch is a prompt group, and answers are bitwise the same.
+The tokens of an answer depend only on its prompt, its seed and the weights. The other requests of a batch change them
+only through the rounding of batched matrix products. With `deterministic`, a batch is one prompt group, and answers are
+bitwise reproducible.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,23 +26,26 @@ from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
-# Shares of a batch. Both changes copy its cache, and rows that begin later than others make it wider and padded.
-SLACK = 0.1  # of rows that may be finished before they are dropped
-JOIN = 0.5  # of places that must be free before waiting requests are added that do not all find one
+# Dropping and adding rows both copy the cache of the batch, so they wait for a minimum share of rows. Rows that begin
+# later than the others also make the batch wider and padded.
+SLACK = 0.1  # share of finished rows above which they are dropped
+JOIN = 0.5  # minimum share of free places for adding waiting requests, unless all of them fit
 
 
 class HFEngine:
-    """Batches through a transformers model with a key-value cache; when few answers are left, the next ones join them.
+    """Engine that generates in batches with a transformers model and a key-value cache.
+
+    When few unfinished answers are left in the batch, waiting requests join it.
 
     Args:
-        config: rollout settings.
-        path: model directory.
-        dtype: of the weights, "float32" or "bfloat16".
-        stop_ids: the model's end tokens.
-        deterministic: one prompt group is one batch.
+        config: Rollout settings.
+        path: Model directory.
+        dtype: Data type of the weights, "float32" or "bfloat16".
+        stop_ids: Ids of the model's end tokens.
+        deterministic: Whether each batch is one prompt group.
 
     Raises:
-        ConfigError: the model's attention cannot be exchanged.
+        ConfigError: The attention implementation of the model cannot be replaced.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class HFEngine:
         self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # whether the running batch was computed with other weights
+        self.stale = False  # whether the cache of the running batch was computed with earlier weights
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -63,12 +67,15 @@ class HFEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
         return bool(self.waiting or self.batch)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One token for every answer under way, and for those that there is place for now; returns what finished."""
+        """Sample one token for every running answer. Returns the answers that finished.
+
+        Waiting requests start first if there is room for them.
+        """
         tick()
         batch, logits = self.batch, []
         requests = self._admitted()
@@ -93,7 +100,11 @@ class HFEngine:
         return done
 
     def _admitted(self) -> list[Request]:
-        """Take what starts now off the queue: all that waits where there is place, else some once few are under way."""
+        """Remove the requests that start now from the queue and return them.
+
+        All waiting requests start if there is room for all. Otherwise some of them start once enough places are free.
+        With `deterministic`, the next prompt group starts once no answer is running.
+        """
         if not self.waiting:
             return []
         running = int(self.batch.live.sum()) if self.batch else 0
@@ -107,7 +118,7 @@ class HFEngine:
         return taken
 
     def _prefill(self, requests: Sequence[Request]) -> tuple[Batch, Tensor]:
-        """Start answers, each different prompt computed once; returns them and their next tokens' logits."""
+        """Start new answers, and run each distinct prompt once. Returns their batch and the next tokens' logits."""
         prompts, which = different_prompts(requests)
         computed, batch, index = new_batch(prompts, self.device), new_batch(requests, self.device), torch.tensor(which)
         logits = self._forward(computed, 0)
@@ -116,12 +127,15 @@ class HFEngine:
         return batch, logits[index]
 
     def _again(self, batch: Batch) -> Tensor:
-        """Compute answers under way from their tokens, in a new cache."""
+        """Recompute the cache of the running answers from their tokens. Returns the logits of their next tokens."""
         batch.cache = new_cache()
         return self._forward(batch, 0)
 
     def _forward(self, batch: Batch, first: int) -> Tensor:
-        """Run the columns from `first` on, which the cache lacks; logits (B, V) after the last one."""
+        """Run the model on the columns from `first` on, which the cache lacks.
+
+        Returns the logits (B, V) after the last column.
+        """
         output = self.model(
             input_ids=batch.ids[:, first:],
             attention_mask=batch.mask(first),
@@ -138,12 +152,12 @@ class HFEngine:
         self.waiting, self.batch = [], None
 
     def start_load(self) -> None:
-        """Make ready for new weights."""
+        """Prepare to receive new weights."""
         self.reader, self.probes, self.adapters = Reader(), dict[str, np.ndarray](), Adapters(self.path)
 
     @torch.no_grad()
     def load_bucket(self, bucket: Bucket) -> None:
-        """Take these tensors. Raises SyncError when their bytes are not the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
         data = self.reader.data(bucket)
         verify(bucket, data)
         self.probes |= bucket.probes()
@@ -159,7 +173,7 @@ class HFEngine:
 
     @torch.no_grad()
     def finish_load(self, version: int) -> None:
-        """Check the weights; unfinished answers go on with them, computed anew."""
+        """Check the new weights. Unfinished answers continue with them, and their cache is recomputed."""
         self.reader.close()
         self._copy(self.adapters.merged())
         self.version, self.stale = version, True
@@ -167,11 +181,11 @@ class HFEngine:
             check_outputs(layer_outputs(self.model), self.probes, version=version, dtype=self.dtype)
 
     def sleep(self) -> bool:
-        """It keeps its weights: this engine is for machines on which nobody waits for their room."""
+        """Return False: this engine keeps its weights. It is for machines where no other process needs their memory."""
         return False
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """What this engine samples with."""
+        """Return the sampling parameters that this engine uses for a request."""
         return {
             "temperature": request.temperature,
             "top_p": 1.0,
@@ -183,31 +197,34 @@ class HFEngine:
         }
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing, because this engine has no processes or threads to end."""
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row by inverting the cumulative distribution of softmax(logits / temperature).
+    """Sample one token per row by inverting the cumulative distribution of softmax(logits / temperature).
 
     Args:
         logits: (B, V) float32.
-        temperatures: (B,); 0 takes the most likely token, with its log-prob at temperature 1.
-        uniforms: (B,) in [0, 1), float64.
+        temperatures: (B,). A temperature of 0 selects the most likely token, with its log-prob at temperature 1.
+        uniforms: (B,) float64 random numbers in [0, 1).
 
     Returns:
-        tokens (B,) int64 and log_probs (B,) float32, of the distribution that was sampled from.
+        tokens (B,) int64, and log_probs (B,) float32 under the distribution that was sampled from.
     """
     greedy = temperatures == 0
     probabilities = (logits / torch.where(greedy, 1.0, temperatures)[:, None]).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # Scaled to the sum that was computed, so that rounding never points past the last token.
+    # The uniforms are scaled by the computed sum, so that rounding never selects an index past the last token.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
 
 
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """W v per matrix of the model, through its own linear layers; one-dimensional parameters as they are."""
+    """Compute W v in float32 for each matrix W of the model, with its probe vector v.
+
+    One-dimensional parameters are returned unchanged, in float32.
+    """
     outputs = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 2:
@@ -219,7 +236,7 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
-    """The engine for a config."""
+    """Return the engine for a config."""
     return HFEngine(config.rollout, path, config.model.dtype, stop_ids, deterministic=config.trainer.deterministic)
 
 
@@ -231,7 +248,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # how transformers says that an architecture has attention of its own
+    except ValueError as error:  # transformers raises this for an architecture with its own attention
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

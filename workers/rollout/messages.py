@@ -1,18 +1,18 @@
-"""What goes to a rollout engine and what comes back."""
+"""Messages to and from a rollout engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to sample.
+    """Request to sample one answer.
 
     Attributes:
         key: (prompt group uid, number of the sample in its group).
-        prompt_ids: token ids of the prompt, sent as they are.
-        temperature: 0 decodes greedily.
-        max_tokens: answers are cut after so many tokens, with `finish_reason` "length".
-        seed: of this answer's random stream.
+        prompt_ids: Token ids of the prompt. The engine uses them unchanged.
+        temperature: Sampling temperature; 0 decodes greedily.
+        max_tokens: Maximum number of tokens of the answer. An answer that is cut there has `finish_reason` "length".
+        seed: Seed of this answer's random stream.
     """
 
     key: tuple[int, int]
@@ -27,12 +27,12 @@ class Completion:
     """One sampled answer.
 
     Attributes:
-        key: that of its request.
-        token_ids: as the engine returned them, the end token included where it was sampled.
-        log_probs: nats, one a token, of the distribution that was sampled from.
-        finish_reason: "stop", "length" or "abort", as the engine said.
-        versions: weight version of each token.
-        text: the answer decoded without special tokens.
+        key: Key of the request.
+        token_ids: Token ids as the engine returned them, including the end token if it was sampled.
+        log_probs: Log-probability of each token in nats, under the distribution that was sampled from.
+        finish_reason: "stop", "length" or "abort", as reported by the engine.
+        versions: Weight version of each token.
+        text: The answer decoded without special tokens.
     """
 
     key: tuple[int, int]

@@ -1,8 +1,8 @@
-"""Several rollout replicas as one: which replica answers what, weight syncs to all of them, and what if one dies.
+"""Pool of rollout replicas: distributes requests, syncs weights to all replicas, and replaces dead replicas.
 
-A replica whose process is gone, stopped or hangs is replaced while the others go on. Another starts in its place, gets
-the weights of the current version, and takes work from then on. What the dead one had not answered is `lost`: whoever
-asked for it asks again.
+A replica is dead if its process is gone, is stopped or hangs. A dead replica is replaced while the others continue. The
+replacement gets the weights of the current version, and then takes work. The prompt groups that the dead replica had
+not finished are `lost`: the caller of the pool must submit them again.
 """
 
 import logging
@@ -19,33 +19,33 @@ from workers.sync.weight_sync import Ranks, sync
 
 logger = logging.getLogger(__name__)
 
-LONG_POLL_S = 1.0  # a replica that has nothing to say for so long says that
-REPLACEMENTS = 3  # for each replica, without an answer from any in between, before the pool gives up
+LONG_POLL_S = 1.0  # seconds after which a replica answers a poll even without finished answers
+REPLACEMENTS = 3  # deaths per replica, without an answer from any replica in between, before the pool gives up
 
 
 class State(StrEnum):
-    """What a replica can do."""
+    """State of a replica."""
 
-    DEAD = "dead"  # until the next `load`: no engine is built beside training ranks that compute
+    DEAD = "dead"  # replaced at the next `load`, because no engine is built while training ranks compute
     STARTING = "starting"
     WAITING = "waiting for weights"
     SERVING = "serving"
 
 
 class RolloutPool:
-    """Replicas of the engine.
+    """Replicas of the rollout engine.
 
     Args:
-        hosts: one process a replica, each with the role "rollout".
-        sleeps: whether the engines may give up their devices' memory when they have nothing to do.
-        replace: ends a replica's process, however it is, and starts another; returns the call that builds its engine.
-            Without it a death is the pool's end.
-        building: by replica, the call that builds its engine, where these are not ready yet.
-        start_timeout_s: in which an engine must be ready.
+        hosts: One process per replica, each with the role "rollout".
+        sleeps: Whether idle engines may release the memory of their devices.
+        replace: Ends a replica's process, in whatever state, and starts another. Returns the call that builds the new
+            engine. None: the first death of a replica raises WorkerError.
+        building: By replica, the call that builds its engine. Empty if the engines are ready.
+        start_timeout_s: Seconds in which an engine must be ready.
 
     Attributes:
-        asleep: whether they have; `load` wakes them.
-        beside: the calls of others that end the wait of `poll` too.
+        asleep: Whether the engines have released their memory. `load` wakes them.
+        beside: Returns calls outside this pool that also end the wait of `poll`.
     """
 
     def __init__(
@@ -59,32 +59,32 @@ class RolloutPool:
     ) -> None:
         self.hosts, self.sleeps, self.asleep, self.replace = hosts, sleeps, False, replace
         self.running: list[set[tuple[int, int]]] = [set() for _ in range(hosts.size)]
-        self.sent: list[tuple[int, Any]] = []  # by replica: `submit` calls that may not have arrived
-        self.asked: dict[int, Any] = {}  # by replica: a `poll` that it has not answered
-        self.found: list[Completion] = []  # what a `poll` had when it raised
-        self.building: dict[int, Any] = dict(enumerate(building))  # by replica: the call that ends its start
+        self.sent: list[tuple[int, Any]] = []  # (replica, `submit` call that may not have arrived)
+        self.asked: dict[int, Any] = {}  # by replica: the `poll` call that it has not answered
+        self.found: list[Completion] = []  # answers that a `poll` had collected when it raised
+        self.building: dict[int, Any] = dict(enumerate(building))  # by replica: the call that builds its engine
         self.start_timeout_s, self.began = start_timeout_s, dict.fromkeys(range(hosts.size), time.monotonic())
         self.state = [State.STARTING if n in self.building else State.SERVING for n in range(hosts.size)]
-        self.queue: list[Sequence[Request]] = []  # groups that no replica could take yet
-        self.lost: set[int] = set()  # uids of groups some of whose answers died with a replica
+        self.queue: list[Sequence[Request]] = []  # groups that wait until a replica can take them
+        self.lost: set[int] = set()  # uids of groups that lost answers when a replica died
         self.latest: tuple[Ranks, int, bool] | None = None  # actor, version and check of the last `load`
-        self.deaths, self.started = 0, not self.building  # deaths: since the last answer
+        self.deaths, self.started = 0, not self.building  # `deaths` counts since the last answer
         self.beside: Callable[[], Sequence[Any]] = tuple
 
     def start(self) -> None:
-        """Wait until all replicas are ready for weights. Raises WorkerError when one cannot be built."""
+        """Wait until all replicas are ready for weights. Raises WorkerError if an engine cannot be built."""
         while self.building:
             self._settle(LONG_POLL_S)
             self.look()
         self.started = True
 
     def submit(self, groups: Sequence[Sequence[Request]]) -> None:
-        """Start answering; returns at once, and what goes wrong is raised by the next `poll`.
+        """Start to answer these groups. Returns at once; the next `poll` raises any error of the engines.
 
-        A group's samples go to one replica, the one with the fewest unfinished answers.
+        All samples of a group go to the same replica, the one with the fewest unfinished answers.
         """
         assert not self.asleep, "engines that sleep have no weights to answer with: load first"
-        self.look()  # who had nothing to do until now did not hang
+        self.look()  # restarts the hang timers of the replicas that are still idle
         serving = self._in(State.SERVING)
         if not serving:
             self.queue += groups
@@ -100,13 +100,14 @@ class RolloutPool:
 
     @property
     def pending(self) -> int:
-        """Answers not yet returned, and groups that are lost."""
+        """Return the number of answers not yet returned, plus the number of lost groups."""
         return sum(map(len, self.running)) + sum(map(len, self.queue)) + len(self.lost) + len(self.found)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Answers that finished, waiting up to `timeout_s` seconds for the first.
+        """Return the answers that have finished. Waits up to `timeout_s` seconds for the first.
 
-        Each busy replica is asked once and answers when it has something, so that looking again costs it nothing.
+        Each busy replica gets one call, which it answers once it has finished answers or after `LONG_POLL_S` seconds.
+        Calling this method again meanwhile costs the replica nothing.
         """
         self.look()
         arrived = set(self.hosts.first([call for _, call in self.sent], 0.0))
@@ -122,14 +123,14 @@ class RolloutPool:
         return self._answers(timeout_s)
 
     def _answers(self, timeout_s: float) -> list[Completion]:
-        """What the polls under way have brought."""
+        """Return the answers that the open `poll` calls have delivered."""
         open_polls = dict(self.asked)
-        # A replica that is ready is news too.
+        # A replica whose engine is ready also ends the wait.
         calls = [*open_polls.values(), *self.building.values(), *self.beside()]
         ended = set(self.hosts.first(calls, 0.0 if self.found else timeout_s))
         found = self.found
         for number, replica in enumerate(open_polls):
-            if number not in ended or self.asked.pop(replica, None) is None:  # it is gone meanwhile
+            if number not in ended or self.asked.pop(replica, None) is None:  # None: the replica died meanwhile
                 continue
             answers = self._result(replica, open_polls[replica]) or []
             found += [answer for answer in answers if answer.key in self.running[replica]]
@@ -140,12 +141,15 @@ class RolloutPool:
         return found
 
     def take_lost(self) -> set[int]:
-        """The uids of groups that miss answers of replicas which died since the last call: to be asked for again."""
+        """Return the uids of groups that lost answers when replicas died, and clear the list.
+
+        The caller must submit these groups again.
+        """
         taken, self.lost = self.lost, set()
         return taken
 
     def look(self) -> None:
-        """Replace the replicas whose processes are gone, stopped or hang; see which are ready. Does not wait."""
+        """Replace replicas whose processes are gone, stopped or hang, and find the ready ones. Does not wait."""
         busy = [replica for replica in self._in(State.SERVING) if self.running[replica]]
         for replica, how in self.hosts.dead(busy).items():
             if self.state[replica] is not State.DEAD:
@@ -158,9 +162,9 @@ class RolloutPool:
                 self._lose(replica, f"was not ready within {limit}: is there room for it?")
 
     def mend(self) -> None:
-        """Bring replicas that were replaced up to the weights of the last `load`, which the actor must still have.
+        """Send the weights of the last `load` to replaced replicas. The actor must still have these weights.
 
-        From then on they answer.
+        The replaced replicas then take work again.
         """
         if self.asleep or self.latest is None:
             return
@@ -173,11 +177,11 @@ class RolloutPool:
             self.submit(queued)
 
     def abort(self) -> None:
-        """Drop everything unfinished: none of it is ever returned, even where it is asked for again."""
+        """Drop all unfinished requests. Their answers are never returned, even if a request is submitted again."""
         self.queue = []
         for keys in self.running:
             keys.clear()
-        self._finish(self.sent)  # or they would arrive after the engine was told to drop them
+        self._finish(self.sent)  # otherwise these requests could reach the engine after the abort
         ready = self._in(State.SERVING, State.WAITING)
         calls = self.hosts.start("rollout", "abort", [()] * len(ready), ranks=ready)
         self._finish(list(zip(ready, calls, strict=True)))
@@ -190,29 +194,32 @@ class RolloutPool:
                 self._result(replica, call)
 
     def sleep(self) -> None:
-        """Let the training ranks have the memory of the devices until `load`, where the engines have any to give.
+        """Release the engines' device memory to the training ranks until `load`, if the engines support that.
 
-        A replacement that is being built is waited for: beside ranks that compute it might find no room.
+        This method waits for replacements that are being built. While the training ranks compute, a replacement might
+        not find enough memory.
         """
         if self.sleeps and not self.asleep:
             assert not self.pending, "engines with unfinished answers must not sleep"
             if not self._in(State.SERVING, State.WAITING):
                 self.start()
-            told: dict[int, float] = {}  # when the engine began that was told to
+            told: dict[int, float] = {}  # by replica: start time of the engine that was told to sleep
             while awake := [n for n in self._in(State.SERVING, State.WAITING) if told.get(n) != self.began[n]]:
                 told |= {replica: self.began[replica] for replica in awake}
                 calls = self.hosts.start("rollout", "sleep", [()] * len(awake), ranks=awake)
                 slept = [self._result(replica, call) for replica, call in zip(awake, calls, strict=True)]
-                if False in slept:  # on a CPU none of them does, and they need not be asked again
+                if False in slept:  # on a CPU no engine sleeps, so this pool does not try again
                     self.sleeps = False
                     return
                 self.start()
             self.asleep = True
 
     def load(self, actor: Ranks, version: int, *, check: bool) -> None:
-        """Send the actor's weights to all replicas that are ready, waking them; others get them from `mend`.
+        """Send the actor's weights to all ready replicas and wake them. The other replicas get the weights from `mend`.
 
-        Raises SyncError unless they compute with them, and WorkerLost when a rank of the actor is.
+        Raises:
+            SyncError: An engine does not compute with these weights.
+            WorkerLost: A rank of the actor is lost.
         """
         self.latest, self.asleep = (actor, version, check), False
         for replica in self._in(State.DEAD):
@@ -223,7 +230,10 @@ class RolloutPool:
                 return
 
     def _sync(self, replicas: Sequence[int], actor: Ranks, version: int, *, check: bool) -> bool:
-        """One weight sync; False if a replica died of it, and the rest, who answer nothing till then, need another."""
+        """Sync weights to these replicas once. Returns False if a replica died during the sync.
+
+        After such a death, the other replicas answer nothing until another sync succeeds.
+        """
         began = dict(self.began)
         try:
             sync(actor, self.hosts, version, check=check, replicas=replicas)
@@ -239,7 +249,7 @@ class RolloutPool:
                 raise
             return False
         for replica in replicas:
-            if self.began.get(replica) == began.get(replica):  # `poll` gets turns in a sync, and may have replaced it
+            if self.began.get(replica) == began.get(replica):  # a `poll` during the sync may have replaced it
                 self.state[replica] = State.SERVING
         return True
 
@@ -247,20 +257,23 @@ class RolloutPool:
         return [replica for replica, own in enumerate(self.state) if own in states]
 
     def _result(self, replica: int, call: Any) -> Any:
-        """The result of a replica's call; None if it died. Raises what the engine raised."""
+        """Return the result of a replica's call, or None if the replica died. Raises the engine's own error."""
         try:
             return self.hosts.wait([call], ranks=[replica])[0]
         except WorkerLost as error:
             if self.state[replica] in (State.SERVING, State.WAITING):
                 self._lose(replica, self.hosts.dead().get(replica, str(error)))
             return None
-        except SyncError:  # of a sync that failed, which whoever asked for it knows
+        except SyncError:  # from a failed sync, whose caller has seen the error already
             if self.state[replica] is State.SERVING:
                 raise
             return None
 
     def _lose(self, replica: int, how: str) -> None:
-        """Have another process take the place of one that is dead."""
+        """Record the death of a replica and replace it. While the engines sleep, `load` replaces it instead.
+
+        Raises WorkerError if the pool cannot replace replicas, or after too many deaths.
+        """
         self.deaths += 1
         self.lost.update(uid for uid, _ in self.running[replica])
         self.running[replica].clear()
@@ -279,13 +292,17 @@ class RolloutPool:
             self._replace(replica)
 
     def _replace(self, replica: int) -> None:
-        """Start another process in the place of one that is dead."""
+        """Start another process in the place of a dead one."""
         assert self.replace is not None, "the first death ends a pool without replacements"
         self.state[replica] = State.STARTING
         self.building[replica], self.began[replica] = self.replace(replica), time.monotonic()
 
     def _settle(self, timeout_s: float) -> None:
-        """See which engines are built. At the start of a run, one that cannot be is an error, not another death."""
+        """Update the replicas whose engines have been built. Waits up to `timeout_s` seconds for the first.
+
+        An engine that cannot be built counts as a death of its replica. At the start of a run, it raises WorkerError
+        unless its process has died.
+        """
         replicas = list(self.building)
         for number in self.hosts.first([self.building[replica] for replica in replicas], timeout_s):
             replica = replicas[number]

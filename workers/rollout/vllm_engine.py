@@ -1,6 +1,6 @@
-"""vLLM behind the engine interface: in this process on a CPU, AsyncLLM for GPUs and tensor parallelism.
+"""vLLM behind the engine interface: in this process on a CPU, or with AsyncLLM for GPUs and tensor parallelism.
 
-Needs vLLM 0.25 to 0.33: the weight-transfer calls used here exist in that range.
+This module needs vLLM 0.25 to 0.33, because the weight-transfer calls used here exist in that range.
 """
 
 import asyncio
@@ -39,33 +39,39 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# Parameters are made for one request and nobody changes them: vLLM need not copy them deeply, where it offers that.
+# Sampling parameters belong to one request and are never modified. vLLM versions with `skip_clone` need not copy them.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # prompt tokens of one engine step on CPU
-WEIGHTS, CACHE = "weights", "kv_cache"  # what vLLM gives up in its sleep, by the names that it wakes them by
-LOOK_S = 1.0  # between two looks at whether the processes of an engine live that has to answer
-PROOF_S = 0.5  # in which the death of a process shows that vLLM has noticed
-TO_HOST, DROPPED = 1, 2  # sleep levels: what becomes of the weights
-CPU_BLOCK = 32  # tokens of a KV block on CPU; vLLM's 128 leaves short prompts without prefix-cache hits
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that a sleeping engine releases
+LOOK_S = 1.0  # interval of the checks that the engine's processes are alive, while a call waits for the engine
+PROOF_S = 0.5  # seconds to wait for the sign that a process died, after a call of vLLM has failed
+TO_HOST, DROPPED = 1, 2  # vLLM's sleep levels: the weights are moved to the host's memory, or dropped
+CPU_BLOCK = 32  # tokens of a KV block on CPU; with vLLM's 128, short prompts get no prefix-cache hits
 
 
 def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False) -> dict[str, Any]:
-    """vLLM's arguments for this config: greedy defaults nowhere, log-probs of the distribution that is sampled from.
+    """Return vLLM's arguments for this config.
 
-    `sleeps`: the engine can give up its memory on a GPU.
+    No sampling default comes from the model. Log-probs are those of the distribution that is sampled from.
+
+    Args:
+        config: Rollout settings.
+        path: Model directory.
+        dtype: Data type of the weights, "float32" or "bfloat16".
+        sleeps: Whether the engine can release its memory on a GPU.
     """
     assert config.vllm is not None, "vllm settings are there when the engine is vllm"
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": False,
         "dtype": dtype,
-        "load_format": "hf",  # the files that transformers reads, where a repository has Mistral's own form too
-        "seed": 0,  # requests carry their own
+        "load_format": "hf",  # the files that transformers reads, even if the repository also has Mistral's format
+        "seed": 0,  # each request has its own seed
         "max_model_len": config.max_prompt_length + config.max_response_length,
         "max_num_seqs": config.max_concurrent_sequences,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # nothing from the model's own generation config
+        "generation_config": "vllm",  # ignore the model's own generation config
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
@@ -78,14 +84,14 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
             "enable_sleep_mode": sleeps,
         }
     cache = config.vllm.kv_cache_mb << 20
-    # A prompt cut in two makes vLLM rewind the random stream of its request, which CPU generators cannot do.
+    # For a chunked prompt, vLLM rewinds the random stream of the request, which CPU generators cannot do.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
     return arguments | {"enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache}
 
 
 def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams:
-    """The parameters of one request; everything that could filter the distribution is off."""
+    """Return vLLM's sampling parameters for one request. Everything that could filter the distribution is off."""
     return SamplingParams(
         temperature=request.temperature,
         top_p=1.0,
@@ -103,7 +109,7 @@ def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams
 
 
 def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
-    """A finished answer in our terms; weights that were never updated are version 0."""
+    """Convert a finished vLLM output to a `Completion`. Weights that were never updated have version 0."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)
     steps: Sequence[Any] = answer.logprobs or []
@@ -116,14 +122,15 @@ def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
 
 
 class InProcessVLLM:
-    """vLLM's engine in this very process: the fastest to start and to talk to on a CPU.
+    """vLLM's engine in the current process. On a CPU, it starts fastest and has the lowest communication cost.
 
     Args:
-        config: rollout settings.
-        path: model directory.
-        dtype: of the weights, "float32" or "bfloat16".
-        stop_ids: the model's end tokens.
-        sleep_level: what it gives up on a GPU when it is told to sleep, as `sleep_level` says; 0: nothing.
+        config: Rollout settings.
+        path: Model directory.
+        dtype: Data type of the weights, "float32" or "bfloat16".
+        stop_ids: Ids of the model's end tokens.
+        sleep_level: What the engine releases on a GPU when it sleeps, as returned by the function `sleep_level`. 0: the
+            engine never sleeps.
     """
 
     def __init__(
@@ -149,11 +156,11 @@ class InProcessVLLM:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """One token for every running request; returns those that finished."""
+        """Sample one token for every running request. Returns the answers that finished."""
         finished = [output for output in self.engine.step() if output.finished]
         done = [output for output in finished if isinstance(output, RequestOutput)]
         assert len(done) == len(finished), "nothing but text is asked for"
@@ -166,7 +173,7 @@ class InProcessVLLM:
         self.keys.clear()
 
     def sleep(self) -> bool:
-        """Give up weights and caches until weights are loaded; False where it was not built to."""
+        """Release weights and caches until weights are loaded. Returns False if the engine was built not to sleep."""
         if self.sleep_level:
             assert not self.busy, "an engine with unfinished answers must not sleep"
             self.engine.sleep(level=self.sleep_level)
@@ -179,17 +186,17 @@ class InProcessVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Make ready for new weights; of an engine that sleeps, only the room for these wakes."""
+        """Prepare to receive new weights. A sleeping engine gets back only the memory of its weights."""
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
         self.engine.collective_rpc("start_weight_update")
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Take these tensors. Raises SyncError when their bytes are not the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
         self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
     def finish_load(self, version: int) -> None:
-        """Check the weights, and forget what was cached with the old ones, unfinished answers' too."""
+        """Check the new weights and drop all caches of the old ones, including those of unfinished answers."""
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.collective_rpc("rltrain_check")
@@ -197,7 +204,7 @@ class InProcessVLLM:
         self.engine.set_weight_version(str(version))
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """What the engine resolved for this request, after all its defaults."""
+        """Return the sampling parameters that the engine resolved for this request, after all its defaults."""
         return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
 
     def close(self) -> None:
@@ -206,21 +213,23 @@ class InProcessVLLM:
 
 
 class Family:
-    """The processes that an engine has started: names the first of them that dies.
+    """Monitor of the processes that an engine has started. It records which process dies first.
 
     Attributes:
-        lost: what to say of that one; "" while all live, or once they may end.
+        lost: Description of the process that died first. "" while all processes live.
+        dismissed: Whether the processes may end. `lost` then stays "".
     """
 
     def __init__(self) -> None:
         self.lost, self.dismissed = "", False
-        self.members: dict[int, str] = {}
+        self.members: dict[int, str] = {}  # name of each process, by its pidfd, which becomes readable at its end
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error, OSError, AttributeError):  # it has ended, or pidfds are unknown here
+            # The process may have ended, or the system may lack pidfds.
+            with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                if "resource_tracker" not in name:  # of Python's own
+                if "resource_tracker" not in name:  # Python's own helper process
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
-        if self.members:  # by the descriptor that becomes readable at its end: its name
+        if self.members:
             threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
 
     def _watch(self) -> None:
@@ -232,15 +241,15 @@ class Family:
             os.close(descriptor)
 
     def error(self) -> WorkerLost:
-        """What the engine raises when it is of no more use: then another process takes the place of this one."""
+        """Return the error of an engine that is no longer usable. The rollout pool then replaces this process."""
         error = WorkerLost(f"lost its engine: {self.lost or 'the core of vLLM ended'}")
         error.process = announced()
         return error
 
     def reason(self, raised: Exception) -> Exception:
-        """Why a call to the engine failed: the death of a process, if one has died, and else what was raised.
+        """Return why a call to the engine failed: the death of a process if one has died, otherwise `raised`.
 
-        vLLM raises EngineDeadError once it has noticed the death; a call that comes earlier fails in its own way.
+        vLLM raises EngineDeadError once it has noticed the death. An earlier call fails with some other exception.
         """
         deadline = time.monotonic() + PROOF_S
         while not self.lost and time.monotonic() < deadline:
@@ -249,9 +258,9 @@ class Family:
 
 
 class AsyncVLLM:
-    """AsyncLLM, whose engine core and tensor-parallel workers are processes of their own: for GPUs and large models.
+    """vLLM's AsyncLLM, for GPUs and large models. Its engine core and tensor-parallel workers are separate processes.
 
-    Arguments as of `InProcessVLLM`. Answers arrive on an event loop in a thread; `step` hands them over.
+    The arguments are those of `InProcessVLLM`. Answers arrive on an event loop in a thread, and `step` returns them.
     """
 
     def __init__(
@@ -259,10 +268,10 @@ class AsyncVLLM:
     ) -> None:
         self.stop_ids = list(stop_ids)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[str, tuple[int, int]] = {}  # by request id, which no later request has, unlike its key
+        self.keys: dict[str, tuple[int, int]] = {}  # by request id, which is never reused, unlike a key
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
-        self.pulse: ConcurrentFuture[Any] | None = None  # a question to the core, which answers between two steps
+        self.pulse: ConcurrentFuture[Any] | None = None  # heartbeat: a call that the core answers between two steps
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
@@ -270,7 +279,8 @@ class AsyncVLLM:
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
-        # All have them open by now. Some of these files vLLM never removes, and none where its processes are killed.
+        # All processes have opened their shared files by now, so the names can be removed. vLLM itself never removes
+        # some of these files, and removes none of them if its processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 
@@ -280,7 +290,7 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # in this very moment, or the coroutine's own
+                if future.done():  # the result has just arrived, or the coroutine itself raised TimeoutError
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None
@@ -315,11 +325,11 @@ class AsyncVLLM:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Answers that have finished, waiting briefly for the first. Raises what the engine raised."""
+        """Return the answers that have finished. Waits up to 0.05 s for the first. Raises the engine's own errors."""
         found: list[Completion] = []
         if self.family and self.family.lost:
             raise self.family.error()
@@ -332,7 +342,7 @@ class AsyncVLLM:
             while True:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
-                if self.keys.pop(name, None):  # else it was dropped: vLLM ends what is aborted with an answer too
+                if self.keys.pop(name, None):  # unknown names are aborted requests, for which vLLM also sends answers
                     if isinstance(item, Exception):
                         raise self._reason(item)
                     found.append(item)
@@ -347,7 +357,7 @@ class AsyncVLLM:
         self.aborts += 1
 
     def sleep(self) -> bool:
-        """Give up weights and caches until weights are loaded; False where it was not built to."""
+        """Release weights and caches until weights are loaded. Returns False if the engine was built not to sleep."""
         if self.sleep_level:
             assert not self.busy, "an engine with unfinished answers must not sleep"
             self._run(self.engine.sleep(level=self.sleep_level))
@@ -360,23 +370,26 @@ class AsyncVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Make ready for new weights; generation pauses. Of an engine that sleeps, only the room for these wakes."""
+        """Pause generation and prepare to receive weights. A sleeping engine gets back only its weights' memory."""
         self._sync(self._start_load())
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Take these tensors. Raises SyncError when their bytes are not the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
         with as_file(bucket) as shared:
-            packed = pickle.dumps(shared)  # without the weights themselves
+            packed = pickle.dumps(shared)  # without the weights, which are in a shared file
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"packed": packed})))
 
     def finish_load(self, version: int) -> None:
-        """Check the weights, forget what was cached with the old ones, unfinished answers' too, and go on."""
+        """Check the new weights, drop all caches of the old ones, and resume generation.
+
+        The caches of unfinished answers are dropped too.
+        """
         self._sync(self._finish_load(version))
 
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # from another process: its text is all that is left of its type
+        except Exception as error:  # an error from another process has lost its type, so only its text identifies it
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:
@@ -393,7 +406,7 @@ class AsyncVLLM:
         await self.engine.resume_generation()
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """What the engine resolved for this request, after all its defaults."""
+        """Return the sampling parameters that the engine resolved for this request, after all its defaults."""
         return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
 
     def close(self) -> None:
@@ -405,17 +418,18 @@ class AsyncVLLM:
 
 
 def resolved_settings(processor: Any, params: SamplingParams, request: Request) -> dict[str, Any]:
-    """The sampling parameters after vLLM's own processing of a request."""
+    """Return the sampling parameters after vLLM's own processing of a request."""
     prompt = {"prompt_token_ids": request.prompt_ids}
     resolved = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
     return {name: getattr(resolved, name) for name in resolved.__struct_fields__}
 
 
 def sleep_level(config: Config) -> int:
-    """What the engine gives up while the training ranks compute: nothing where they have devices of their own.
+    """Return vLLM's sleep level: what the engine releases while the training ranks compute.
 
-    The sync that wakes it brings every weight, so none is worth a copy; with adapters it brings only these, and the
-    weights that they are merged into wait in the host's memory.
+    The level is 0 if the training ranks have their own devices. Without adapters, the engine drops its weights, because
+    the sync that wakes the engine sends every weight. With adapters, the sync sends only the adapters, so the weights
+    move to the host's memory.
     """
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 
@@ -425,11 +439,11 @@ def _name(request: Request) -> str:
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | AsyncVLLM:
-    """The engine for a config: in this process on a CPU, AsyncLLM for GPUs and tensor parallelism.
+    """Return the engine for a config: in this process on a CPU, or AsyncLLM for GPUs and tensor parallelism.
 
     Raises:
-        ConfigError: the weights are not the whole model, of which vLLM itself says nothing where a layer is absent; or
-            vLLM does not start on them.
+        ConfigError: The weights are incomplete, or vLLM does not start on them. vLLM itself does not report a missing
+            layer.
     """
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "vllm settings are there when the engine is vllm"
@@ -440,7 +454,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # for one, it knows fewer names of tensors than transformers
+    except (KeyError, ValueError) as error:  # for example, vLLM knows fewer tensor names than transformers
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start on it ({reason}); save the model again with save_pretrained, in "

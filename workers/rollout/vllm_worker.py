@@ -1,6 +1,7 @@
-"""What runs inside vLLM's own worker: receiving weights through its weight-transfer protocol, and checking them.
+"""Extension of vLLM's worker: receives weights through vLLM's weight-transfer protocol and checks them.
 
-vLLM imports this module by name (`worker_extension_cls`) before it loads the model; that registers the back end.
+vLLM imports this module by name (`worker_extension_cls`) before it loads the model. The import registers the transfer
+backend.
 """
 
 import pickle
@@ -37,47 +38,47 @@ from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
-EMBEDDING_ROWS = 2048  # looked up at once to be checked
+EMBEDDING_ROWS = 2048  # embedding rows per lookup in a weight check
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on: every bucket describes itself."""
+    """Empty setup message: nothing must be agreed on, because every bucket describes itself."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: itself in the same process, or pickled, with its bytes in a file."""
+    """One bucket: the object itself within one process, or its pickle, with the bytes of the weights in a file."""
 
     bucket: Bucket | None = None
     packed: bytes | None = None
 
     def read(self) -> Bucket:
-        """The bucket."""
+        """Return the bucket."""
         if self.bucket is not None:
             return self.bucket
         assert self.packed is not None, "a bucket, or its pickle"
-        bucket: Bucket = pickle.loads(self.packed)  # from the process that started this one
+        bucket: Bucket = pickle.loads(self.packed)  # trusted, because the parent process has sent it
         return bucket
 
 
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets, loads them layer by layer through vLLM's reload, and checks what the layers then compute.
+    """Receives buckets, loads them layer by layer through vLLM's reload, and checks the outputs of the layers.
 
-    On a CPU, what torch alone computes for the checks runs in a second thread. vLLM's own kernels never do: they share
-    scratch memory, and two at a time give wrong numbers in silence.
+    On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run there:
+    they share scratch memory, and two kernels at the same time silently give wrong numbers.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """No rendezvous."""
+        """Create the reader and the helper thread. No rendezvous is necessary."""
         self.reader = Reader()
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
-        """Put the layers into their loading form, and forget what an update that broke off has left in them."""
+        """Put the layers into their loading form. Discard what an interrupted update has left in them."""
         self.probes: dict[str, np.ndarray] = {}
         self.lookups: Future[dict[str, Tensor]] | None = None
         self.adapters = Adapters(self.model_config.model)
@@ -88,7 +89,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Check the bytes and load them."""
+        """Verify the bytes of a bucket and load its tensors."""
         bucket = update_info.read()
         data = self.reader.data(bucket)
         self.version, self.dtype = bucket.version, str(self.model_config.dtype).removeprefix("torch.")
@@ -100,7 +101,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # nobody writes to these bytes while they are read
+            verified.result()  # the bytes may be overwritten after this method returns
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -110,13 +111,13 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         load((name, tensor.to(self.device)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
-        """Bring the layers into their computing form, output heads included.
+        """Bring the layers into their inference form, including the output heads.
 
-        vLLM's reload passes over a head that is tied to the embedding, and on CPU a head computes with a packed copy of
-        its weights: without the second step it keeps the old ones.
+        vLLM's reload skips a head that is tied to the embedding. On a CPU, a head computes with a packed copy of its
+        weights. `repack_heads` therefore renews the copy; otherwise the head would keep the old weights.
         """
         self.reader.close()
-        if self.adapters.parts:  # an engine that woke from its sleep lacks the other weights too
+        if self.adapters.parts:  # after a sleep, the engine also lacks the weights without adapters
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
@@ -124,12 +125,15 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         repack_heads(self.model)
 
     def check_layers(self) -> None:
-        """Raise SyncError unless every layer computes with the weights of the last update, where probes came along."""
+        """Raise SyncError unless every layer computes with the weights of the last update.
+
+        Without probes in the update, this method checks nothing.
+        """
         if self.probes:
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # layers of kinds that were not foreseen
+            except Exception as error:  # the model has a kind of layer that the check does not support
                 raise SyncError(
                     f"weight sync {self.version}: a layer of this model could not be run by itself to be checked "
                     f"({described(error)}); rollout.verify_sync=false turns the check off"
@@ -137,18 +141,21 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing. vLLM's interface requires this method."""
 
 
 def repack_heads(model: nn.Module) -> None:
-    """Make every output head compute with the weights that it now holds."""
+    """Make every output head compute with its current weights."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy what a fused layer waits with until its other parts arrive: the bytes that it lies in are written again."""
+    """Copy the tensors that a fused layer keeps until its other parts arrive.
+
+    These tensors lie in the memory of the bucket, which later buckets overwrite.
+    """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:
@@ -158,7 +165,7 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
 
 
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """What the engine calls the tensors of a checkpoint; those of fused layers keep the names of their parts."""
+    """Return the engine's name of each checkpoint tensor. The parts of fused layers keep separate names."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {name: name for name in names}
@@ -172,29 +179,37 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Added to vLLM's worker, which has the attributes below; naming this class makes the worker import this module."""
+    """Methods that are added to vLLM's worker, which has the attributes below.
+
+    vLLM's worker imports this module because the engine arguments name this class.
+    """
 
     vllm_config: Any
     weight_transfer_engine: Any
 
     def rltrain_reset(self) -> None:
-        """Forget an update that broke off; vLLM would refuse to start another."""
+        """Discard an interrupted update. Otherwise vLLM would refuse to start another."""
         self._weight_update_active = False
 
     def rltrain_check(self) -> None:
-        """Check the last update on this rank; under tensor parallelism all ranks call it."""
+        """Check the last update on this rank. Under tensor parallelism, all ranks must call this method."""
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.check_layers()
 
 
 @torch.inference_mode()
 def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
-    """Run every linear layer and output head on its probe vector, or look up all rows of the embeddings for it.
+    """Compute W v for the layers of the model, where v is the probe vector of the matrix W.
 
-    Under tensor parallelism all ranks call it, and each gets the outputs of the whole layers.
+    Under tensor parallelism, all ranks must call this function. Each rank gets the outputs of the whole layers.
+
+    Args:
+        model: The model.
+        products: True runs the linear layers and output heads. False looks up all rows of the embeddings, and also
+            returns the one-dimensional parameters of other layers.
 
     Returns:
-        W v in float32 per checkpoint name, fused layers cut into their parts; biases and norms as they are.
+        W v in float32 per checkpoint name. Fused layers are split into their parts. Biases and norms are unchanged.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
@@ -213,7 +228,7 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
 
 def _embedding(module: VocabParallelEmbedding) -> Tensor:
-    """W v (V,) of an embedding, through its own lookup."""
+    """Return W v (V,) of an embedding, computed through the embedding's own lookup."""
     weight: Any = module.weight
     vector = probe_vector(module.embedding_dim, weight.dtype).to(weight.device)
     every = torch.arange(module.org_vocab_size, device=weight.device)
@@ -221,7 +236,7 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 
 
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """W v and biases of the linear layers that are fused in this one, by checkpoint name."""
+    """Return W v and the biases of the linear layers that are fused in this layer, by checkpoint name."""
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
     wholes = {"weight": _linear(module, _apply(module))}
@@ -229,13 +244,13 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        parts = [torch.cat(parts)] if len(names) == 1 else parts  # a checkpoint that is fused already
+        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the checkpoint stores this layer fused
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
 
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
-    """A layer's output (or bias) on this rank as the whole outputs of its fused parts."""
+    """Convert a layer's output (or bias) on this rank to the whole outputs of its fused parts."""
     size = module.tp_size
     if isinstance(module, RowParallelLinear):  # each rank has a part of the inputs; the bias is whole
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
@@ -250,12 +265,12 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
 
 
 def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Each part from all ranks, end to end."""
+    """Return each part, concatenated over all ranks."""
     return list(parts) if size == 1 else [tensor_model_parallel_all_gather(part.contiguous(), dim=0) for part in parts]
 
 
 def _apply(module: Any) -> Tensor:
-    """This rank's part of the layer's W v, without bias, through the kernel that inference uses."""
+    """Return this rank's part of the layer's W v without bias, computed by the kernel that inference uses."""
     is_head = isinstance(module, ParallelLMHead)
     whole = module.embedding_dim if is_head else module.input_size
     size = whole if is_head else getattr(module, "input_size_per_partition", whole)
@@ -268,7 +283,7 @@ def _apply(module: Any) -> Tensor:
 
 
 def _part_sizes(module: ColumnParallelLinear) -> list[int]:
-    """Output sizes of a layer's fused parts on this rank."""
+    """Return the output sizes of a layer's fused parts on this rank."""
     if isinstance(module, QKVParallelLinear):
         values = module.num_kv_heads * module.v_head_size
         return [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, values]

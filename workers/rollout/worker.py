@@ -1,4 +1,4 @@
-"""One rollout replica: an engine, and the thread that steps it while requests come and answers go."""
+"""One rollout replica: an engine, and the thread that steps it while requests arrive and answers leave."""
 
 import importlib
 import queue
@@ -15,13 +15,13 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-# An engine that goes on working is given at least so long to finish more answers before some are handed over.
+# Minimum seconds that a busy engine gets to finish more answers before `poll` returns the first ones.
 LINGER_S = 0.02
 T = TypeVar("T")
 
 
 class Engine(Loads, Protocol):
-    """What a rollout worker asks of an engine; all calls come from one thread."""
+    """Interface of an engine for a rollout worker. All calls come from one thread."""
 
     busy: bool
 
@@ -29,32 +29,32 @@ class Engine(Loads, Protocol):
         """Queue requests."""
 
     def step(self) -> list[Completion]:
-        """Advance; returns the answers that finished."""
+        """Advance generation. Returns the answers that finished."""
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
 
     def sleep(self) -> bool:
-        """Give up the device's memory, weights and caches, until weights are loaded; False where it keeps them."""
+        """Release device memory (weights and caches) until weights are loaded. Returns False if the engine keeps it."""
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """The sampling parameters that the engine resolved for a request."""
+        """Return the sampling parameters that the engine resolved for a request."""
 
     def close(self) -> None:
         """Free what the engine holds."""
 
 
 class RolloutWorker:
-    """One replica.
+    """One rollout replica.
 
-    Threaded, the engine lives in a thread of its own that steps it whenever there is work; other calls run in that
-    thread between two steps. Otherwise `poll` steps it.
+    A threaded engine has its own thread, which steps the engine whenever there is work. Other calls of the engine run
+    in that thread between two steps. An engine without a thread is stepped by `poll`.
 
     Args:
-        config: the whole config.
-        path: model directory in Hugging Face form.
-        stop_ids: the model's end tokens.
-        threaded: whether the engine has its own thread.
+        config: The whole config.
+        path: Model directory in Hugging Face format.
+        stop_ids: Ids of the model's end tokens.
+        threaded: Whether the engine has its own thread.
     """
 
     def __init__(self, config: Config, path: str, stop_ids: Sequence[int], *, threaded: bool) -> None:
@@ -78,15 +78,19 @@ class RolloutWorker:
         self._run(build)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start answering, after a sync that failed once another succeeds; returns at once."""
+        """Start to answer these requests. Returns at once.
+
+        After a failed weight sync, generation begins once another sync succeeds.
+        """
         assert not self.receiver.asleep, "an engine that sleeps was asked for answers"
         self.began = time.monotonic()
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Answers finished since the last call, waiting up to `timeout_s` for the first; raises the engine's error.
+        """Return the answers finished since the last call. Waits up to `timeout_s` seconds for the first.
 
-        While a threaded engine has more to do, those of a while come together; its last ones come at once.
+        While a threaded engine has more work, this method waits briefly for further answers and returns them together.
+        The engine's last answers are returned at once. Raises the engine's error if there is one.
         """
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
@@ -97,7 +101,7 @@ class RolloutWorker:
             aborts = self.aborts
             patience = timeout_s if self.thread else 0
             self.news.wait_for(lambda: self.finished or self.error or self.aborts != aborts, patience)
-            if self.finished:  # more may come: each poll costs the driver a message
+            if self.finished:  # wait for further answers, because each poll costs the driver a message
                 linger = min(pause(self.began, LINGER_S), patience)
                 self.news.wait_for(lambda: self.error or self.aborts != aborts or not self._has_work(), linger)
             if self.error:
@@ -110,39 +114,45 @@ class RolloutWorker:
         self._run(lambda: self.engine.abort())
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
-            self.news.notify_all()  # a poll that waits has nothing to wait for
+            self.news.notify_all()  # a waiting `poll` has nothing left to wait for
 
     def sleep(self) -> bool:
-        """Give up the device's memory until the next weight sync, if the engine does that; returns whether it did."""
+        """Release the device's memory until the next weight sync. Returns False if the engine keeps it."""
         return self._run(lambda: self.receiver.sleep(self.engine))
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generating until `finish_load` of this weight sync; returns `memory.whereabouts` of this process."""
+        """Stop generation until `finish_load` of this weight sync. Returns `memory.whereabouts` of this process."""
         return self._run(lambda: self.receiver.start(self.engine, sync, version))
 
     def load_bucket(self, sync: str, _before: None, *parts: Bucket) -> None:
-        """Take some weights, after those `_before`. Raises SyncError when they did not arrive."""
+        """Load some weights. Raises SyncError if they did not arrive intact.
+
+        Args:
+            sync: Name of the weight sync.
+            _before: Result of the previous call, which makes Ray run the calls in order.
+            parts: The parts of one bucket.
+        """
         self._run(lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def finish_load(self, sync: str, _before: None) -> None:
-        """Generate with the new weights. Raises SyncError unless the engine computes with them."""
+        """Resume generation with the new weights. Raises SyncError unless the engine computes with them."""
         self._run(lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """The rest of this sync does not come: nothing is generated until another one succeeds."""
+        """Abandon this weight sync. The engine generates nothing until another sync succeeds."""
         self._run(lambda: self.receiver.give_up(sync, reason))
 
     def settings(self, request: Request) -> dict[str, Any]:
-        """The sampling parameters that the engine resolved for a request."""
+        """Return the sampling parameters that the engine resolved for a request."""
         return self._run(lambda: self.engine.settings(request))
 
     def close(self) -> None:
-        """End the thread and the engine."""
+        """End the engine and its thread."""
         self._run(lambda: self.engine.close())
         self.closed = True
 
     def _run(self, function: Callable[[], T]) -> T:
-        """Run a function where the engine lives and wait for its result."""
+        """Run a function in the engine's thread and wait for its result."""
         if self.thread is None:
             return function()
         future: Future[T] = Future()
@@ -151,7 +161,7 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done():  # in this very moment; or this is the function's own
+                if future.done():  # the result has just arrived, or the function itself raised TimeoutError
                     return future.result()
                 if not self.thread.is_alive():
                     raise self.error or RuntimeError("the engine's thread has ended") from None
@@ -159,7 +169,7 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # asked again: what was obeyed may have begun a weight sync
+            if self._has_work():  # checked again, because the command may have begun a weight sync
                 try:
                     self._deliver(self.engine.step())
                 except BaseException as error:

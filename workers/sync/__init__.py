@@ -1,1 +1,1 @@
-"""Weights from the actor's ranks to the rollout engines."""
+"""Transfer of weights from the actor's ranks to the rollout engines."""

@@ -1,7 +1,8 @@
-"""An engine's side of low-rank adapters: it puts what arrives on its own copy of the base weights.
+"""The engine's side of low-rank adapters: the engine merges received adapters into its own copy of the base weights.
 
-Only A and B of each adapted matrix travel. What the engine then computes with is made anew from the model's files each
-time, so that an adapter is applied exactly once however many syncs there were. The files are mapped, not kept.
+Only A and B of each adapted matrix are transferred. The engine recomputes its merged weights from the model's files in
+every sync. An adapter is therefore applied exactly once, regardless of the number of syncs. The files are memory-mapped
+and not kept in memory.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from workers.sync.buckets import Bucket, tensors_of
 
 
 class Adapters:
-    """The adapters of one sync, as they come.
+    """The adapters of one sync, collected bucket by bucket.
 
     Args:
         path: model directory of the base weights.
@@ -26,15 +27,19 @@ class Adapters:
         self.path, self.scale, self.parts = path, 1.0, dict[str, Tensor]()
 
     def take(self, bucket: Bucket, data: np.ndarray) -> None:
-        """Keep these; the bytes that they lie in are written again."""
+        """Copy the adapters of a bucket. The copy is necessary because later buckets overwrite these bytes."""
         assert bucket.scale is not None, "a bucket of adapters"
         self.scale = bucket.scale
         self.parts |= {name: tensor.clone() for name, tensor in tensors_of(bucket, data)}
 
     def merged(self, *, everything: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The merged matrices by name, float32, one at a time; with `everything`, all other tensors of the files too.
+        """Yield the merged matrices by name, in float32 and one at a time.
 
-        Raises SyncError for an adapter whose base or other half is not there.
+        Args:
+            everything: whether to yield all other tensors of the model's files too.
+
+        Raises:
+            SyncError: an adapter lacks its base matrix or its other half.
         """
         base, layers = BaseWeights(self.path), {name.removesuffix(A).removesuffix(B) for name in self.parts}
         needed = {layer: {layer + A, layer + B, f"{layer}.weight"} for layer in sorted(layers)}

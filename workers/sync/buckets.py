@@ -1,7 +1,7 @@
-"""How the weights of one version are cut into buckets, and what of a bucket travels: pure, without processes.
+"""How the weights of one version are divided into buckets, and what is transferred of a bucket: pure functions.
 
-All ranks lay out the same plan. Each copies the rows that it holds to their place in a bucket, which is its part; an
-engine joins the parts of all ranks and reads whole tensors out of the bucket.
+All ranks compute the same plan. Each rank copies the rows that it holds to their places in a bucket. These rows are the
+rank's part of the bucket. An engine joins the parts of all ranks and reads whole tensors from the bucket.
 """
 
 import warnings
@@ -15,18 +15,18 @@ from torch import Tensor
 from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
 
-BUCKET_BYTES = 64 << 20  # a larger tensor has a bucket of its own
-ALIGNMENT = 64  # each tensor of a bucket starts at a multiple of so many bytes
+BUCKET_BYTES = 64 << 20  # maximum bucket size; a larger tensor gets its own bucket
+ALIGNMENT = 64  # in bytes; each tensor of a bucket starts at a multiple of this number
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in its bucket.
+    """Location of a tensor in its bucket.
 
     Attributes:
-        name: as in the Hugging Face checkpoint.
-        shape: of the whole tensor.
-        start, size: in bytes.
+        name: name of the tensor in the Hugging Face checkpoint.
+        shape: shape of the whole tensor.
+        start, size: offset in the bucket, and length, in bytes.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Piece:
     """Some rows of a tensor, as one rank wrote them.
 
     Attributes:
-        name: of the tensor.
-        start, size: in bytes; `start` counts from that of the bucket. Of size 0 it is a proof of a tensor that does
-            not travel, and `start` is the number of its first row.
-        checksum: of the bytes, as in `checks.checksum`; None without checks.
-        probe: these rows of W v, float32; None without checks.
+        name: name of the tensor.
+        start, size: offset in the bucket, and length, in bytes. A piece of size 0 only carries the probe of a tensor
+            that is not transferred; its `start` is the number of its first row.
+        checksum: checksum of the bytes by `checks.checksum`; None without checks.
+        probe: result of `checks.probe` for these rows, in float32; None without checks.
     """
 
     name: str
@@ -56,18 +56,19 @@ class Piece:
 
 @dataclass
 class Bucket:
-    """Some tensors of one weight version: what one rank wrote of them, or all of it.
+    """Some tensors of one weight version: either the part that one rank wrote, or the joined parts of all ranks.
 
     Attributes:
-        version: of the weights.
-        dtype: of all tensors, "float32" or "bfloat16".
-        places: of all its tensors.
-        aliases: further names of tied tensors, and the name under which each is sent; they are checked too.
-        pieces: what was written, in this order.
-        data: uint8. Of one rank, its pieces one after the other, each at a multiple of `ALIGNMENT`; of all, the tensors
-            at their places. None where they lie in a file, there at their places always.
-        path, offset: that file, and where the bucket starts in it.
-        scale: of adapters, what B A is multiplied by; None where the tensors are whole weights.
+        version: version of the weights.
+        dtype: dtype of all tensors, "float32" or "bfloat16".
+        places: locations of all tensors of the bucket.
+        aliases: additional names of tied tensors, each with the name under which the tensor is sent. The engine checks
+            the additional names too.
+        pieces: the written pieces, in order.
+        data: uint8 bytes, or None if the bytes are in a file. One rank's part holds its pieces one after the other,
+            each at a multiple of `ALIGNMENT`. Joined parts, and files, hold the tensors at their places.
+        path, offset: path of the file with the bytes, and the offset of the bucket in the file.
+        scale: for adapters, the factor of the product B A; None if the tensors are whole weights.
     """
 
     version: int
@@ -82,11 +83,14 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Bytes, from the start of the first tensor to the end of the last."""
+        """Return the size in bytes, from the start of the first tensor to the aligned end of the last tensor."""
         return end(self.places)
 
     def probes(self) -> dict[str, np.ndarray]:
-        """W v per matrix, and other tensors as they are, flat; also under the further names of tied ones."""
+        """Return the probes by tensor name, including the additional names of tied tensors.
+
+        `checks.probe` defines them: the product W v for a matrix W, and the flattened values for any other tensor.
+        """
         found: dict[str, list[np.ndarray]] = {}
         for piece in self.pieces:
             if piece.probe is not None:
@@ -96,17 +100,17 @@ class Bucket:
 
 
 def aligned(size: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Round a size up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 
 def end(places: Sequence[Place]) -> int:
-    """Bytes that a bucket takes."""
+    """Return the number of bytes that a bucket takes."""
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 
 def plan(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> list[list[Place]]:
-    """Tensors (name, shape) in their order, put into buckets of at most `BUCKET_BYTES`, or of one tensor."""
+    """Divide tensors (name, shape), in their order, into buckets of at most `BUCKET_BYTES` or of a single tensor."""
     buckets: list[list[Place]] = []
     for name, shape in shapes:
         size = int(np.prod(shape, dtype=np.int64)) * itemsize
@@ -117,7 +121,11 @@ def plan(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> list[
 
 
 def join(parts: Sequence[Bucket]) -> Bucket:
-    """The bucket that these ranks wrote together. Raises SyncError where rows of a tensor are in none of the parts."""
+    """Join the parts that the ranks wrote into one bucket.
+
+    Raises:
+        SyncError: the parts together do not cover each tensor of the bucket exactly once.
+    """
     first = parts[0]
     pieces = sorted((piece for part in parts for piece in part.pieces), key=lambda piece: piece.start)
     covered: dict[str, int] = {}
@@ -134,7 +142,10 @@ def join(parts: Sequence[Bucket]) -> Bucket:
 
 
 def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
-    """The bytes of all parts, each at its place; those of a rank that wrote everything as they are."""
+    """Return the bytes of all parts, with each piece at its place.
+
+    If there is only one part, its bytes are returned unchanged.
+    """
     if len(parts) == 1:
         assert parts[0].data is not None, "data, or a file"
         return parts[0].data
@@ -149,7 +160,7 @@ def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
 
 
 def verify(bucket: Bucket, data: np.ndarray) -> None:
-    """Raise SyncError unless these bytes of the bucket are the sender's, where checksums came along."""
+    """Raise SyncError if the bytes of a piece do not match its checksum. Pieces without a checksum are not verified."""
     for piece in bucket.pieces:
         if piece.checksum is None:
             continue
@@ -162,9 +173,9 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 
 
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
-    """The bucket's tensors by name, views of its bytes."""
+    """Yield the bucket's tensors by name, as views of its bytes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # it is only read here
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # the data is only read
         whole = torch.from_numpy(data)
     for place in bucket.places:
         part = whole[place.start : place.start + place.size]

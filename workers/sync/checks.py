@@ -1,8 +1,8 @@
-"""The proof that weights arrived: checksums of bytes, and products with a fixed random vector.
+"""Verification that weights arrived, by checksums of bytes and by products with a fixed random vector.
 
-With each piece of a tensor goes a checksum of its bytes, and with each matrix W the product W v. An engine checks the
-bytes that it received, and then runs its own linear layers on the same v: on CPU the engine packs weights away, so only
-its own compute path shows what it uses.
+Each piece of a tensor carries a checksum of its bytes, and each matrix W carries the product W v. An engine verifies
+the bytes that it received, and then runs its own linear layers on the same v. On a CPU, the engine repacks its weights,
+so only its own compute path shows which weights it uses.
 """
 
 import functools
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from rltrain.base.errors import SyncError
 
-RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest output, between engine and trainer
+RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # engine-trainer tolerance, relative to the largest output
 
 
 def checksum(data: np.ndarray) -> int:
-    """Sum modulo 2**64 of the 64-bit words of bytes (n,) uint8, plus the bytes that are left over.
+    """Return the sum modulo 2**64 of the 64-bit words of bytes (n,) uint8, plus the leftover bytes.
 
-    One pass at memory speed. Parts whose lengths are multiples of 8 may be summed one by one.
+    The checksum takes one pass over the data, at memory speed. If the lengths of parts are multiples of 8, the
+    checksums of the parts sum to the checksum of the whole.
     """
     whole = len(data) // 8 * 8
     words = int(data[:whole].view(np.uint64).sum(dtype=np.uint64))
@@ -28,31 +29,38 @@ def checksum(data: np.ndarray) -> int:
 
 
 def probe(tensor: Tensor) -> Tensor:
-    """W v in float32 for a matrix W; any other tensor itself, flat."""
+    """Return the product of a matrix and a fixed random vector, in float32.
+
+    Any other tensor is returned flattened, in float32.
+    """
     if tensor.ndim != 2:
         return tensor.float().flatten()
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # models have few widths, and each is asked for with every megabyte
+@functools.lru_cache(maxsize=32)  # models have few widths, and every chunk of about 1 MB reuses one
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A fixed random vector (size,) as float32 that holds numbers `dtype` can represent exactly; not to be changed."""
+    """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.
+
+    The result is cached, so callers must not modify it.
+    """
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, generator=generator).to(dtype).float()
 
 
 def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray], *, version: int, dtype: str) -> None:
-    """Compare what the engine's layers compute with what the trainer's weights give.
+    """Compare the outputs of the engine's layers with the outputs that the trainer's weights give.
 
     Args:
-        outputs: W v per tensor name, by the engine's own compute path.
-        probes: the same by the trainer.
-        version: of the weights, for the message.
-        dtype: of the engine's weights; sets the tolerance, relative to the largest output.
+        outputs: probes by tensor name, computed by the engine's own compute path.
+        probes: probes by tensor name, computed by the trainer.
+        version: version of the weights, for the error message.
+        dtype: dtype of the engine's weights, which determines the tolerance relative to the largest output.
 
     Raises:
-        SyncError: naming the worst tensor, or those that only one side has.
+        SyncError: an output differs, or the two sides hold different tensors. The message names the worst tensor, or
+            the tensors that only one side has.
     """
     unpaired = sorted(set(probes) ^ set(outputs))
     unpaired += [name for name in probes if name in outputs and outputs[name].numel() != probes[name].size]

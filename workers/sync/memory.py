@@ -1,8 +1,9 @@
-"""One file in shared memory for the length of a sync, which all processes of a host map.
+"""A file in shared memory that exists during one sync and that all processes of a host map.
 
-It is created for this user only and removed when the sync ends, however it ends, or as soon as everybody has it open.
-What survives is a file of two buckets, if every process that knew it is killed before that: the next sync on this host
-removes files that no process has open (each holds a lock on what it maps, and locks end with their process).
+The file is accessible to this user only. It is removed as soon as all processes have opened it, or when the sync ends,
+even if the sync fails. If every process that knows the file is killed earlier, a file with two buckets is left over.
+The next sync on this host removes every such file that no process has open. Each process holds a lock on a file that
+it maps, and the lock ends with the process.
 """
 
 import contextlib
@@ -25,12 +26,15 @@ PREFIX = "rltrain-weights-"
 
 
 def new_path() -> str:
-    """A name that no other sync has."""
+    """Return a path that no other sync uses."""
     return str(FOLDER / f"{PREFIX}{secrets.token_hex(8)}")
 
 
 def whereabouts() -> str | None:
-    """What two processes have in common if and only if they can map each other's files; None where it is unknown."""
+    """Return a string that two processes share if and only if they can map each other's files.
+
+    Returns None if the string cannot be determined.
+    """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{kernel} {os.stat(FOLDER).st_dev} {os.getuid()}"
@@ -42,11 +46,11 @@ class SharedFile:
     """A file that this process has mapped.
 
     Args:
-        path: the file.
-        size: bytes to create it with; None opens the one that is there.
+        path: path of the file.
+        size: size in bytes of a file to create; None opens an existing file.
 
     Raises:
-        OSError: when there is no room for it, or no such file.
+        OSError: there is no room for the file, or no such file exists.
     """
 
     def __init__(self, path: str, size: int | None = None) -> None:
@@ -56,9 +60,9 @@ class SharedFile:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if size is not None:
-                # Without it a full folder would end the process that writes (SIGBUS) instead of raising.
+                # Without preallocation, a full folder would kill the writing process (SIGBUS) instead of raising.
                 os.posix_fallocate(descriptor, 0, max(size, 1))
-            self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)  # the map keeps the descriptor and its lock
+            self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)  # the mapping keeps the file locked
         except BaseException:
             if size is not None:
                 self.unlink()
@@ -67,19 +71,23 @@ class SharedFile:
             os.close(descriptor)
 
     def unlink(self) -> None:
-        """Remove its name; those who have it mapped keep it."""
+        """Remove the name of the file. Processes that have mapped the file keep their mapping."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
 
 class Reader:
-    """The bytes of buckets, wherever they lie."""
+    """Access to the bytes of buckets, whether they are in the bucket object or in a shared file."""
 
     def __init__(self) -> None:
         self.file: SharedFile | None = None
 
     def data(self, bucket: Bucket) -> np.ndarray:
-        """The bytes (n,) of a bucket that all ranks wrote. Raises SyncError when its file cannot be opened."""
+        """Return the bytes (n,) of a bucket that all ranks wrote.
+
+        Raises:
+            SyncError: the bucket's file cannot be opened.
+        """
         if bucket.data is not None:
             return bucket.data
         assert bucket.path is not None, "data, or a file"
@@ -94,13 +102,19 @@ class Reader:
         return self.file.memory[bucket.offset : bucket.offset + bucket.size]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the shared file."""
         self.file = None
 
 
 @contextlib.contextmanager
 def as_file(bucket: Bucket) -> Iterator[Bucket]:
-    """The bucket with its bytes in a file, for the processes of an engine, for as long as the block runs."""
+    """Provide the bucket with its bytes in a file, for the processes of an engine, while the block runs.
+
+    A bucket whose bytes are already in a file is yielded unchanged.
+
+    Raises:
+        SyncError: there is no room for the file.
+    """
     if bucket.data is None:
         yield bucket
         return
@@ -119,7 +133,10 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
 
 
 def remove_stale() -> None:
-    """Remove the files of syncs that died: ours by name and owner, and open in no process."""
+    """Remove files of syncs whose processes died.
+
+    These are non-empty files with our name prefix that belong to this user and that no process has open.
+    """
     for path in FOLDER.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""A rollout worker's side of a weight sync: whether its engine holds whole weights, and so may generate."""
+"""The rollout worker's side of a weight sync: whether its engine holds complete weights and may therefore generate."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,33 +10,38 @@ from workers.sync.memory import whereabouts
 
 
 class Loads(Protocol):
-    """What an engine does with weights."""
+    """Interface of an engine that loads weights."""
 
     def start_load(self) -> None:
-        """Make ready for new weights, also when the last ones never became whole."""
+        """Prepare for new weights, even if the previous load was not completed."""
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Take these tensors. Raises SyncError when their bytes are not the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
 
     def finish_load(self, version: int) -> None:
-        """Compute with what was taken. Raises SyncError unless every layer does."""
+        """Compute with the loaded weights from now on. Raises SyncError unless every layer does."""
 
 
 class Sleeps(Protocol):
-    """What an engine does when it has nothing to do."""
+    """Interface of an engine that can release memory while it is idle."""
 
     def sleep(self) -> bool:
-        """Give up the device's memory, weights and caches, until weights are loaded; False where it keeps them."""
+        """Release the device memory of weights and caches until weights are loaded.
+
+        Returns:
+            False if the engine keeps its memory, otherwise True.
+        """
 
 
 class Receiver:
-    """Takes one sync after the other. An engine that sleeps, or is between `start` and `finish`, or whose sync failed,
-    must not step.
+    """Receives one weight sync after another for an engine.
+
+    The engine must not step while it sleeps, between `start` and `finish`, or after a failed sync.
 
     Attributes:
-        asleep: whether the engine has given its weights up.
-        sync: name of the sync that goes on.
-        broken: why the last one did not end well; None when the engine's weights are whole.
+        asleep: whether the engine has released its weights.
+        sync: name of the current sync, or None.
+        broken: reason why the last sync failed, or None if it did not fail.
     """
 
     def __init__(self) -> None:
@@ -47,11 +52,11 @@ class Receiver:
 
     @property
     def whole(self) -> bool:
-        """Whether the engine may generate."""
+        """Return whether the engine may generate."""
         return self.sync is None and self.broken is None and not self.asleep
 
     def require(self) -> None:
-        """Raise SyncError when the last sync failed."""
+        """Raise SyncError if the last sync failed."""
         if self.broken is not None:
             raise SyncError(
                 f"weight sync {self.version} failed ({self.broken}): this engine has weights of two versions, and "
@@ -59,29 +64,29 @@ class Receiver:
             )
 
     def sleep(self, engine: Sleeps) -> bool:
-        """The engine has nothing to do until the next sync; returns whether it gave up its memory meanwhile."""
+        """Let the engine sleep until the next sync, and return whether it released its memory."""
         self.asleep = engine.sleep()
         return self.asleep
 
     def start(self, engine: Loads, sync: str, version: int) -> str | None:
-        """Begin, waking the engine; returns `memory.whereabouts` of this process."""
+        """Start a sync and wake the engine. Returns `memory.whereabouts` of this process."""
         self.sync, self.version, self.broken, self.asleep = sync, version, None, False
         self._guarded(engine.start_load)
         return whereabouts()
 
     def bucket(self, engine: Loads, sync: str, parts: tuple[Bucket, ...]) -> None:
-        """Take a bucket that these ranks wrote."""
+        """Load a bucket, given the parts that the ranks wrote."""
         self._expect(sync)
         self._guarded(lambda: engine.load_bucket(join(parts)))
 
     def finish(self, engine: Loads, sync: str) -> None:
-        """All buckets are there."""
+        """Finish the sync after all buckets were loaded."""
         self._expect(sync)
         self._guarded(lambda: engine.finish_load(self.version))
         self.sync = None
 
     def give_up(self, sync: str, reason: str) -> None:
-        """The rest of this sync does not come."""
+        """Mark the sync as failed because its remaining buckets will not arrive."""
         if self.sync == sync:
             self.sync, self.broken = None, reason
 

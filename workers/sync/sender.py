@@ -1,7 +1,8 @@
-"""An actor rank's side of a weight sync: its own rows, copied straight to their places in a bucket.
+"""An actor rank's side of a weight sync: the rank copies its own rows directly to their places in a bucket.
 
-No rank gathers: each copies what it holds, in the engine's dtype, and takes checksum and probe of it while it is in the
-cache. Only tensors that are not cut by rows are gathered, and written by the first rank.
+Tensors that are sharded by rows are not gathered. Each rank copies the rows that it holds, in the engine's dtype, and
+computes their checksum and probe while the rows are in the cache. Only tensors that are sharded in another way are
+gathered, and the first rank writes them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,17 +23,17 @@ from workers.sync.buckets import Bucket, Piece, Place, aligned, end, plan
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 
-SLOTS = 2  # buckets that the file holds: one is read while the next is written
-CHUNK_BYTES = 1 << 20  # copied, summed and multiplied before the next: what fits a core's cache
+SLOTS = 2  # number of buckets in the file: engines read one while ranks write the next
+CHUNK_BYTES = 1 << 20  # rows are copied, summed and multiplied in chunks that fit a core's cache
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank answers when a sync begins.
+    """A rank's answer at the start of a sync.
 
     Attributes:
-        buckets: how many there will be.
-        where: as `memory.whereabouts`; None where there is no file to share.
+        buckets: number of buckets in the sync.
+        where: result of `memory.whereabouts`; None if there is no file to share.
     """
 
     buckets: int
@@ -40,13 +41,13 @@ class Offer:
 
 
 class Sender:
-    """One rank's part in one sync. All ranks call the same methods in the same order.
+    """One rank's part in one sync. All ranks must call the same methods in the same order.
 
     Args:
-        model: its (sharded) parameters are sent, tied ones once.
-        version: of these weights.
-        dtype: in which the engine holds them, "float32" or "bfloat16".
-        check: add checksums and probes.
+        model: the model, possibly sharded, whose parameters are sent; tied parameters are sent once.
+        version: version of these weights.
+        dtype: dtype of the weights in the engine, "float32" or "bfloat16".
+        check: whether to add checksums and probes.
     """
 
     def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
@@ -62,11 +63,15 @@ class Sender:
         self.file: SharedFile | None = None
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """What is sent, maybe sharded."""
+        """Return the tensors to send, possibly sharded, by name."""
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def offer(self, path: str | None) -> Offer:
-        """Make ready; the first rank creates the file at `path`, if there is one and room for it."""
+        """Prepare the sync and return this rank's offer.
+
+        If `path` is given, the first rank creates the shared file there. If there is no room for the file, `where` is
+        None in the first rank's offer.
+        """
         where = whereabouts() if path else None
         if path and self.first:
             remove_stale()
@@ -78,7 +83,10 @@ class Sender:
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
-        """This rank's part of a bucket: in the file at `path`, or with its bytes. May be a collective."""
+        """Write this rank's part of a bucket to the file at `path` or, without a path, into the returned bucket.
+
+        This may be a collective.
+        """
         places = self.plan[number]
         held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
         rows = [(place, *own) for place, own in held if own]
@@ -94,7 +102,7 @@ class Sender:
             target = bucket.data[at : at + size] if bucket.data is not None else self._slot(bucket, start, size)
             bucket.pieces.append(self._write(place, own, start, target))
             at += aligned(size)
-        if number == SLOTS and self.file:  # whoever takes part has opened the file for the first bucket
+        if number == SLOTS and self.file:  # every process has opened the file by now, for the first bucket
             self.file.unlink()
         return bucket
 
@@ -105,13 +113,14 @@ class Sender:
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]
 
     def _write(self, place: Place, rows: Tensor, start: int, target: np.ndarray) -> Piece:
-        """Copy rows to `target` (n,) uint8, a few at a time."""
+        """Copy rows to `target` (n,) uint8 in chunks of a few rows, and return the piece that describes them."""
         if rows.device.type != "cpu":
             rows = rows.to(self.torch_dtype).cpu()
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
         tick()
-        step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)  # so many bytes are a multiple of 8, as `checksum` needs
+        # A chunk has a multiple of 8 rows. Its length in bytes is then a multiple of 8, as sums of checksums require.
+        step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
         for number, (source, written) in enumerate(zip(rows.split(step), out.split(step), strict=True)):
@@ -126,17 +135,17 @@ class Sender:
         return Piece(place.name, start, len(target), total % 2**64, products)
 
     def close(self) -> None:
-        """Remove the file and let go of it."""
+        """Remove the shared file and release it."""
         if self.file:
             self.file.unlink()
         self.file = None
 
 
 class AdapterSender(Sender):
-    """Sends A and B of a model's adapters, in float32; with `check`, proofs of all that the merged model consists of.
+    """Sends A and B of a model's adapters in float32. With `check`, it also sends probes of the whole merged model.
 
-    Arguments as of `Sender`. Each engine puts the adapters on its own copy of the base weights, as in
-    `workers.sync.adapters`.
+    The arguments are those of `Sender`. Each engine merges the adapters into its own copy of the base weights, as
+    `workers.sync.adapters` describes.
     """
 
     def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
@@ -146,12 +155,15 @@ class AdapterSender(Sender):
         (self.scale,) = {adapter.scale for adapter in self.adapters.values()}
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The adapters."""
+        """Return A and B of every adapter, possibly sharded, by name."""
         return adapter_tensors(model)
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
-        """As of `Sender`; the last bucket carries the proofs."""
+        """Write this rank's part of a bucket, as `Sender.write` does.
+
+        With `check`, the last bucket also carries the probes of the merged model.
+        """
         bucket = super().write(number, path)
         bucket.scale = self.scale
         bucket.pieces = [replace(piece, probe=None) for piece in bucket.pieces]
@@ -160,7 +172,10 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """This rank's rows of W v, W rounded as the engine holds it; other tensors as they are. A collective."""
+        """Yield pieces that carry only the probes of this rank's rows of the merged model. This is a collective.
+
+        The merged weights are first rounded to the engine's dtype. `checks.probe` then computes their probes.
+        """
         for name, parameter in self.merged.items():
             adapter, own = self.adapters.get(name), own_rows(parameter, self.first)
             a = None if adapter is None else full(adapter.a.detach())
@@ -178,11 +193,12 @@ class AdapterSender(Sender):
 
 
 def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
-    """The rows that this rank sends, and the number of the first of them; None where other ranks send all.
+    """Return the rows that this rank sends, and the number of the first row; None if other ranks send all rows.
 
     Args:
-        parameter: whole or sharded; gathered unless it is cut by rows, once.
-        first: whether this is the rank that sends what is not cut.
+        parameter: whole or sharded tensor. It is gathered unless it is replicated, or sharded by rows over one mesh
+            dimension.
+        first: whether this rank sends the tensors that are not sharded by rows.
     """
     if not isinstance(parameter, DTensor):
         return (parameter, 0) if first else None
@@ -197,7 +213,7 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
     local, rows = parameter.to_local(), parameter.size(0) if parameter.ndim else 1
     if not cut:
         return local, 0
-    each = -(-rows // mesh.size(cut[0]))  # as torch.chunk cuts
+    each = -(-rows // mesh.size(cut[0]))  # rows of a full shard, as in torch.chunk
     start = min(rows, each * mesh.get_local_rank(cut[0]))
     assert len(local) == min(each, rows - start), f"{len(local)} rows of {rows} are not rank {start // each}'s"
     return (local, start) if len(local) else None

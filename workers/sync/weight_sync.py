@@ -1,11 +1,12 @@
-"""One weight sync, from the driver's place.
+"""One weight sync, as the driver runs it.
 
-For each bucket all ranks write their rows, then all engines load it. A bucket is written when the one two before it has
-been loaded by every engine: while engines load one, ranks write the next, and there are never more than two. The calls
-wait for each other, not the driver: what one returns is an argument of the next, so that an error, or the death of a
-process, ends all that come after it.
+For each bucket, all ranks write their rows, and then all engines load the bucket. Ranks write a bucket only after every
+engine has loaded the bucket two places before it. Ranks therefore write one bucket while engines load the previous one,
+and at most two buckets exist at a time. The driver does not wait between the calls. Instead, the result of one call is
+an argument of the next call. An error, or the death of a process, therefore ends all later calls.
 
-Ranks and engines of one host share a file in memory. Others get the bytes with the calls, each rank's on their own.
+If all ranks and engines are on one host, they share a file in memory. Otherwise, each rank sends its own bytes with the
+calls.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ ROLE = "rollout"
 
 
 class Ranks(Protocol):
-    """The actor's ranks, as `WorkerGroup` has them."""
+    """Interface of the actor's ranks, which `WorkerGroup` implements."""
 
     hosts: Hosts
 
@@ -30,7 +31,7 @@ class Ranks(Protocol):
         """Start a call on every rank."""
 
     def wait(self, pending: list[Any], *, beside: Sequence[Hosts] = ()) -> list[Any]:
-        """Results by rank."""
+        """Return the results of `start` by rank."""
 
 
 def sync(
@@ -45,23 +46,24 @@ def sync(
     """Send the actor's weights to the engines.
 
     Args:
-        actor: the ranks.
-        rollout: the engines' processes, one a replica.
-        version: of the weights.
-        check: prove that they arrived.
-        share: use shared memory where all are on one host.
-        replicas: those that get them; None: all.
+        actor: the actor's ranks.
+        rollout: the engines' processes, one for each replica.
+        version: version of the weights.
+        check: whether to verify that the weights arrived.
+        share: whether to use shared memory if all processes are on one host.
+        replicas: the replicas that receive the weights; None means all replicas.
 
     Raises:
-        WorkerLost: a process died or hung; the engines that are left generate nothing until a sync succeeds.
-        SyncError: the engines do not compute with these weights, or did not get all of them; as before.
+        WorkerLost: a process died or hung. The remaining engines generate nothing until a sync succeeds.
+        SyncError: the engines do not compute with these weights, or did not receive all of them. The engines generate
+            nothing until a sync succeeds.
     """
     path, replicas = new_path(), range(rollout.size) if replicas is None else replicas
     engines = _Engines(rollout, replicas, actor.hosts)
     try:
         begun = actor.start("start_export", path if share and rollout.concurrent else None, version, check)
         told = engines.start("start_load", [(path, version)] * len(replicas))
-        offers, places = actor.wait(begun), engines.wait(told)  # neither depends on the other
+        offers, places = actor.wait(begun), engines.wait(told)  # the two calls are independent
         _stream(actor, engines, path, offers, places)
     except BaseException as error:
         engines.give_up(path, error)
@@ -69,15 +71,15 @@ def sync(
             raise SyncError(f"weight sync {version} broke off: {error}") from error
         raise
     finally:
-        if not actor.hosts.dead():  # the others may wait for it for ever
+        if not actor.hosts.dead():  # surviving ranks may wait forever for a dead one
             with contextlib.suppress(RLTrainError):
                 actor.wait(actor.start("end_export"), beside=[rollout])
-        with contextlib.suppress(OSError):  # where its creator died
+        with contextlib.suppress(OSError):  # the file remains only if its creator died
             os.unlink(path)
 
 
 class _Engines:
-    """The replicas that take part, and the ranks that they wait for."""
+    """The replicas that take part in a sync, and the actor's ranks on which their calls depend."""
 
     def __init__(self, hosts: Hosts, replicas: Sequence[int], actor: Hosts) -> None:
         self.hosts, self.replicas, self.actor = hosts, list(replicas), actor
@@ -89,7 +91,7 @@ class _Engines:
         return self.hosts.wait(pending, ranks=self.replicas, beside=[self.actor])
 
     def give_up(self, path: str, error: BaseException) -> None:
-        """Tell those that are left that the rest does not come."""
+        """Tell the surviving replicas that the remaining buckets will not arrive."""
         reason = described(error)
         for replica in self.replicas:
             if replica not in self.hosts.dead():
@@ -98,7 +100,7 @@ class _Engines:
 
 
 def _stream(actor: Ranks, engines: _Engines, path: str, offers: Sequence[Offer], places: Sequence[str | None]) -> None:
-    """All buckets, and the end."""
+    """Transfer all buckets, then let the engines finish the load."""
     shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
     loaded: list[list[Any]] = []
     for number in range(offers[0].buckets):

@@ -1,1 +1,1 @@
-"""The roles of the training ranks, and how a call on a batch is split over ranks and collected."""
+"""The roles of the training ranks, and the code that splits batch calls over ranks and collects the results."""

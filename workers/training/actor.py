@@ -32,7 +32,8 @@ from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.rank_state import RankState, Saved
 
-# Largest mean |log-prob - old log-prob| on the first mini-batch, where they are the same policy's.
+# Upper limit, in nats, of the mean |log-prob - old log-prob| on the first mini-batch, where both log-probs come from
+# the same weights.
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -49,8 +50,9 @@ class ActorWorker:
         self._load_start()
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
-        # The actor starts as the reference, whose head is wanted here beside the hidden states that it ships; rounded
-        # as the reference computes with it, or the KL of a policy to itself would not be 0.
+        # The exact KL needs the reference's head, but the reference sends only its hidden states. The actor starts with
+        # the reference's weights, so this code copies the actor's initial head. The copy is rounded to the dtype in
+        # which the reference computes; otherwise the KL of a policy to itself would not be 0.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
             head = self.model.get_output_embeddings()
@@ -62,13 +64,13 @@ class ActorWorker:
             self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
 
     def _load_start(self) -> None:
-        """Load the model directory and make a new optimizer: the state before the first step."""
+        """Load the model directory and create a new optimizer: the state before the first step."""
         config = self.config
         model = load_policy(str(self.path))
         if config.model.lora:
             model = adapt(model, config.model.lora, seed=config.trainer.seed)
         self.model = shard(model, config)
-        self.model.eval()  # no dropout: the policy that is trained is the one that samples
+        self.model.eval()  # no dropout: training must use the policy that generated the samples
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
@@ -78,10 +80,11 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """What the policy before the update says of these rows, in the order of the micro-batches.
+        """Compute the columns of the policy before the update, with rows in the order of the micro-batches.
 
-        `old_log_probs`; `entropies` where the loss's token selector reads them; `full_kl` to the reference where the
-        reward is reduced by it.
+        Returns:
+            `old_log_probs`; `entropies` if the loss's token selector reads them; and `full_kl`, the exact KL to the
+            reference, if the reward is reduced by it.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -99,7 +102,7 @@ class ActorWorker:
         return row_pass(self.model, columns, batch, microbatches)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
-        """The reference's hidden states (R, H) at the response tokens of these rows, and its head (V, H)."""
+        """Return the reference's hidden states (R, H) at the response tokens of these rows, and its head (V, H)."""
         assert self.ref_head is not None, "the config asks for the exact KL"
         return part.values("ref_hidden").to(device()), self.ref_head
 
@@ -107,7 +110,7 @@ class ActorWorker:
         """Take one optimizer step for each mini-batch.
 
         Raises:
-            LogProbError: before the first step, the actor's log-probs are not the old ones.
+            LogProbError: before the first step, the actor's log-probs differ from the old log-probs.
         """
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
@@ -122,7 +125,7 @@ class ActorWorker:
             step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # the engine wakes next, on the same device; nothing happens without a GPU
+            torch.cuda.empty_cache()  # frees memory for the engine on the same device; a no-op without a GPU
         return result
 
     def _backward(
@@ -140,7 +143,7 @@ class ActorWorker:
         columns["log_probs"] = unpack(output.log_probs, mask)
         columns.setdefault(
             "old_log_probs", columns["log_probs"].detach()
-        )  # on the one step of a batch: the same policy
+        )  # the column is absent if a batch has a single step, because the policy is unchanged
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
         if output.full_kl is not None:
@@ -153,7 +156,7 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
+        (loss * torch.distributed.get_world_size()).backward()  # undoes FSDP's average: the ranks' losses add up
         _add(result.losses, parts)
         _add(result.sums, sums)
         return columns
@@ -169,34 +172,47 @@ class ActorWorker:
             )
 
     def start_export(self, path: str | None, version: int, check: bool) -> Offer:
-        """Begin to send the weights, through a file at `path` if there is one; `check` adds the proofs of E5."""
+        """Start to send the weights, and return this rank's offer.
+
+        Args:
+            path: path of the shared file for the weights, or None to send them without a file.
+            version: version of the weights.
+            check: whether to add the checksums and probes of `workers.sync.checks`.
+        """
         kind = AdapterSender if self.config.model.lora else Sender
         self.sender = kind(self.model, version=version, dtype=self.config.model.dtype, check=check)
         return self.sender.offer(path)
 
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
-        """This rank's part of a bucket, once the ones before it that had its room are `_loaded`."""
+        """Write this rank's part of a bucket.
+
+        `_loaded` holds the results of the engines' calls that load the earlier bucket in the same slot. These arguments
+        delay this call until the slot is free.
+        """
         return self.sender.write(number, path)
 
     def end_export(self) -> None:
-        """Everything was sent, or the sync broke off."""
+        """Release the sender after all weights were sent, or after the sync failed."""
         self.sender.close()
-        del self.sender  # it refers to the parameters
+        del self.sender  # the sender keeps the parameters alive
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter once, whole and float32, adapters merged, on every rank. A collective."""
+        """Return every parameter once, gathered, in float32 and with adapters merged, on every rank.
+
+        This is a collective.
+        """
         return dict(merged_tensors(self.model))
 
     def save_state(self, url: str) -> None:
-        """Begin to write this rank's part of a checkpoint, and the exported model. All ranks must call it."""
+        """Start to write this rank's part of a checkpoint, and the exported model. All ranks must call this method."""
         self.state.save(url)
 
     def saved_state(self) -> Saved | None:
-        """What that has come to, None while it is under way."""
+        """Return the result of the last `save_state` call, or None while the save is running."""
         return self.state.saved()
 
     def load_state(self, url: str | None) -> None:
-        """Go back to a checkpoint, or without one to the start. All ranks must call it."""
+        """Load a checkpoint, or restore the initial state if `url` is None. All ranks must call this method."""
         if url is not None:
             self.state.load(url)
         elif self.optimizer.steps:
@@ -204,7 +220,13 @@ class ActorWorker:
 
 
 def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:
-    """Adds `selected` for these rows, a whole mini-batch, where the loss has a token selector; False in other rows."""
+    """Return the batch with the column `selected` if the loss has a token selector, otherwise the unchanged batch.
+
+    Args:
+        batch: the batch that contains the mini-batch.
+        rows: all rows of one mini-batch. `selected` is False in all other rows.
+        algorithm: settings that name the loss and its token selector.
+    """
     selectors = loss_functions(algorithm.loss_mode)[1:]
     if not selectors:
         return batch
@@ -220,16 +242,17 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 def actor_loss(
     columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, *, entropy_coef: float, **counts: int
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Policy loss plus KL and minus entropy terms of one micro-batch.
+    """Compute the loss of one micro-batch: the policy loss, plus the KL term, minus the entropy term.
 
     Args:
-        columns: padded columns (B, T) by name; `response_mask`, `log_probs`, `advantages` and what the loss asks for.
-        algorithm: which loss, aggregation and coefficients.
-        entropy_coef: of the entropy bonus in this step.
-        counts: `num_tokens`, `num_sequences`, `max_response_length` of the whole mini-batch.
+        columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
+            reads.
+        algorithm: settings for the loss, its aggregation and its coefficients.
+        entropy_coef: coefficient of the entropy bonus in this step.
+        counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
-        (loss to differentiate, its parts, sums over trained tokens), parts and sums detached.
+        (loss to differentiate, its parts, sums over trained tokens). The parts and the sums are detached.
     """
     mask = columns["response_mask"]
 
@@ -252,10 +275,11 @@ def actor_loss(
 
 
 def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss of each token (B, T), weighted and dropped as `correction` and `rejection` say; metric sums.
+    """Return the policy loss of each token (B, T) and metric sums.
 
-    Tokens that are dropped have a policy term of 0 and stay in `response_mask`: so they stay in every count, and keep
-    their KL and entropy terms. Metrics of the loss are over all of them too.
+    The settings `correction` and `rejection` weight and drop tokens. Dropped tokens have a policy loss of 0 but stay in
+    `response_mask`. They therefore stay in every count, and keep their KL and entropy terms. The metrics of the loss
+    include dropped tokens too.
     """
     policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
     losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
@@ -275,7 +299,7 @@ def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tu
 
 
 def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
-    """The KL to the reference at each token (B, T): exact, or estimated from the sampled tokens."""
+    """Return the KL to the reference at each token (B, T), either exact or estimated from the sampled tokens."""
     if config.full:
         return columns["full_kl"]
     old = columns["old_log_probs"] if config.ratio_weighted else None
@@ -283,7 +307,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """How far the actor's log-probs are, before its first step, from the old ones and from the engine's."""
+    """Add to `result` how far the actor's log-probs, before its first step, are from the old ones and the engine's."""
     mask, now = columns["response_mask"], columns["log_probs"].detach()
     change = (now - columns["old_log_probs"]).abs()
     _add(result.first, {"same_policy": torch.where(mask, change, 0).sum()})

@@ -1,4 +1,4 @@
-"""The critic: the policy's architecture with one output a token, its values and its update."""
+"""The critic, which has the policy's architecture with one output for each token: its values and its update."""
 
 import functools
 
@@ -17,7 +17,7 @@ from workers.training.rank_state import RankState, Saved
 
 
 class CriticWorker:
-    """One rank of the critic: it starts from the policy's weights with a value head of zeros.
+    """One rank of the critic, which starts from the policy's weights with a value head of zeros.
 
     Args:
         config: the whole config.
@@ -29,7 +29,7 @@ class CriticWorker:
         self._load_start()
 
     def _load_start(self) -> None:
-        """Load the model directory, with a value head of zeros, and make a new optimizer: the state before step 1."""
+        """Load the model directory with a value head of zeros and create a new optimizer: the state before step 1."""
         config, path = self.config, self.path
         model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
@@ -48,7 +48,7 @@ class CriticWorker:
         self.state = RankState("critic", self.model, self.optimizer)
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """`values` of these rows, in the order of the micro-batches."""
+        """Compute `values`, with rows in the order of the micro-batches."""
 
         def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
             return {"values": response_values(self.model, packed)}
@@ -56,7 +56,10 @@ class CriticWorker:
         return row_pass(self.model, columns, batch, microbatches)
 
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
-        """One optimizer step a mini-batch, towards the column `returns`, clipped around the column `values`."""
+        """Take one optimizer step for each mini-batch.
+
+        The targets are in the column `returns`. Predictions are clipped around the column `values`.
+        """
         result = UpdateResult(losses={"value_loss": 0.0})
         for minibatch in minibatches:
             part = UpdateResult(losses={"value_loss": 0.0})
@@ -74,21 +77,21 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        (loss * torch.distributed.get_world_size()).backward()  # FSDP averages over ranks; the loss is a part of a sum
+        (loss * torch.distributed.get_world_size()).backward()  # undoes FSDP's average: the ranks' losses add up
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():
             result.sums[name] = result.sums.get(name, 0.0) + float(value)
 
     def save_state(self, url: str) -> None:
-        """Begin to write this rank's part of a checkpoint. All ranks must call it."""
+        """Start to write this rank's part of a checkpoint. All ranks must call this method."""
         self.state.save(url)
 
     def saved_state(self) -> Saved | None:
-        """What that has come to, None while it is under way."""
+        """Return the result of the last `save_state` call, or None while the save is running."""
         return self.state.saved()
 
     def load_state(self, url: str | None) -> None:
-        """Go back to a checkpoint, or without one to the start. All ranks must call it."""
+        """Load a checkpoint, or restore the initial state if `url` is None. All ranks must call this method."""
         if url is not None:
             self.state.load(url)
         elif self.optimizer.steps:

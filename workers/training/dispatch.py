@@ -1,4 +1,4 @@
-"""How a call on a batch is split over ranks and its results are collected: pure, so that it is tested without Ray."""
+"""Pure functions that split a batch call over ranks and collect the results. Tests can run them without Ray."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import Rows, plan_minibatch
 
-PLAN_METRICS = ("filler_fraction", "idle_fraction")  # of `plan_metrics`: of planning, not of training
+PLAN_METRICS = ("filler_fraction", "idle_fraction")  # keys of `plan_metrics`; they describe the plan, not the training
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,10 @@ class Minibatch:
 
     Attributes:
         rows: all rows of the mini-batch, over all ranks.
-        microbatches: rows of each forward and backward pass of this rank; an empty one still runs, with weight zero.
-        num_tokens: trained tokens of the whole mini-batch.
-        num_sequences: rows of the whole mini-batch with at least one trained token.
+        microbatches: rows of each forward and backward pass of this rank. An empty list still runs a pass, with weight
+            zero.
+        num_tokens: number of trained tokens in the whole mini-batch.
+        num_sequences: number of rows in the whole mini-batch with at least one trained token.
     """
 
     rows: Rows
@@ -32,15 +33,16 @@ class Minibatch:
 
 @dataclass
 class UpdateResult:
-    """What one rank's update came to.
+    """The result of one rank's update.
 
     Attributes:
-        sums: sums over this rank's trained tokens, by metric; over all ranks they are divided by `tokens`.
-        losses: parts of the loss, already divided by the counts of the whole mini-batch, summed over mini-batches.
-        tokens: trained tokens over all mini-batches and ranks, but those of skipped steps.
-        steps: per optimizer step, values that are the same on all ranks; `skipped` is 1 if its numbers are not finite.
-        first: sums over this rank's trained tokens of the first mini-batch, where the weights are still the old ones.
-        first_tokens: trained tokens of the first mini-batch on this rank.
+        sums: sums over this rank's trained tokens, by metric. The totals over all ranks are divided by `tokens`.
+        losses: parts of the loss, summed over mini-batches and already divided by the counts of the whole mini-batch.
+        tokens: number of trained tokens in all mini-batches and on all ranks, without those of skipped steps.
+        steps: values of each optimizer step, which are the same on all ranks. `skipped` is 1 for a step with non-finite
+            values.
+        first: sums over this rank's trained tokens in the first mini-batch, computed before the weights change.
+        first_tokens: number of this rank's trained tokens in the first mini-batch.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -52,11 +54,14 @@ class UpdateResult:
 
     @property
     def finite(self) -> bool:
-        """Whether all parts of the loss are."""
+        """Return whether all parts of the loss are finite."""
         return all(map(math.isfinite, self.losses.values()))
 
     def add(self, part: "UpdateResult", tokens: int, step: dict[str, float]) -> None:
-        """Count in a mini-batch of `tokens` trained tokens. Of one whose step was skipped no number is believed."""
+        """Add the results of a mini-batch with `tokens` trained tokens.
+
+        If the optimizer step of the mini-batch was skipped, its sums, losses and token counts are ignored.
+        """
         kept = not step["skipped"]
         for total, values in ((self.sums, part.sums), (self.losses, part.losses), (self.first, part.first)):
             for name, value in values.items():
@@ -69,7 +74,7 @@ class UpdateResult:
 def split_rows(
     lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
 ) -> list[list[Rows]]:
-    """Micro-batches of each rank for a pass over all rows; `work` as in `plan_minibatch`."""
+    """Return the micro-batches of each rank for a pass over all rows. `work` is defined in `plan_minibatch`."""
     return plan_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
 
 
@@ -82,9 +87,10 @@ def split_minibatches(
     *,
     work: Sequence[int] | None = None,
 ) -> list[list[Minibatch]]:
-    """Each rank's mini-batches, all with the counts of the whole; `work` as in `plan_minibatch`.
+    """Return the mini-batches of each rank, all with the counts of the whole mini-batch.
 
-    Rows without a trained token are in no micro-batch: they would add exactly zero.
+    Rows without a trained token are in no micro-batch, because they would add exactly zero. `work` is defined in
+    `plan_minibatch`.
     """
     trained = torch.segment_reduce(batch.values("response_mask").float(), "sum", offsets=batch.offsets("response_mask"))
     plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
@@ -98,10 +104,12 @@ def split_minibatches(
 
 
 def plan_metrics(plans: Sequence[Sequence[Minibatch]], lengths: Sequence[int], work: Sequence[int]) -> dict[str, float]:
-    """What a plan of an update costs beyond what is needed.
+    """Return the overhead of an update plan.
 
-    `filler_fraction`: of the tokens that go through the model, those of rows that stand in where a rank has none.
-    `idle_fraction`: of the ranks' time, by estimated work, what they wait for the slowest in each micro-batch.
+    Returns:
+        `filler_fraction`, the fraction of processed tokens that belong to stand-in rows of ranks without rows, and
+        `idle_fraction`, the fraction of the ranks' time, by estimated work, in which they wait for the slowest rank of
+        each micro-batch.
     """
     stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
     needed = filler = busy = elapsed = 0
@@ -118,16 +126,18 @@ def plan_metrics(plans: Sequence[Sequence[Minibatch]], lengths: Sequence[int], w
 
 
 def collect_rows(parts: Sequence[DataProto], plan: Sequence[Sequence[Rows]]) -> DataProto:
-    """The ranks' rows in the order of the batch that was split."""
+    """Concatenate the ranks' rows in the order of the batch that was split."""
     order = torch.tensor([row for rank in plan for rows in rank for row in rows])
     return DataProto.concat(parts, rows=order.argsort())
 
 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Metrics of an update over all ranks: means over trained tokens; of losses and step values over optimizer steps.
+    """Combine the results of all ranks into the metrics of one update, without timings.
 
-    The metrics are empty of the clock; `grad_norm_max` is the largest of the optimizer steps. Skipped steps are counted
-    in `skipped_updates`, and in no mean; where all were skipped, means are NaN.
+    Token metrics are means over trained tokens. Losses and step values are means over optimizer steps, and
+    `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` counts the skipped steps. Skipped steps are
+    excluded from all means except that of `lr`. If all steps were skipped, the token metrics, losses and gradient norms
+    are NaN.
     """
     first = results[0]
     kept = [step for step in first.steps if not step["skipped"]]
@@ -151,7 +161,7 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """What `rollout_diagnostics` summed over `tokens` tokens, as means in nats, and the effective sample size."""
+    """Return the means, in nats, of `rollout_diagnostics` sums over `tokens` tokens, and the effective sample size."""
     count = max(tokens, 1)
     return {
         "gap": float(sums["abs"]) / count,

@@ -1,8 +1,8 @@
-"""One rank's part of a checkpoint: parameters, AdamW's moments and its steps, by the names of the parameters.
+"""One rank's part of a checkpoint: parameters, AdamW's moments and step counts, stored by parameter name.
 
-Only tensors are saved, each under a name that does not depend on the number of ranks, so that any number of them, also
-one without shards, loads what any other has saved. A save copies the tensors and returns; a thread writes them, with a
-process group of its own, so that its collectives never meet those of the training.
+Only tensors are saved. Their names do not depend on the number of ranks. Any number of ranks, with or without sharding,
+can therefore load any checkpoint. A save copies the tensors and returns, and a thread then writes them. The thread has
+its own process group, so that its collectives never mix with the collectives of the training.
 """
 
 import functools
@@ -32,8 +32,8 @@ from workers.models.fsdp import Optimizer
 from workers.models.policy_export import export_model, small_files
 from workers.models.state_files import INDEX, StateFiles, StateReader
 
-STATE, MODEL = "state", "model"  # folders of a checkpoint
-_SCHEDULE = "schedule"  # optimizer steps taken
+STATE, MODEL = "state", "model"  # folder names in a checkpoint
+_SCHEDULE = "schedule"  # name of the tensor that holds the number of optimizer steps taken
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Saved:
     """What one rank has written.
 
     Attributes:
-        files: size and CRC-32 by path in the checkpoint, as they were read back.
-        error: why the rest is missing; empty if nothing is.
-        seconds: from the call to the last byte.
+        files: size and CRC-32 of each file, by the path of the file in the checkpoint. Both numbers are computed by
+            reading the file back.
+        error: reason why files are missing; empty if the save succeeded.
+        seconds: time from the call of `save` until all files were written and read back.
     """
 
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -52,10 +53,10 @@ class Saved:
 
 
 class _Ticking(DefaultLoadPlanner):
-    """A rank that loads for long does not hang."""
+    """Load planner that reports progress, so that a rank with a long load does not count as hanging."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """A tensor, or a part of one, has been read."""
+        """Report progress after a tensor, or a part of a tensor, has been read."""
         tick()
 
 
@@ -63,10 +64,10 @@ class RankState:
     """Saves and loads the state of one role on this rank.
 
     Args:
-        role: its name, and that of its folder.
-        model: maybe sharded; parameters that are not trained are not saved.
-        optimizer: of the others.
-        base: where the model came from, if it is to be exported with each checkpoint.
+        role: name of the role and of its folder.
+        model: the model, possibly sharded. Parameters that are not trained are not saved.
+        optimizer: optimizer of the trained parameters.
+        base: directory from which the model was loaded, if the model is exported with each checkpoint; otherwise None.
     """
 
     def __init__(self, role: str, model: nn.Module, optimizer: Optimizer, *, base: Path | None = None) -> None:
@@ -76,18 +77,18 @@ class RankState:
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
-        """The ranks of the role, for the thread: a collective when it is first asked for."""
+        """Return the process group of the role's ranks for checkpoint collectives. The first access is a collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
-        """The small files of the export."""
+        """Return the small files of the export, as `small_files` does."""
         assert self.base is not None, "only asked for where there is an export"
         return small_files(self.model, self.base)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that decides this role's future, as it is now, not copied."""
+        """Return all tensors that determine this role's further training, in their current state and without a copy."""
         found, sharded = {_SCHEDULE: torch.tensor(self.optimizer.steps)}, isinstance(self.model, FSDPModule)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -97,12 +98,15 @@ class RankState:
         return found
 
     def save(self, url: str) -> None:
-        """Begin to write into a checkpoint's folder; returns when the tensors are copied. All ranks must call it."""
+        """Start to write into a checkpoint's folder, and return once the tensors are copied.
+
+        All ranks must call this method.
+        """
         if self.thread is not None:
-            self.thread.join()  # nobody has waited for the one before
+            self.thread.join()  # the previous save may still be running
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
-        # The export's small files are made here and now: transformers is not for two threads.
+        # The export's small files are made in the calling thread, because transformers is not thread-safe.
         small = self.small if self.base is not None and dist.get_rank() == 0 else None
         write = functools.partial(save, writer.stage(self.tensors()), storage_writer=writer, process_group=self.group)
         self.result = None
@@ -112,7 +116,7 @@ class RankState:
         self.thread.start()
 
     def saved(self) -> Saved | None:
-        """What the save has come to, None while it is under way."""
+        """Return the result of the last save, or None while the save is running."""
         return self.result
 
     def _work(self, write: Callable[[], Any], small: dict[str, bytes] | None, folder: Folder, began: float) -> None:
@@ -131,14 +135,14 @@ class RankState:
                 names += [f"{MODEL}/{name}" for name in exported]
             files = {name: folder.checksum(name) for name in names}
             self.result = Saved(files, seconds=time.perf_counter() - began)
-        except BaseException as error:  # whatever it is: the run goes on, and its driver is told
+        except BaseException as error:  # any failure is reported to the driver; the run continues
             self.result = Saved(files, reason(error), time.perf_counter() - began)
 
     def load(self, url: str) -> None:
-        """Take everything from a checkpoint's folder. All ranks must call it.
+        """Load all tensors from a checkpoint's folder. All ranks must call this method.
 
         Raises:
-            CheckpointError: it is of another model, or cannot be read.
+            CheckpointError: the checkpoint is of another model, or cannot be read.
         """
         folder = Folder(url).at(f"{STATE}/{self.role}")
         tensors = self.tensors()
@@ -154,13 +158,13 @@ class RankState:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in one line: where several ranks failed, the first one's."""
+    """Return the reason for an error in one line. If several ranks failed, only the first failure counts."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     below: BaseException | None = error
     while below is not None and not isinstance(below, OSError):
         below = below.__cause__ or below.__context__
-    error = below or error  # torch.save says of a full disk only that its own position is wrong
+    error = below or error  # on a full disk, torch.save reports only a wrong file position
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     text = described(error)

@@ -1,4 +1,4 @@
-"""The reference: a frozen, sharded copy of the start, for KL terms."""
+"""The reference model for KL terms: a frozen, sharded copy of the initial policy."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from workers.models.row_isolation import load_policy
 
 
 class ReferenceWorker:
-    """One rank of the reference model; it never changes.
+    """One rank of the reference model, whose weights never change.
 
     Args:
         config: the whole config.
@@ -22,9 +22,10 @@ class ReferenceWorker:
         self.model = frozen(load_policy(path), config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """What the KL terms need of these rows, in the order of the micro-batches.
+        """Compute the reference columns that the KL terms need, with rows in the order of the micro-batches.
 
-        `ref_log_probs` for estimates from samples; `ref_hidden`, the last hidden states, for the exact KL.
+        Returns:
+            `ref_log_probs` for KL estimates from samples, and `ref_hidden`, the last hidden states, for the exact KL.
         """
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
 

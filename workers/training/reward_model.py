@@ -1,4 +1,4 @@
-"""A reward model: a frozen, sharded sequence classifier whose one output at a row's last token is the row's score."""
+"""A reward model: a frozen, sharded sequence classifier. Its only output at a row's last token is the row's score."""
 
 import functools
 from typing import Any
@@ -17,14 +17,14 @@ from workers.models.row_isolation import check_rows_apart
 
 
 class RewardModelWorker:
-    """One rank of a reward model; it never changes.
+    """One rank of a reward model, whose weights never change.
 
     Args:
         config: the whole config.
         path: the reward model's directory in Hugging Face form.
 
     Raises:
-        ConfigError: its weights are not the whole model, its score is not a linear function of a causal model's last
+        ConfigError: the weights are not the whole model, the score is not a linear function of a causal model's last
             state, or packed rows see each other.
     """
 
@@ -36,10 +36,10 @@ class RewardModelWorker:
         self.model = frozen(model, config)
 
     def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """`model_scores` of these rows, in the order of the micro-batches: their tokens are `prompts`, all of them."""
+        """Compute `model_scores`, with rows in the order of the micro-batches. All tokens of a row are in `prompts`."""
         scores = []
         with forward_only(self.model):
-            for rows in microbatches:  # no rows: one that stands in, so that this rank takes part in the collectives
+            for rows in microbatches:  # an empty list runs a stand-in row, so that this rank joins all collectives
                 tick()
                 packed = to_device(pack(batch[rows or stand_in(batch)]), device())
                 scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
@@ -47,16 +47,16 @@ class RewardModelWorker:
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
-    """The model's last layer."""
+    """Return the model's last layer."""
     head: Any = model.score
     assert isinstance(head, nn.Module), "checked when the model was loaded"
     return head
 
 
 def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
-    """The model's output at the last token of each packed row, float32."""
+    """Return the model's output at the last token of each packed row, in float32."""
     outputs: list[Tensor] = []
-    # The model itself would return one output for the pack, which it takes for one row.
+    # The model would treat the pack as one row and return a single output.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids,
@@ -67,7 +67,7 @@ def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     )
     hook.remove()
     begins = packed.position_ids[0] == 0
-    return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next begins, the last before the first
+    return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next row begins; the last row wraps around
 
 
 def _check(model: PreTrainedModel, where: str) -> None:

@@ -1,4 +1,4 @@
-"""One role on all training ranks: a batch goes out in parts, and columns or metrics come back."""
+"""One role on all training ranks: the group splits a batch over the ranks and collects columns or metrics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +13,11 @@ class WorkerGroup:
     """One role on all ranks of a group of hosts.
 
     Args:
-        hosts: the processes.
-        role: which of their roles.
-        work: what its model computes for a row; without it, ranks are balanced by tokens.
-        sequence_ranks: neighbouring ranks that share out the tokens of each pack: they get the same rows and give the
-            same results, and a pack may have so many times the tokens.
+        hosts: the processes of the ranks.
+        role: name of the role in these processes.
+        work: estimates the work of the role's model for a row. Without it, ranks are balanced by tokens.
+        sequence_ranks: number of neighbouring ranks that split the tokens of each pack. These ranks get the same rows
+            and return the same results. A pack may hold `sequence_ranks` times as many tokens.
     """
 
     def __init__(self, hosts: Hosts, role: str, work: RowWork | None = None, *, sequence_ranks: int = 1) -> None:
@@ -25,19 +25,22 @@ class WorkerGroup:
         self.sequence_ranks, self.size = sequence_ranks, hosts.size // sequence_ranks
 
     def meanwhile(self, function: Callable[[], None]) -> None:
-        """Call this again and again while a call of this group is waited for."""
+        """Set a function that is called repeatedly while the driver waits for a call of this group."""
         self.hosts.meanwhile = function
 
     def start(self, method: str, *args: Any) -> list[Any]:
-        """Start a call on every rank with the same arguments; `wait` for the results, or pass them on."""
+        """Start a call on every rank with the same arguments.
+
+        The result can be passed to `wait`, or its elements can be used as arguments of other calls.
+        """
         return self.hosts.start(self.role, method, [args] * self.hosts.size)
 
     def wait(self, pending: list[Any], *, beside: Sequence[Hosts] = ()) -> list[Any]:
-        """Results by rank of `start`, which may depend on calls of the groups `beside` too."""
+        """Return the results of `start` by rank. The calls may also depend on calls of the groups in `beside`."""
         return self.hosts.wait(pending, beside=beside)
 
     def rows(self, method: str, batch: DataProto, *, max_tokens: int) -> DataProto:
-        """A pass over all rows, shared out over the ranks; the new columns come back in the batch's order."""
+        """Run a pass over all rows, split over the ranks, and return the new columns in the batch's row order."""
         lengths, work = self.costs(batch)
         plan = split_rows(lengths, self.size, max_tokens * self.sequence_ranks, work=work)
         shared = self.hosts.share(batch)
@@ -46,7 +49,10 @@ class WorkerGroup:
     def update(
         self, batch: DataProto, minibatches: Sequence[list[int]], *arguments: Any, max_tokens: int
     ) -> dict[str, float]:
-        """Train on the mini-batches in order, with further arguments of the role; returns metrics over all ranks."""
+        """Train on the mini-batches in order and return metrics over all ranks.
+
+        `arguments` are further arguments of the role's `update` method.
+        """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
         plans = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
@@ -55,16 +61,23 @@ class WorkerGroup:
         return sum_updates(results) | plan_metrics(plans, lengths, work)
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Each of these arguments for all ranks that share a pack's tokens; one result of each such group."""
+        """Call the method with each element of `arguments` on all ranks that split a pack's tokens together.
+
+        Returns:
+            One result for each group of `sequence_ranks` ranks.
+        """
         every = [own for own in arguments for _ in range(self.sequence_ranks)]
         return self.hosts.call(self.role, method, every)[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:
-        """Tokens in a pack, and estimated work, of each row."""
+        """Return the number of tokens in a pack, and the estimated work, of each row."""
         lengths = row_lengths(batch)
         return lengths, self.work.of_rows(lengths, batch.lengths("responses").tolist())
 
 
 def row_lengths(batch: DataProto) -> list[int]:
-    """Tokens that each row takes in a pack: the last response token predicts nothing and is left out."""
+    """Return the number of tokens that each row takes in a pack.
+
+    The last response token of a row is left out because it predicts nothing.
+    """
     return (batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1).tolist()

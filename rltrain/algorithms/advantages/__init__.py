@@ -1,6 +1,7 @@
-"""Advantage estimators: (token_level_rewards, response_mask, columns..., *, knobs) -> (advantages, returns).
+"""Advantage estimators.
 
-Every module of this folder is imported, so that a new file is registered by being here.
+Every estimator has the signature (token_level_rewards, response_mask, columns..., *, knobs) -> (advantages, returns).
+This package imports each of its modules, so a new file in this folder is registered without further code.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation, in parallel over time."""
+"""Generalised advantage estimation (GAE), computed in parallel over time."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def gae(
     token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """A_t = sum_l (gamma lam)^l delta_t+l, delta_t = r_t + gamma V_t+1 - V_t; arXiv 1506.02438 eq. 11 and 16.
+    """Compute A_t = sum_l (gamma lam)^l delta_t+l, delta_t = r_t + gamma V_t+1 - V_t; arXiv 1506.02438 eq. 11 and 16.
 
-    Time counts trained tokens only: t + 1 is the next trained token, so the tool tokens between two trained ones cost
-    no discount and lend no value. After the last trained token V is 0. Returns are A + V.
+    Time counts trained tokens only: t + 1 is the next trained token. Tool tokens between two trained tokens therefore
+    cause no discount, and their values are not used. After the last trained token V is 0. The returns are A + V.
 
-    All (B, T); masked slots are ignored and give 0. Nothing is whitened: see `normalize_advantages`. No gradient.
+    All tensors are (B, T). Values in masked slots are ignored, and the results are 0 there. The results have no
+    gradient. This function does not whiten the advantages; `normalize_advantages` does.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)

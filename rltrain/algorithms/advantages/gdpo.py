@@ -1,4 +1,4 @@
-"""Several rewards, each normalised on its own."""
+"""GDPO advantages: several reward components, each normalised separately."""
 
 from collections.abc import Sequence
 
@@ -20,19 +20,26 @@ def gdpo(
     *,
     weights: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor]:
-    """A_i,t = (s_i - mean(s)) / (std(s) + 1e-6), s_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6).
+    """Compute A_i,t = (s_i - mean(s)) / (std(s) + 1e-6), s_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6).
 
-    GDPO, arXiv 2601.05242. r_ik: component k of row i, NaN where it does not apply; mean_k, std_k: over the valid rows
-    of the group that it applies to; mean(s), std(s): over the valid rows of the batch, each row once; both stds
-    unbiased. So a component with few values is not drowned by one with many. `weights`: w_k, one for each component; ()
-    weighs all by 1. A component that is constant in its group adds exactly 0. A row that is not `valid`, or to which no
-    component applies, is in no statistic and gets 0.
+    This is GDPO, arXiv 2601.05242. r_ik is component k of row i, and NaN where the component does not apply to the row.
+    mean_k and std_k are over the valid rows of the group that component k applies to. mean(s) and std(s) are over the
+    valid rows of the batch, and each row counts once. Both stds are unbiased. Normalising each component separately
+    keeps a component with few distinct values from being drowned out by a component with many.
 
-    All rewards come from `reward_components`: `token_level_rewards` is there for the signature only and is not read, so
-    a KL penalty that was put into it would be lost. Use the KL loss instead.
+    `weights` holds one w_k for each component; () gives every component the weight 1. A component that is constant in
+    its group adds exactly 0. A row that is not `valid`, or that no component applies to, is excluded from the
+    statistics and gets an advantage of 0.
 
-    token_level_rewards, response_mask (B, T); uid, valid (B,); reward_components (B, K). Advantages (B, T) are 0 where
-    masked; returns are equal.
+    All rewards come from `reward_components`. `token_level_rewards` is in the signature only because every estimator
+    has it, and this function does not read it. A KL penalty in `token_level_rewards` would therefore be lost; use the
+    KL loss instead.
+
+    token_level_rewards and response_mask are (B, T), uid and valid are (B,), and reward_components is (B, K). The
+    advantages are (B, T) and 0 in masked slots. The returns equal the advantages.
+
+    Raises:
+        ValueError: if `weights` is given and all weights are 0.
     """
     if len(weights) and not any(weights):
         raise ValueError(f"weights={list(weights)}: with all of them 0 nothing is learnt; give one above 0")

@@ -1,4 +1,4 @@
-"""Group policy gradient."""
+"""Advantages of group policy gradient (GPG)."""
 
 from torch import Tensor
 
@@ -12,18 +12,21 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def gpg(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, *, norm_factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """A_i,t = alpha (r_i - mean(r_group)) / norm_factor, alpha = n / n_varied; GPG, arXiv 2504.02546.
+    """Compute A_i,t = alpha (r_i - mean(r_group)) / norm_factor, alpha = n / n_varied; GPG, arXiv 2504.02546.
 
-    n: valid rows of the batch; n_varied: those in a group whose rewards differ. Groups without spread have no gradient,
-    and alpha makes up for the rows of theirs that a mean over the batch divides by. `norm_factor` is the paper's
-    F_norm, here a constant. r_i: sum of the row's token rewards; group: the valid rows with the same `uid`. A group of
-    one, or with all rewards equal, gets exactly 0; so does a row that is not `valid`, and it is in no statistic.
+    n is the number of valid rows in the batch. n_varied is the number of valid rows whose group has differing rewards.
+    Rows of a group with equal rewards have no gradient, but a mean over the batch still counts them in its divisor;
+    alpha compensates for this. `norm_factor` is F_norm of the paper, here a constant. r_i is the sum of the rewards of
+    the row's trained tokens. A group is the set of valid rows with the same `uid`. A group that has only one row, or
+    whose rewards are all equal, gets advantages of exactly 0. A row that is not `valid` is excluded from the statistics
+    and gets an advantage of 0.
 
-    token_level_rewards, response_mask (B, T); uid, valid (B,). Advantages (B, T) are 0 where masked; returns are equal.
+    token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
+    slots. The returns equal the advantages.
     """
     check_positive(norm_factor=norm_factor)
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     varied = statistics_of(masked(scores, counted), group_index(uid), counted).varied & counted
-    alpha = counted.sum().double() / varied.sum().clamp(min=1)  # an int by an int would be float32
+    alpha = counted.sum().double() / varied.sum().clamp(min=1)  # dividing two int tensors would give float32
     deviations = normalize_rewards(scores, uid, counted, mean_level="group", std_level=None)
     return spread(alpha.to(scores.dtype) * deviations / norm_factor, response_mask)

@@ -1,4 +1,4 @@
-"""Group-relative advantages."""
+"""Group-relative advantages (GRPO)."""
 
 from torch import Tensor
 
@@ -11,13 +11,15 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def grpo(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, *, norm_by_std: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """A_i,t = (r_i - mean(r_group)) / (std(r_group) + 1e-6); GRPO, arXiv 2402.03300 section 4.1.2.
+    """Compute A_i,t = (r_i - mean(r_group)) / (std(r_group) + 1e-6); GRPO, arXiv 2402.03300 section 4.1.2.
 
-    r_i: sum of the row's token rewards; group: the valid rows with the same `uid`; std: unbiased. `norm_by_std` False
-    leaves the division out (Dr. GRPO, arXiv 2503.20783). A group of one, or with all rewards equal, gets exactly 0; so
-    does a row that is not `valid`, and it is in no statistic.
+    r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
+    std is unbiased. With `norm_by_std` False, the advantages are not divided by the std (Dr. GRPO, arXiv 2503.20783). A
+    group that has only one row, or whose rewards are all equal, gets advantages of exactly 0. A row that is not `valid`
+    is excluded from the statistics and gets an advantage of 0.
 
-    token_level_rewards, response_mask (B, T); uid, valid (B,). Advantages (B, T) are 0 where masked; returns are equal.
+    token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
+    slots. The returns equal the advantages.
     """
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     std_level = "group" if norm_by_std else None

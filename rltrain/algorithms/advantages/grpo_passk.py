@@ -13,14 +13,19 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def grpo_passk(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, *, norm_by_std: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """A_i,t = (r_max - r_second) / (std(r_group) + 1e-6) for the best row of a group, else 0; arXiv 2503.19595.
+    """Compute A_i,t = (r_max - r_second) / (std(r_group) + 1e-6) for a group's best row, else 0; arXiv 2503.19595.
 
-    What a row adds to the maximum of its group, the quantity that pass@k rewards with k the group's size: the maximum
-    less that of the other rows, r_second for the best row. Where two rows share the best reward neither adds anything,
-    and the group gets exactly 0. So does a group of one, and a row that is not `valid`, which is in no statistic.
-    r_i: sum of the row's token rewards; std: unbiased; `norm_by_std` False leaves the division out.
+    The numerator is what a row adds to the maximum reward of its group: the maximum over the group minus the maximum
+    over the other rows. For the best row, the maximum over the other rows is r_second. The maximum of the group is the
+    quantity that pass@k rewards when k is the group size. If two rows share the best reward, neither adds anything, and
+    the whole group gets advantages of exactly 0. A group that has only one row also gets advantages of exactly 0. A row
+    that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
-    token_level_rewards, response_mask (B, T); uid, valid (B,). Advantages (B, T) are 0 where masked; returns are equal.
+    r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
+    std is unbiased. With `norm_by_std` False, the advantages are not divided by the std.
+
+    token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
+    slots. The returns equal the advantages.
     """
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     raw, group = masked(scores, counted).double(), group_index(uid)
@@ -31,5 +36,6 @@ def grpo_passk(
     advantages = masked(raw - second, alone)
     if norm_by_std:
         advantages = torch.where(alone, advantages / (of.std + 1e-6), advantages)
-    advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)  # a NaN has no order: it stays visible
+    # A NaN reward compares unequal to every number and would end as 0, so a non-finite group mean is returned instead.
+    advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)
     return spread(advantages.to(scores.dtype), response_mask)

@@ -1,4 +1,4 @@
-"""On-policy optimisation with the length-weighted baseline."""
+"""Advantages of on-policy optimisation (OPO) with the length-weighted baseline."""
 
 from torch import Tensor
 
@@ -10,13 +10,15 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
 @ADVANTAGE_ESTIMATORS.register("opo", statistics="group")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """A_i,t = r_i - b, b = sum_j l_j r_j / sum_j l_j over the group; OPO, arXiv 2505.23585.
+    """Compute A_i,t = r_i - b, b = sum_j l_j r_j / sum_j l_j over the group; OPO, arXiv 2505.23585.
 
-    The baseline of least variance if the squared gradient of log pi(y) grows with the length of y. r_i: sum of the
-    row's token rewards; l_i: its trained tokens; group: the valid rows with the same `uid`. A group of one, or with
-    all rewards equal, gets exactly 0; so does a row that is not `valid`, and it is in no statistic.
+    b is the baseline of least variance if the squared gradient of log pi(y) grows with the length of y. r_i is the sum
+    of the rewards of the row's trained tokens, and l_i is the number of these tokens. A group is the set of valid rows
+    with the same `uid`. A group that has only one row, or whose rewards are all equal, gets advantages of exactly 0. A
+    row that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
-    token_level_rewards, response_mask (B, T); uid, valid (B,). Advantages (B, T) are 0 where masked; returns are equal.
+    token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
+    slots. The returns equal the advantages.
     """
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     raw, group = masked(scores, counted).double(), group_index(uid)

@@ -1,4 +1,4 @@
-"""A baseline for each token, weighted by the gradient energy that led up to it."""
+"""Advantages with a separate baseline for each token, weighted by the gradient energy accumulated up to that token."""
 
 import torch
 from torch import Tensor
@@ -14,34 +14,38 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def optimal_token_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, old_log_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A_i,t = G_i,t - B_t, B_t = sum_i W_i,t G_i,t / sum_i W_i,t; optimal token baseline, arXiv 2602.07078.
+    """Compute A_i,t = G_i,t - B_t, B_t = sum_i W_i,t G_i,t / sum_i W_i,t; optimal token baseline, arXiv 2602.07078.
 
-        G_i,t = sum_{j >= t} r_i,j             the rewards still to come, not discounted
-        W_i,t = sum_{j <= t} e_i,j             the energy so far, a proxy for the squared gradient of log pi(y_1..t)
+        G_i,t = sum_{j >= t} r_i,j             the undiscounted rewards from t on
+        W_i,t = sum_{j <= t} e_i,j             the energy up to t, a proxy for the squared gradient of log pi(y_1..t)
         e_i,j = 1 - pi(y_j) >= 0
 
-    t counts the trained tokens of a row, so that tool tokens are transparent; both sums over i run over the valid rows
-    of the group (same `uid`) that have a t-th one. Where no row has energy, as under a policy without chance, B_t is
-    the plain mean. Where all G_i,t are equal, A is exactly 0: also for a row that is the only one left at t, whose
-    baseline is its own return, and so for the tail of the longest row. A row that is not `valid` is in no statistic
-    and gets 0.
+    The index t counts the trained tokens of a row, so tool tokens are skipped. Both sums over i run over the valid rows
+    of the group (same `uid`) that have a t-th trained token. Where no row has energy, as under a deterministic policy,
+    B_t is the plain mean.
 
-    Differs from the paper: there e is the squared gradient of log pi(y_j) by the logits, 1 - 2 pi(y_j) + sum_v pi_v^2,
-    and the sum over the vocabulary is not in the batch. pi(y_j) stands in for it: its mean over y_j ~ pi is that sum.
+    Where all G_i,t are equal, A is exactly 0. If only one row is left at t, its baseline is its own return, so A is
+    exactly 0 on the tail of the longest row. A row that is not `valid` is excluded from the statistics and gets an
+    advantage of 0.
 
-    token_level_rewards, response_mask, old_log_probs (B, T); uid, valid (B,). Both results (B, T) are 0 where masked;
-    returns are G.
+    This function differs from the paper in e. In the paper, e is the squared gradient of log pi(y_j) with respect to
+    the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not hold the sum over the vocabulary, so pi(y_j) replaces
+    it: the mean of pi(y_j) over y_j ~ pi is that sum.
+
+    token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). Both results are (B, T) and
+    0 in masked slots. The returns are G.
     """
     mask = as_mask(response_mask) & counted_rows(response_mask, valid)[:, None]
     place, group = places(mask), group_index(uid)
     rewards, log_probs = as_float(token_level_rewards.detach()).double(), as_float(old_log_probs.detach()).double()
     returns = discounted_suffix_sum(pack(rewards, mask, place), 1.0)
-    # Rounding may leave a log-prob above 0, and a weight must not be negative.
+    # Rounding can make a log-prob positive, and its weight would then be negative.
     energy = pack(-torch.expm1(log_probs.clamp(max=0)), mask, place).cumsum(-1)
     live = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1, keepdim=True)
     energy = masked(energy, live)
     weight = torch.where(group_sum(energy, group) > 0, energy, live)
-    baseline = group_sum(weight * returns, group) / group_sum(weight, group)  # NaN past the longest row: never `varied`
+    # The baseline is 0 / 0 = NaN past the longest row. These places are never `varied`, so the NaN is masked below.
+    baseline = group_sum(weight * returns, group) / group_sum(weight, group)
     varied = statistics_of(returns, group, live).varied
     dtype = as_float(token_level_rewards).dtype
     advantages = unpack(masked(returns - baseline, varied), mask, place)

@@ -1,4 +1,4 @@
-"""What estimators that judge a whole response share."""
+"""Helpers of the estimators that assign one score to a whole response."""
 
 from torch import Tensor
 
@@ -6,19 +6,22 @@ from rltrain.algorithms.ratio import as_mask, masked
 
 
 def counted_rows(response_mask: Tensor, valid: Tensor) -> Tensor:
-    """The rows that count (B,): valid, with a trained token."""
-    # A row without a trained token has nowhere to carry its score: a 0 for it would be an invented one.
+    """Return which rows enter the statistics (B,): the valid rows that have at least one trained token."""
+    # A row without a trained token has no slot that could hold its score, so counting it would invent a score of 0.
     return as_mask(valid) & as_mask(response_mask).any(-1)
 
 
 def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of each row's trained tokens' rewards (B,), and the rows that count (B,)."""
+    """Return the sum of the rewards of each row's trained tokens (B,), and `counted_rows` (B,)."""
     scores = masked(token_level_rewards.detach(), as_mask(response_mask)).sum(-1)
     return scores, counted_rows(response_mask, valid)
 
 
 def spread(row_advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Give each trained token its row's advantage: (B,) -> twice (B, T); without a critic returns are the same."""
+    """Give each trained token the advantage of its row: (B,) -> advantages (B, T) and returns (B, T).
+
+    Without a critic the returns equal the advantages.
+    """
     mask = as_mask(response_mask)
     advantages = masked(row_advantages[:, None].expand(mask.shape), mask)
     return advantages, advantages.clone()

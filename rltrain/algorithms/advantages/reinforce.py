@@ -1,4 +1,4 @@
-"""REINFORCE: the return itself."""
+"""REINFORCE advantages: the return itself, without a baseline."""
 
 from torch import Tensor
 
@@ -11,12 +11,13 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def reinforce(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """A_t = G_t = sum_l gamma^l r_t+l, without a baseline; Williams 1992, Machine Learning 8:229-256.
+    """Compute A_t = G_t = sum_l gamma^l r_t+l, without a baseline; Williams 1992, Machine Learning 8:229-256.
 
-    r_t: reward of a trained token; t + 1 is the next trained token, so tool tokens cost no discount. No row sees
-    another. A row that is not `valid` gets 0.
+    r_t is the reward of a trained token. t + 1 is the next trained token, so tool tokens cause no discount. The result
+    of a row does not depend on other rows. A row that is not `valid` gets an advantage of 0.
 
-    token_level_rewards, response_mask (B, T); valid (B,). Advantages (B, T) are 0 where masked; returns are equal.
+    token_level_rewards and response_mask are (B, T); valid is (B,). The advantages are (B, T) and 0 in masked slots.
+    The returns equal the advantages.
     """
     returns = returns_to_go(token_level_rewards, as_mask(response_mask) & as_mask(valid)[:, None], gamma=gamma)
     return returns, returns.clone()

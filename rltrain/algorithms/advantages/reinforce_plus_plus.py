@@ -1,4 +1,4 @@
-"""REINFORCE++: returns whitened over the batch."""
+"""REINFORCE++ advantages: returns whitened over the batch."""
 
 from torch import Tensor
 
@@ -12,14 +12,15 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def reinforce_plus_plus(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """A_t = (G_t - mean(G)) / (std(G) + 1e-6), G_t = sum_l gamma^l r_t+l; REINFORCE++, arXiv 2501.03262.
+    """Compute A_t = (G_t - mean(G)) / (std(G) + 1e-6), G_t = sum_l gamma^l r_t+l; REINFORCE++, arXiv 2501.03262.
 
-    r_t: reward of a trained token, which holds the KL penalty in the paper (KL-in-reward here); t + 1 is the next
-    trained token, so tool tokens cost no discount. Mean and unbiased std are over all trained tokens of the valid rows
-    of the batch: a long response weighs more. All G equal: exactly 0. A row that is not `valid` is in no statistic and
-    gets 0.
+    r_t is the reward of a trained token. In the paper, r_t includes the KL penalty; here it does so with KL-in-reward.
+    t + 1 is the next trained token, so tool tokens cause no discount. The mean and the unbiased std are over all
+    trained tokens of the valid rows of the batch, so a long response weighs more. If all G are equal, A is exactly 0. A
+    row that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
-    token_level_rewards, response_mask (B, T); valid (B,). Both results (B, T) are 0 where masked; returns are G.
+    token_level_rewards and response_mask are (B, T); valid is (B,). Both results are (B, T) and 0 in masked slots. The
+    returns are G.
     """
     mask = as_mask(response_mask) & as_mask(valid)[:, None]
     returns = returns_to_go(token_level_rewards, mask, gamma=gamma)

@@ -1,4 +1,4 @@
-"""REINFORCE++ with the group's mean as baseline."""
+"""REINFORCE++ advantages with the group mean as baseline."""
 
 from torch import Tensor
 
@@ -12,14 +12,18 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A_i,t = (d_i - mean(d)) / (std(d) + 1e-6), d_i = r_i - mean(r_group).
+    """Compute A_i,t = (d_i - mean(d)) / (std(d) + 1e-6), d_i = r_i - mean(r_group).
 
-    REINFORCE++ with baseline, arXiv 2501.03262. r_i: sum of the row's token rewards; group: the valid rows with the
-    same `uid`; mean(d) and the unbiased std(d) are over all trained tokens of the valid rows of the batch. A group of
-    one, or with all rewards equal, enters with d = 0 exactly; that is no longer 0 once mean(d) is taken off, which
-    differs from 0 where lengths do. All d equal: exactly 0. A row that is not `valid` is in no statistic and gets 0.
+    This is REINFORCE++ with baseline, arXiv 2501.03262. r_i is the sum of the rewards of the row's trained tokens. A
+    group is the set of valid rows with the same `uid`. mean(d) and the unbiased std(d) are over all trained tokens of
+    the valid rows of the batch.
 
-    token_level_rewards, response_mask (B, T); uid, valid (B,). Advantages (B, T) are 0 where masked; returns are equal.
+    A group that has only one row, or whose rewards are all equal, has d = 0 exactly. Its A can still differ from 0,
+    because mean(d) is not 0 if response lengths differ. If all d are equal, A is exactly 0. A row that is not `valid`
+    is excluded from the statistics and gets an advantage of 0.
+
+    token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
+    slots. The returns equal the advantages.
     """
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     deviations = normalize_rewards(scores, uid, counted, mean_level="group", std_level=None)

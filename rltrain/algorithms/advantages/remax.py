@@ -1,4 +1,4 @@
-"""ReMax: the greedy answer's score as baseline."""
+"""ReMax advantages: the score of the greedy answer is the baseline."""
 
 from torch import Tensor
 
@@ -11,14 +11,15 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def remax(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, baseline_rewards: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A_t = sum_{t' >= t} r_t' - b, b the score of the greedy answer to the row's prompt; ReMax, arXiv 2310.10505.
+    """Compute A_t = sum_{t' >= t} r_t' - b, with b the greedy answer's score for the prompt; ReMax, arXiv 2310.10505.
 
-    r_t: reward of a trained token. With the score on the last one and no KL-in-reward, A_t is the paper's r - b for all
-    tokens; with it, the first sum holds the penalties still to come, and b, a score, holds none. No row sees another.
-    A row that is not `valid`, or whose b is NaN (the greedy answer has no score), gets 0.
+    r_t is the reward of a trained token. If the score is on the last trained token and there is no KL-in-reward, A_t is
+    the paper's r - b for all tokens. With KL-in-reward, the sum includes the KL penalties from t on, while b is a score
+    and includes none. The result of a row does not depend on other rows. A row that is not `valid`, or whose b is NaN
+    (the greedy answer has no score), gets 0 in both results.
 
-    token_level_rewards, response_mask (B, T); valid, baseline_rewards (B,). Both results (B, T) are 0 where masked;
-    returns are the sums without b.
+    token_level_rewards and response_mask are (B, T); valid and baseline_rewards are (B,). Both results are (B, T) and 0
+    in masked slots. The returns are the sums without b.
     """
     known = as_mask(valid) & ~baseline_rewards.isnan()
     mask = as_mask(response_mask) & known[:, None]

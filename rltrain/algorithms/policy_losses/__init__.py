@@ -1,6 +1,8 @@
-"""Policy losses: (log_probs, old_log_probs, advantages, response_mask, ..., *, knobs) -> (token_losses, metrics).
+"""Policy losses.
 
-Every module of this folder is imported, so that a new file is registered by being here.
+Every policy loss has the signature (log_probs, old_log_probs, advantages, response_mask, ..., *, knobs) ->
+(token_losses, metrics). This package imports each of its modules, so a new file in this folder is registered without
+further code.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Clipped importance sampling weights: every token keeps its gradient."""
+"""Policy loss with clipped importance sampling weights (CISPO), in which every token keeps its gradient."""
 
 import torch
 from torch import Tensor
@@ -25,16 +25,18 @@ def cispo(
     clip_ratio_low: float = 1.0,
     clip_ratio_high: float = 4.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE weighted with the clipped ratio; CISPO of MiniMax-M1, arXiv 2506.13585 section 3.1.
+    """Compute the REINFORCE loss weighted by the clipped ratio; CISPO of MiniMax-M1, arXiv 2506.13585 section 3.1.
 
-        l = -sg[clip(r, 1-low, 1+high)] A log pi(y_t)          sg: no gradient through it
+        l = -sg[clip(r, 1-low, 1+high)] A log pi(y_t)          sg: stop-gradient
 
-    r = pi(y_t) / pi_old(y_t), A advantage. Clipping bounds the weight and takes no token's gradient away: it is
-    -clip(r) A grad log pi everywhere. low = 1 means no lower bound, as in the paper. log pi is written log pi_old +
-    log r with log r clamped to [-20, 20], and has no gradient beyond: so the value is finite where pi is 0.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. Clipping bounds the weight and removes no token's gradient: a
+    clipped token also has the gradient -clip(r) A grad log pi. low = 1 means no lower bound, as in the paper.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (always 0: no gradient is lost),
-    `weight_clip_fraction` (r outside of the range), `ratio_mean`, `ppo_kl`.
+    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The value is therefore finite where
+    pi is 0. The gradient is 0 where log r is outside of [-20, 20].
+
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (always 0,
+    because no gradient is removed), `weight_clip_fraction` (r outside of the clip range), `ratio_mean` and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high

@@ -1,4 +1,4 @@
-"""Clip-Cov: a few tokens whose covariance would collapse the entropy get no gradient."""
+"""Clip-Cov policy loss: it removes the gradient of a few tokens whose high covariance would collapse the entropy."""
 
 import math
 
@@ -21,19 +21,21 @@ def clip_cov(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped loss, without the selected tokens; Clip-Cov, arXiv 2505.22617 eq. 12.
+    """Compute PPO's clipped loss without the selected tokens; Clip-Cov, arXiv 2505.22617 eq. 12.
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
-    r = pi(y_t) / pi_old(y_t), A advantage. A selected token has neither loss nor gradient, and stays in the
-    denominators. It acts at r = 1 already: the gradient at the old policy is REINFORCE of the other tokens.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. A selected token has no loss and no gradient, but still counts in
+    the denominators of the aggregation. The selection already acts at r = 1: at the old policy, the gradient is the
+    REINFORCE gradient of the tokens that are not selected.
 
-    All (B, T), `selected` bool; masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (clipped by
-    ratio), `selected_fraction` (dropped), `ratio_mean`, `ppo_kl`.
+    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
+    `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped, tokens), `ratio_mean`
+    and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     dropped = as_mask(selected)
-    kept = masked(advantages, mask & ~dropped)  # a token of advantage 0 has no loss and no gradient
+    kept = masked(advantages, mask & ~dropped)  # advantage 0 removes loss and gradient
     bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": math.inf}
     losses, metrics = vanilla(log_probs, old_log_probs, kept, mask, **bounds)
     del metrics["clip_fraction_c"]
@@ -51,16 +53,23 @@ def select_clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """A random few of the trained tokens whose covariance is high, from a whole mini-batch; arXiv 2505.22617 eq. 11.
+    """Select a few random trained tokens of high covariance from a whole mini-batch; arXiv 2505.22617 eq. 11.
 
-        selected = floor(clip_cov_ratio N) tokens, at least 1, drawn of lb <= (log pi - mean) (A - mean) <= ub
+        selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
-    N: trained tokens; means over them. Drawn are those with the smallest `random_draws`, uniform numbers that the
-    caller keys by token, so the order of rows does not matter; draws that tie with the last are in. Nothing is selected
-    where no token lies in the range. Two differences from the authors' program: log pi is the old policy's, since
-    selection comes before the update, and tokens that the ratio clips are not left out, for they are unknown by then.
+    N is the number of trained tokens, and the means are over these tokens. The selector takes the tokens in the range
+    that have the smallest `random_draws`. These are uniform numbers that the caller keys by token, so the order of rows
+    does not matter. A token whose draw equals the largest selected draw is also selected. If no token is in the range,
+    no token is selected.
 
-    All (B, T); returns bool, False where masked.
+    The selector differs from the authors' program in two ways. First, log pi is that of the old policy, because the
+    selection precedes the update. Second, tokens that the ratio clips can be selected, because the ratio is not known
+    before the update.
+
+    All tensors are (B, T). Returns bool, False in masked slots.
+
+    Raises:
+        ValueError: if `clip_cov_ratio` is not in (0, 1], or `clip_cov_lb` is above `clip_cov_ub`.
     """
     check_share(clip_cov_ratio=clip_cov_ratio)
     if not clip_cov_lb <= clip_cov_ub:

@@ -1,4 +1,4 @@
-"""Divergence PPO with the binary KL divergence."""
+"""Divergence PPO (DPPO) policy loss with the binary KL divergence."""
 
 import torch
 from torch import Tensor
@@ -19,19 +19,22 @@ def dppo_kl(
     delta_high: float = 0.05,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with a bounded ratio, on tokens whose divergence is small; DPPO, arXiv 2602.04879.
+    """Compute the REINFORCE loss with a bounded ratio on tokens whose divergence is small; DPPO, arXiv 2602.04879.
 
-        l = -A sg[min(r, c)] log pi(y_t) m                        sg: no gradient through it
+        l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0, D > delta_high and pi > pi_old, or A < 0, D > delta_low and pi < pi_old; else 1
         D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
 
-    r = pi(y_t) / pi_old(y_t), A advantage, c = `clip_ratio_c` > 1 (inf: none). D is KL(pi_old || pi) when each policy
-    tells y_t from all other tokens and nothing else. A token that moved against its advantage is never dropped. log pi
-    is written log pi_old + log r with log r clamped to [-20, 20], and has no gradient beyond; probabilities are at most
-    1, and 1 - pi is at least the smallest normal number, so D is finite.
+    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). D is KL(pi_old || pi) of
+    the binary distributions that only distinguish y_t from all other tokens. A token whose probability moved against
+    its advantage is never dropped.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (dropped),
-    `weight_clip_fraction` (r > c, not dropped), `ratio_mean`, `ppo_kl`.
+    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
+    outside of this range. In D, probabilities are at most 1, and 1 - pi is at least the smallest normal number, so D is
+    finite.
+
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (dropped
+    tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
     """
     check_deltas(delta_low, delta_high)
     mask = as_mask(response_mask)
@@ -45,7 +48,10 @@ def dppo_kl(
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL between two coins whose heads have log-probabilities `log_p` and `log_q`, none above 0; always finite."""
+    """Compute the KL divergence between two Bernoulli distributions; the result is always finite.
+
+    `log_p` and `log_q` are the log-probabilities of the first outcome, and must not be above 0.
+    """
     tiny = torch.finfo(log_p.dtype).tiny
     tails_p, tails_q = (-log_p.expm1()).clamp(min=tiny), (-log_q.expm1()).clamp(min=tiny)
     return log_p.exp() * (log_p - log_q) + tails_p * (tails_p / tails_q).log()

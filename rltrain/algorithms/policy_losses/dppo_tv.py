@@ -1,4 +1,4 @@
-"""Divergence PPO with the binary total variation."""
+"""Divergence PPO (DPPO) policy loss with the binary total variation."""
 
 from torch import Tensor
 
@@ -25,18 +25,20 @@ def dppo_tv(
     delta_high: float = 0.15,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with a bounded ratio, on tokens whose probability has not moved too far; DPPO, arXiv 2602.04879.
+    """Compute the REINFORCE loss with a bounded ratio on tokens whose probability moved little; DPPO, arXiv 2602.04879.
 
-        l = -A sg[min(r, c)] log pi(y_t) m                        sg: no gradient through it
+        l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi - pi_old < -delta_low; else 1
 
-    r = pi(y_t) / pi_old(y_t), A advantage, c = `clip_ratio_c` > 1 (inf: none). |pi - pi_old| is the total variation
-    between the two policies when each tells y_t from all other tokens and nothing else. A token that moved against its
-    advantage is never dropped. log pi is written log pi_old + log r with log r clamped to [-20, 20], and has no
-    gradient beyond; probabilities are at most 1.
+    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). |pi - pi_old| is the
+    total variation between the binary distributions that only distinguish y_t from all other tokens. A token whose
+    probability moved against its advantage is never dropped.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (dropped),
-    `weight_clip_fraction` (r > c, not dropped), `ratio_mean`, `ppo_kl`.
+    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
+    outside of this range. Probabilities are at most 1.
+
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (dropped
+    tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
     """
     check_deltas(delta_low, delta_high)
     mask = as_mask(response_mask)
@@ -49,14 +51,14 @@ def dppo_tv(
 
 
 def check_deltas(delta_low: float, delta_high: float) -> None:
-    """Raise ValueError for a bound that would drop tokens at r = 1."""
+    """Raise ValueError if a bound would drop tokens at r = 1, that is, if it is negative."""
     for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value} must be >= 0, or it drops every token at r = 1; use 0.1, say")
 
 
 def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi and log pi_old, both without gradient and at most 0, whatever rounding made of them."""
+    """Return log pi and log pi_old without gradient, clamped to at most 0 against rounding."""
     old = masked(old_log_probs.detach(), mask)
     return (old + log_ratio.detach()).clamp(max=0), old.clamp(max=0)
 
@@ -64,7 +66,10 @@ def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) ->
 def dropping_loss(
     log_ratio: Tensor, old_log_probs: Tensor, advantage: Tensor, mask: Tensor, *, far: Tensor, clip_ratio_c: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A sg[min(r, c)] log pi, exactly 0 and without gradient where `far`; and the metrics."""
+    """Return -A sg[min(r, c)] log pi, and the metrics.
+
+    The loss is exactly 0 and has no gradient where `far` is True.
+    """
     check_clip_ratio_c(clip_ratio_c)
     ratio = log_ratio.detach().exp()
     weight = masked(advantage * ratio.clamp(max=clip_ratio_c), ~far)

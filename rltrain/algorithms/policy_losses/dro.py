@@ -1,4 +1,4 @@
-"""Direct reward optimisation: a quadratic pull towards the old policy instead of clipping."""
+"""Direct reward optimisation (DRO) policy loss: a quadratic penalty towards the old policy replaces clipping."""
 
 import torch
 from torch import Tensor
@@ -16,16 +16,17 @@ def dro(
     *,
     beta: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Advantage times log-ratio, less a quadratic penalty; DRO, arXiv 2405.19107.
+    """Compute the negative of advantage times log-ratio minus a quadratic penalty; DRO, arXiv 2405.19107.
 
         l = -(A rho - beta/2 rho^2),    rho = log(pi(y_t) / pi_old(y_t)), clamped to [-20, 20]
 
-    It is the paper's squared loss (A - beta rho)^2 / (2 beta) up to the constant A^2 / (2 beta): the gradient is
-    -(A - beta rho) grad log pi, 0 where rho = A / beta. The paper has one term for a response, its own reward and a
-    learnt value; here each token has one, with the advantage A in the place of reward minus value.
+    The loss equals the paper's squared loss (A - beta rho)^2 / (2 beta) up to the constant A^2 / (2 beta). The gradient
+    is -(A - beta rho) grad log pi, which is 0 where rho = A / beta. The paper has one term for each response, with the
+    reward of the response and a learnt value. Here each token has one term, with the advantage A in place of reward
+    minus value.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (always 0), `ratio_mean`,
-    `ppo_kl`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (always 0),
+    `ratio_mean` and `ppo_kl`.
     """
     check_positive(beta=beta)
     mask = as_mask(response_mask)

@@ -1,4 +1,4 @@
-"""Geometric-mean policy optimization: token ratios clipped in log space, one mean for a whole response."""
+"""Geometric-mean policy optimization (GMPO): token ratios are clipped in log space and averaged over the response."""
 
 import torch
 from torch import Tensor
@@ -24,21 +24,23 @@ def geo_mean(
     clip_ratio_low: float = 0.4,
     clip_ratio_high: float = 0.4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The geometric mean of clipped token ratios, in its token form; GMPO, arXiv 2507.20673.
+    """Compute the loss of the geometric mean of clipped token ratios, in its token form; GMPO, arXiv 2507.20673.
 
         L = -A exp(1/|y| sum_t c_t),    c_t = min(log r_t, high) where A >= 0, max(log r_t, -low) where A < 0
-        l_t = -s_t A_t,  s_t = exp(sg[1/|y| sum_k c_k] + c_t - sg[c_t])        sg: no gradient through it
+        l_t = -s_t A_t,  s_t = exp(sg[1/|y| sum_k c_k] + c_t - sg[c_t])        sg: stop-gradient
 
-    r_t = pi(y_t) / pi_old(y_t), |y| the row's trained tokens; low and high bound the log-ratio: 0.4 is the range
-    (e^-0.4, e^0.4). Every token has the value of the geometric mean s, and the gradient s A_t grad log pi(y_t) where it
-    is not clipped, 0 where it is: one clipped token leaves the others their gradient. The row must be whole: under
-    sequence parallelism gather its log-probs first.
+    r_t = pi(y_t) / pi_old(y_t), and |y| is the number of trained tokens in the row. low and high bound the log-ratio:
+    0.4 gives the range (e^-0.4, e^0.4) of the ratio. s_t has the same value at every token, the geometric mean s. The
+    gradient of l_t is -s A_t grad log pi(y_t) at a token that is not clipped, and 0 at a clipped token. A clipped token
+    does not remove the gradient of other tokens. The row must be whole: under sequence parallelism, gather its
+    log-probs first.
 
-    Defined for the aggregation seq-mean-token-mean: when the A_t of a row are equal, the mean over its tokens is the
-    paper's sequence loss L, gradient included. Any other aggregation weighs a row by its length, which the paper does
-    not.
+    The loss is defined for the aggregation seq-mean-token-mean. If the A_t of a row are equal, the mean over its tokens
+    is the paper's sequence loss L, gradient included. Any other aggregation weights a row by its length, which the
+    paper does not do.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction`, `ratio_mean` (of s), `ppo_kl`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
+    `ratio_mean` (of s) and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     mask = as_mask(response_mask)

@@ -1,4 +1,4 @@
-"""Group sequence policy optimization: one ratio for a whole response."""
+"""Group sequence policy optimization (GSPO): one ratio for a whole response."""
 
 from torch import Tensor
 
@@ -24,20 +24,22 @@ def gspo(
     clip_ratio_low: float = 3e-4,
     clip_ratio_high: float = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped loss with the length-normalised ratio of the sequence, in its token form.
+    """Compute the clipped loss with the length-normalised sequence ratio, in its token form.
 
         l_t = -min(s_t A_t, clip(s_t, 1-low, 1+high) A_t)                      arXiv 2507.18071 eq. 13
-        s_t = sg[s] pi(y_t) / sg[pi(y_t)],  s = (pi(y) / pi_old(y))^(1/|y|)    eq. 14 and 7; sg: no gradient through it
+        s_t = sg[s] pi(y_t) / sg[pi(y_t)],  s = (pi(y) / pi_old(y))^(1/|y|)    eq. 14 and 7; sg: stop-gradient
 
-    Every token has the value s, the geometric mean of its row's trained tokens' ratios, and the gradient s A_t grad log
-    pi(y_t). The gradient of a row is 0 where s is clipped. The row must be whole: under sequence parallelism gather its
-    log-probs first.
+    s_t has the same value at every token: s, the geometric mean of the ratios of the row's trained tokens. The gradient
+    of l_t is -s A_t grad log pi(y_t), and 0 where s is clipped. The row must be whole: under sequence parallelism,
+    gather its log-probs first.
 
-    Defined for two aggregations. seq-mean-token-mean: when the A_t of a row are equal, the mean over its tokens is the
-    sequence loss (eq. 5), gradient included. seq-mean-token-sum: that loss times the row's length, which is LUSPO
-    (arXiv 2602.05261). The other aggregations weigh a row by its length too, with a divisor that neither paper has.
+    The loss is defined for two aggregations. With seq-mean-token-mean, if the A_t of a row are equal, the mean over its
+    tokens is the sequence loss (eq. 5), gradient included. seq-mean-token-sum gives that loss times the length of the
+    row, which is LUSPO (arXiv 2602.05261). The other aggregations also weight a row by its length, but with a divisor
+    that neither paper has.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction`, `ratio_mean`, `ppo_kl`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
+    `ratio_mean` and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     mask = as_mask(response_mask)

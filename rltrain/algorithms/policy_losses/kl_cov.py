@@ -1,4 +1,4 @@
-"""KL-Cov: the tokens whose covariance would collapse the entropy are held near the old policy."""
+"""KL-Cov policy loss: tokens whose high covariance would collapse the entropy get a penalty towards the old policy."""
 
 import math
 
@@ -9,7 +9,7 @@ from rltrain.algorithms.policy_losses.selection import check_share, exactly_smal
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
-ROUNDING = 1e-5  # log-probs of one policy differ by less than this between two forward passes in float32
+ROUNDING = 1e-5  # nats; two float32 forward passes of the same policy differ by less than this in log-prob
 
 
 @POLICY_LOSSES.register("kl_cov", selected="penalised")
@@ -22,16 +22,20 @@ def kl_cov(
     *,
     kl_cov_coef: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The unclipped surrogate, with a penalty on selected tokens; KL-Cov, arXiv 2505.22617 eq. 14.
+    """Compute the unclipped surrogate with a penalty on selected tokens; KL-Cov, arXiv 2505.22617 eq. 14.
 
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
-    r = pi(y_t) / pi_old(y_t), A advantage. The paper writes the penalty as KL(pi_old || pi); its authors' program takes
-    |log r| of the sampled token, and so does this. Its gradient is the sign of log r, times grad log pi, and 0 where
-    |log r| <= 1e-5: at r = 1 rounding alone would decide the sign.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. The paper writes the penalty as KL(pi_old || pi). The authors'
+    program uses |log r| of the sampled token, and so does this function. The gradient of |log r| is the sign of log r
+    times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5, because near r = 1 rounding alone
+    would decide the sign.
 
-    All (B, T), `selected` bool; masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (always 0),
-    `selected_fraction` (penalised), `ratio_mean`, `ppo_kl`.
+    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
+    `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and `ppo_kl`.
+
+    Raises:
+        ValueError: if `kl_cov_coef` is negative or not finite.
     """
     if not 0 <= kl_cov_coef < math.inf:
         raise ValueError(f"kl_cov_coef={kl_cov_coef} must be finite and >= 0, or it rewards distance; use 1.0, say")
@@ -56,18 +60,22 @@ def select_kl_cov(
     *,
     kl_cov_ratio: float = 2e-3,
 ) -> Tensor:
-    """The trained tokens of largest covariance, from a whole mini-batch; arXiv 2505.22617 eq. 13.
+    """Select the trained tokens of largest covariance from a whole mini-batch; arXiv 2505.22617 eq. 13.
 
         selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean) > 0
 
-    N: trained tokens; means over them. log pi is the old policy's: selection comes before the update. Never more tokens
-    are selected, as in the paper, which ranks them. Many tie with each other, such as those of probability 1 in one
-    answer: of these, the ones with the smallest `random_draws` are taken, uniform numbers that the caller keys by
-    token, so the order of rows does not matter. A token whose covariance is not above 0 does not lower the entropy and
-    is never selected, so nothing is if all advantages are equal; the paper's ranking would take it if too few others
-    were left.
+    N is the number of trained tokens, and the means are over these tokens. log pi is that of the old policy, because
+    the selection precedes the update.
 
-    All (B, T); returns bool, False where masked.
+    The number of selected tokens never exceeds this limit, as in the paper, which ranks the tokens. Many tokens have
+    equal covariance, such as the tokens of probability 1 in one answer. Among equal tokens, the selector takes those
+    with the smallest `random_draws`. These are uniform numbers that the caller keys by token, so the order of rows does
+    not matter.
+
+    A token whose covariance is not above 0 does not lower the entropy and is never selected. If all advantages are
+    equal, no token is selected. The paper's ranking would select tokens of covariance <= 0 if too few others were left.
+
+    All tensors are (B, T). Returns bool, False in masked slots.
     """
     check_share(kl_cov_ratio=kl_cov_ratio)
     mask = as_mask(response_mask)

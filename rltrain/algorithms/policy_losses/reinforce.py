@@ -1,4 +1,4 @@
-"""The plain policy gradient, as REINFORCE and as group policy gradient."""
+"""The plain policy gradient, registered as REINFORCE and as group policy gradient (GPG)."""
 
 import torch
 from torch import Tensor
@@ -15,17 +15,17 @@ def reinforce(
     advantages: Tensor,
     response_mask: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Minus advantage times log-probability, whatever the old policy was.
+    """Compute minus advantage times log-probability, independent of the old policy.
 
         l = -A log pi(y_t)                     REINFORCE, Williams 1992; for language models arXiv 2402.14740
-                                               GPG, arXiv 2504.02546: the same, with advantages of its own estimator
+                                               GPG, arXiv 2504.02546: the same loss with the "gpg" advantage estimator
 
-    A: advantage. log pi is written log pi_old + log r, with log r clamped to [-20, 20]: the value is finite where pi is
-    0, and the gradient is -A grad log pi inside the clamp and 0 beyond it. `old_log_probs` serve for that, and for the
-    metrics, only.
+    A is the advantage. The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The value is
+    therefore finite where pi is 0. The gradient is -A grad log pi where log r is inside this range, and 0 outside of
+    it. `old_log_probs` serves only this clamp and the metrics.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (always 0), `ratio_mean`,
-    `ppo_kl`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (always 0),
+    `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)

@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimization: a smooth gate instead of clipping."""
+"""Soft adaptive policy optimization (SAPO): a smooth gate replaces clipping."""
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The ratio through a sigmoid whose slope at r = 1 is 1; SAPO, arXiv 2511.20347.
+    """Compute the loss of the ratio passed through a sigmoid with slope 1 at r = 1; SAPO, arXiv 2511.20347.
 
         l = -f(r) A,    f(r) = sigmoid(tau (r - 1)) 4 / tau,    tau = tau_pos where A > 0, else tau_neg
 
-    r = pi(y_t) / pi_old(y_t), A advantage. The gradient is -w r A grad log pi with the gate w = 4 p (1 - p), p =
-    sigmoid(tau (r - 1)): 1 at r = 1, and falling on both sides of it, the faster the larger tau.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. The gradient is -w r A grad log pi with the gate w = 4 p (1 - p),
+    p = sigmoid(tau (r - 1)). The gate is 1 at r = 1 and decreases on both sides. A larger tau makes it decrease faster.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (always 0), `gate_mean` (of w),
-    `ratio_mean`, `ppo_kl`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (always 0),
+    `gate_mean` (of w), `ratio_mean` and `ppo_kl`.
     """
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
     mask = as_mask(response_mask)

@@ -1,4 +1,4 @@
-"""What token selectors share: covariances over a mini-batch, and the first few of its tokens."""
+"""Helpers of the token selectors: covariances over a mini-batch, and the tokens with the smallest values."""
 
 import torch
 from torch import Tensor
@@ -7,22 +7,26 @@ from rltrain.algorithms.ratio import as_float, masked
 
 
 def check_share(**knobs: float) -> None:
-    """Raise ValueError for a share of tokens that is not above 0 and at most 1."""
+    """Raise ValueError if a share of tokens is not in (0, 1]."""
     for name, value in knobs.items():
         if not 0 < value <= 1:
             raise ValueError(f"{name}={value} must be > 0 and <= 1, a share of the trained tokens; use 0.01, say")
 
 
 def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(log pi - mean) (A - mean) per token (B, T), means over all tokens in `mask`; arXiv 2505.22617 eq. 10.
+    """Compute (log pi - mean) (A - mean) per token (B, T); arXiv 2505.22617 eq. 10.
 
-    Exactly 0 everywhere if all log-probs or all advantages are equal, whatever the rounding of their mean.
+    The means are over all tokens in `mask`. If all log-probs or all advantages are equal, the result is exactly 0
+    everywhere, even if their mean is rounded.
     """
     return _deviations(log_probs, mask) * _deviations(advantages, mask)
 
 
 def _deviations(values: Tensor, mask: Tensor) -> Tensor:
-    """From the mean over the tokens in `mask` (B, T); exactly 0 if these tokens all have one value."""
+    """Compute the deviations (B, T) from the mean over the tokens in `mask`.
+
+    If all these tokens have one value, the deviations are exactly 0.
+    """
     values = masked(values.detach(), mask)
     found = values[mask]
     if found.numel() == 0 or bool(found.max() == found.min()):
@@ -31,9 +35,10 @@ def _deviations(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """The `count` candidates (B, T) with the smallest values, all of them if they are fewer, as bool (B, T).
+    """Return the `count` candidates with the smallest values, as bool (B, T).
 
-    Tokens that tie with the last one picked are picked too: which rows come first must not matter.
+    If there are fewer than `count` candidates, all of them are selected. A candidate whose value equals the largest
+    selected value is also selected, so that the result does not depend on the order of rows.
     """
     values = as_float(values.detach())
     found = values[candidates]
@@ -44,7 +49,10 @@ def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 
 def exactly_smallest(values: Tensor, candidates: Tensor, count: int, draws: Tensor) -> Tensor:
-    """As `smallest`, but never more than `count` tokens: of those that tie, the ones with the smallest `draws`."""
+    """Return the `count` candidates with the smallest values, as bool (B, T), and never more than `count`.
+
+    Among candidates with equal values, those with the smallest `draws` are selected.
+    """
     found = as_float(values.detach())[candidates]
     by_draw = as_float(draws)[candidates].argsort(stable=True)
     chosen = by_draw[found[by_draw].argsort(stable=True)[:count]]

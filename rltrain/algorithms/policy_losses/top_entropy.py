@@ -1,4 +1,4 @@
-"""PPO's clipped loss on the tokens of highest entropy, the forks of a response."""
+"""PPO's clipped loss on only the tokens of highest entropy, the forking tokens of a response."""
 
 from torch import Tensor
 
@@ -20,20 +20,21 @@ def top_entropy(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`vanilla` where selected, and 0 elsewhere; arXiv 2506.01939 (Beyond the 80/20 Rule).
+    """Compute the loss `vanilla` on the selected tokens, and 0 elsewhere; arXiv 2506.01939 (Beyond the 80/20 Rule).
 
         l = 1[H_t >= tau] (-min(r A, clip(r, 1-low, 1+high) A)), with the dual clip of `vanilla`
 
-    r = pi(y_t) / pi_old(y_t), A advantage, H_t entropy of the distribution that y_t was drawn from, tau the threshold
-    of the selector. The other tokens have exactly no loss and no gradient, and stay in the denominators, as they do in
-    the paper's objective.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. H_t is the entropy of the distribution that y_t was sampled from,
+    and tau is the threshold of the selector. Tokens that are not selected have exactly no loss and no gradient. They
+    still count in the denominators of the aggregation, as in the paper's objective.
 
-    All (B, T), `selected` bool; masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` and
-    `clip_fraction_c` (of selected tokens), `selected_fraction`, `ratio_mean`, `ppo_kl` (of all).
+    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
+    `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and `ratio_mean` and `ppo_kl`
+    over all trained tokens.
     """
     mask = as_mask(response_mask)
     trained = as_mask(selected)
-    kept = masked(advantages, trained)  # a token of advantage 0 has no loss and no gradient
+    kept = masked(advantages, trained)  # advantage 0 removes loss and gradient
     bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
     losses, metrics = vanilla(log_probs, old_log_probs, kept, mask, **bounds)
     return losses, metrics | {"selected_fraction": metric_sum(trained, mask)}
@@ -41,14 +42,15 @@ def top_entropy(
 
 @TOKEN_SELECTORS.register("top_entropy")
 def select_top_entropy(entropies: Tensor, response_mask: Tensor, *, entropy_fraction: float = 0.2) -> Tensor:
-    """The trained tokens of highest entropy, from a whole mini-batch; arXiv 2506.01939.
+    """Select the trained tokens of highest entropy from a whole mini-batch; arXiv 2506.01939.
 
         selected = H_t >= tau,    tau: the (1 - entropy_fraction) quantile of the H of the N trained tokens
 
-    The quantile is interpolated linearly, so that 1 + floor(entropy_fraction (N - 1)) tokens reach it. Tokens that tie
-    with the last of these are in, so the order of rows does not matter; when all entropies are equal, every token is.
+    The quantile is interpolated linearly, so 1 + floor(entropy_fraction (N - 1)) tokens reach it. Tokens whose entropy
+    equals the smallest selected entropy are also selected, so the order of rows does not matter. If all entropies are
+    equal, every trained token is selected.
 
-    All (B, T); returns bool, False where masked.
+    All tensors are (B, T). Returns bool, False in masked slots.
     """
     check_share(entropy_fraction=entropy_fraction)
     mask = as_mask(response_mask)

@@ -1,4 +1,4 @@
-"""The clipped surrogate objective of PPO, with the dual clip."""
+"""PPO's clipped surrogate objective with the dual clip."""
 
 from torch import Tensor
 
@@ -26,17 +26,17 @@ def vanilla(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped loss per token.
+    """Compute PPO's clipped loss per token.
 
         l = -min(r A, clip(r, 1-low, 1+high) A)            PPO, arXiv 1707.06347 eq. 7
         l = min(l, -c A) where A < 0                       dual clip, arXiv 1912.09729
 
-    r = pi(y_t) / pi_old(y_t), A advantage, c = `clip_ratio_c` > 1 (inf: none); low != high is DAPO's clip-higher
-    (arXiv 2503.14476). The gradient is 0 where clipped (A > 0 and r > 1+high; A < 0 and r < 1-low or r > c), and
-    -A r grad log pi elsewhere.
+    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). low != high is
+    DAPO's clip-higher (arXiv 2503.14476). The gradient is 0 where the ratio is clipped, that is, where A > 0 and
+    r > 1+high, or A < 0 and r < 1-low, or A < 0 and r > c. Elsewhere the gradient is -A r grad log pi.
 
-    All (B, T); masked slots give 0 and no gradient. Metrics, as sums: `clip_fraction` (first line), `clip_fraction_c`
-    (second), `ratio_mean`, `ppo_kl`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (clipped by
+    the first line), `clip_fraction_c` (clipped by the second line), `ratio_mean` and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     check_clip_ratio_c(clip_ratio_c)
