@@ -11,18 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from rltrain.algorithms import required_columns
 from rltrain.base.errors import RewardError
 from rltrain.base.poll_interval import pause
-from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt, PromptOrder, PromptSet
-from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
+from rltrain.trajectories.batch_building import answers_of, mean_score, place_scores, to_batch, with_scores
 from rltrain.trajectories.prompt_groups import Group, PromptGroups, State, requests_of
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
-from rltrain.trajectories.scoring import flat_rows, of_outcome, on_last_token, shaped_scores, weighted_sum
+from rltrain.trajectories.scoring import flat_rows, shaped_scores
 from workers.reward.messages import RewardResult
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
@@ -158,7 +156,7 @@ class Collector:
         self._check_failures(generated, batch)
         if self.config.algorithm.dynamic_sampling:
             batch = self._without_flat(batch)
-            batch.meta_info["reward/mean_generated"] = _mean_score(generated, self.config)
+            batch.meta_info["reward/mean_generated"] = mean_score(generated, self.config)
             batch.meta_info["rollout/groups_dropped"] = float(len(step.dropped))
             batch.meta_info["rollout/groups_missing"] = float(self.config.trainer.prompts_per_step - step.places)
         batch.meta_info["dropped"] = sorted(step.dropped)
@@ -395,92 +393,3 @@ class Collector:
             error = self._too_many(failures, len(results))
             error.batch = batch
             raise error
-
-
-def _mean_score(groups: Sequence[Group], config: Config) -> float:
-    """Compute the mean over all samples of these groups that have a score; 0 if there are none."""
-    batch = to_batch(groups, config.reward.components)
-    scores = batch.batch["scores"][batch.batch["valid"]]
-    return float(scores.mean()) if len(scores) else 0.0
-
-
-def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
-    """Convert groups with finished answers to a batch whose rows are sorted by (uid, sample).
-
-    With `baseline`, the batch has only the greedy answers, one row per group.
-    """
-    rows = [(group, group.completions[number]) for group, number in _rows(groups, baseline=baseline)]
-    responses = jagged([completion.token_ids for _, completion in rows], torch.int64)
-    batch = DataProto.from_dict(
-        {
-            "prompts": jagged([group.prompt.ids for group, _ in rows], torch.int64),
-            "responses": responses,
-            "rollout_log_probs": jagged([c.log_probs for _, c in rows], torch.float32),
-            "policy_version": jagged([c.versions for _, c in rows], torch.int64),
-            "uid": torch.tensor([group.uid for group, _ in rows]),
-        },
-        {
-            "finish_reason": [c.finish_reason for _, c in rows],
-            "prompt_text": [group.prompt.text for group, _ in rows],
-            "response_text": [c.text for _, c in rows],
-        },
-    )
-    return batch.with_values("responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool))
-
-
-def with_scores(
-    batch: DataProto,
-    groups: Sequence[Group],
-    components: Sequence[RewardFunctionConfig | RewardModelConfig],
-    *,
-    baseline: bool = False,
-) -> DataProto:
-    """Add the scores of these groups to a batch of their answers.
-
-    A failed or unscored row is not valid, and its tokens are not trained on.
-    """
-    results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
-    nan = float("nan")
-    matrix = torch.tensor(
-        [[nan if s is None or r.failed else s for s in r.scores] for r in results], dtype=torch.float32
-    )
-    totals = weighted_sum(matrix, components)
-    columns = DataProto.from_dict(
-        {
-            "valid": ~totals.isnan(),
-            "failed": torch.tensor([r.failed for r in results]),
-            "scores": totals.nan_to_num(0.0),
-            "outcomes": weighted_sum(of_outcome(matrix, components), components),
-            "reward_components": matrix,
-            "failed_function": torch.tensor([r.failed_function for r in results]),
-        },
-        {"reward_error": [r.error for r in results]},
-    )
-    return place_scores(batch.union(columns))
-
-
-def to_batch(
-    groups: Sequence[Group], components: Sequence[RewardFunctionConfig | RewardModelConfig], *, baseline: bool = False
-) -> DataProto:
-    """Convert finished groups to a batch with answers and scores; see `answers_of` and `with_scores`."""
-    return with_scores(answers_of(groups, baseline=baseline), groups, components, baseline=baseline)
-
-
-def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]:
-    """Return the group and the answer number of each row, sorted by (uid, number)."""
-    return [
-        (group, number)
-        for group in sorted(groups, key=lambda g: g.uid)
-        for number in (range(group.samples, group.size) if baseline else range(group.samples))
-    ]
-
-
-def place_scores(batch: DataProto) -> DataProto:
-    """Add `response_mask` and `token_level_scores`.
-
-    `response_mask` is False in rows that are not valid. `token_level_scores` has the row's score on its last trained
-    token and 0 elsewhere.
-    """
-    mask = batch.batch["valid"].repeat_interleave(batch.lengths("responses"))
-    batch = batch.with_values("responses", response_mask=mask)
-    return batch.with_values("responses", token_level_scores=on_last_token(batch, batch.batch["scores"].float()))

@@ -8,7 +8,7 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
-from rltrain.trajectories.collector import place_scores
+from rltrain.trajectories.batch_building import place_scores
 from tests.fakes import FakeCheckpoints
 
 

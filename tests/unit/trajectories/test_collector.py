@@ -11,7 +11,8 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
-from rltrain.trajectories.collector import EVAL_SEED, Collector, place_scores, to_batch
+from rltrain.trajectories.batch_building import place_scores, to_batch
+from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, State, stream_seed
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult

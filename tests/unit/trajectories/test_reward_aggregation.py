@@ -10,7 +10,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.monitoring.step_metrics import sample_metrics
 from rltrain.rewards.loading import check_aggregation
 from rltrain.settings.compose import compose
-from rltrain.trajectories.collector import to_batch
+from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.prompt_groups import Group, State
 from rltrain.trajectories.scoring import shaped_scores
 from workers.reward.messages import RewardResult

@@ -11,7 +11,8 @@ from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from rltrain.trajectories.collector import Collector, to_batch
+from rltrain.trajectories.batch_building import to_batch
+from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.prompt_groups import Group, State
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from tests.fakes import Waiting
