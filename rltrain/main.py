@@ -3,6 +3,7 @@
 Only functions are defined here: a class would pickle as `__main__.X`.
 """
 
+import asyncio
 import contextlib
 import errno
 import io
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.cpu_threads import cpu_cores, openmp_settings
 from rltrain.base.errors import ClusterLost, ConfigError, RLTrainError, Stopped, described, one_line
 from rltrain.base.home_folder import ensure_home
@@ -36,7 +38,6 @@ if TYPE_CHECKING:  # all of these import torch, which takes seconds
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
-    from workers.cluster.ray_daemons import Daemons
 
 LONGEST = 4000  # characters of an error that are shown: it may repeat what was typed, or a row of the data
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143, SIGHUP 129
@@ -191,56 +192,75 @@ def train(
     val_prompts: PromptSet | None,
     checkpoint: "Checkpoint | None",
 ) -> tuple["Tracker", Path | None, int]:
-    """Start the workers and train; Ctrl-C, SIGTERM and SIGHUP save a checkpoint and end the run.
+    """Start the workers and train. Ctrl-C, SIGTERM and SIGHUP save a checkpoint and end the run.
 
     Returns (tracker, learning curve, exit status).
     """
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
     from rltrain.run.signals import Signals
-    from rltrain.trainer import Trainer
-    from rltrain.trajectories.collector import Collector
-    from rltrain.trajectories.reward_models import reward_models
-    from workers.placement import start
 
     own = config.trainer
     with Signals() as signals, ConsoleDisplay(own.total_steps, own.sample_every, console) as display:
         tracker = Tracker(output_dir, display, [component.name for component in config.reward.components])
         checkpoints = checkpoints_of(config, prompts)
         checkpoints.clean()
+        try:
+            status = asyncio.run(
+                _train(config, display, signals, stop_ids, prompts, val_prompts, checkpoint, tracker, checkpoints)
+            )
+            checkpoints.publish(output_dir / "model")
+        finally:
+            curve = tracker.close()
+    return tracker, curve, status
+
+
+async def _train(
+    config: Config,
+    display: "ConsoleDisplay",
+    signals: "Signals",
+    stop_ids: list[int],
+    prompts: PromptSet,
+    val_prompts: PromptSet | None,
+    checkpoint: "Checkpoint | None",
+    tracker: "Tracker",
+    checkpoints: "Checkpoints",
+) -> int:
+    """Start the workers, train, and stop the workers. Returns the exit status."""
+    from rltrain.trainer import Trainer
+    from rltrain.trajectories.collector import Collector
+    from rltrain.trajectories.reward_models import reward_models
+    from workers.placement import start
+
+    async with BackgroundTasks() as tasks:
         path = model_directory(config, display)
         with display.waiting("starting the workers"):
-            workers = start(config, path, stop_ids, needs_critic=needs_critic(config.algorithm))
-
-        def interrupted() -> None:
-            signals.check()
-            workers.daemons.check(at_rest=True)
-
-        trainer = Trainer(
-            config,
-            collector=Collector(
+            workers = await start(config, path, stop_ids, tasks, needs_critic=needs_critic(config.algorithm))
+        async with workers:
+            collector = Collector(
                 config,
                 rollout=workers.rollout,
                 rewards=workers.rewards,
                 prompts=prompts,
+                tasks=tasks,
                 models=reward_models(config, workers.reward_models),
-            ),
-            actor=workers.actor,
-            reference=workers.reference,
-            critic=workers.critic,
-            tracker=tracker,
-            checkpoints=checkpoints,
-            val_prompts=val_prompts or (),
-            interrupted=interrupted,
-            restart=workers.restart_training,
-        )
-        try:
-            status = fit(trainer, checkpoint, signals, workers.daemons, console)
-            checkpoints.publish(output_dir / "model")
-        finally:
-            workers.close()
-            curve = tracker.close()
-    return tracker, curve, status
+            )
+            collector.start()
+            trainer = Trainer(
+                config,
+                collector=collector,
+                actor=workers.actor,
+                reference=workers.reference,
+                critic=workers.critic,
+                tracker=tracker,
+                checkpoints=checkpoints,
+                val_prompts=val_prompts or (),
+                tasks=tasks,
+                restart=workers.restart_training,
+            )
+            signals.stop_with(tasks)
+            workers.daemons.patient = True
+            return await fit(trainer, checkpoint, display.console)
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
@@ -257,40 +277,38 @@ def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
     )
 
 
-def fit(
-    trainer: "Trainer", checkpoint: "Checkpoint | None", signals: "Signals", daemons: "Daemons", console: Console
-) -> int:
-    """Train from a checkpoint or the start; a signal makes another checkpoint and ends it. Returns the exit status.
+async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Console) -> int:
+    """Train from a checkpoint or the start. A signal saves another checkpoint and ends the run.
 
-    Raises ClusterLost when a daemon of Ray dies, after saving a checkpoint where the training ranks still answer.
+    Returns the exit status. Raises ClusterLost when a daemon of Ray dies, after saving a checkpoint where the training
+    ranks still answer.
     """
     if checkpoint is not None:
-        trainer.restore(checkpoint)
+        await trainer.restore(checkpoint)
     else:
         trainer.tracker.restore(0, {})  # of a run that ended before its first checkpoint
-    signals.patient = daemons.patient = True
     try:
-        trainer.fit()
+        await trainer.fit()
         return 0
     except Stopped as stopped:
         console.print(f"stopping: saving a checkpoint of step {trainer.step}", highlight=False)
-        trainer.save()
-        trainer.checkpoints.finish()
+        await trainer.save()
+        await trainer.checkpoints.finish()
         return stopped.status
     except ClusterLost as lost:
-        raise ClusterLost(f"{lost}; {saved_at_least(trainer, lost)}") from lost
+        raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
     except (RLTrainError, OSError):  # also a full disk
         with contextlib.suppress(RLTrainError):
-            trainer.checkpoints.finish()  # what can be saved is
+            await trainer.checkpoints.finish()  # what can be saved is
         raise
 
 
-def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
+async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
     """Save what can be saved without the daemon that died; returns from where a new start goes on."""
     with contextlib.suppress(RLTrainError, OSError):
         if lost.can_save:
-            trainer.save()
-        trainer.checkpoints.finish()
+            await trainer.save()
+        await trainer.checkpoints.finish()
     checkpoint = trainer.last_good()
     return "it has no checkpoint" if checkpoint is None else f"its last checkpoint is of step {checkpoint.step}"
 

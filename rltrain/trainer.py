@@ -1,17 +1,23 @@
-"""One training step on one page, and the loop around it.
+"""The training step on one page, and the training loop around it.
 
-A step is: take the next groups of answers; compute log-probs under the reference and the actor, and values, while the
-last scores come in; turn scores into token rewards and advantages, and say what is trained on; update critic and
-actor over mini-batches; send the new weights to the engines. `Trainer` holds its workers by argument, so fakes, one
-process and a cluster run the same code.
+A step has these phases:
+
+1. Wait for the answers of the next prompt groups.
+2. Compute log-probs under the reference and the actor, and the critic's values. The last scores arrive meanwhile.
+3. Convert scores to token rewards and advantages, and choose the tokens to train on.
+4. Update critic and actor over mini-batches.
+5. Send the new weights to the engines.
+
+The trainer gets its workers as arguments. The same code runs with fakes, in one process and on a cluster.
 """
 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import EstimatorError, LogProbError, NumericsError, RewardError, WorkerLost
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import minibatches
@@ -19,7 +25,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.monitoring.alarms import Alarms
 from rltrain.monitoring.step_metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.monitoring.tracking import Tracker
-from rltrain.run.checkpoints import Checkpoint, Checkpoints
+from rltrain.run.checkpoints import Checkpoint, Checkpoints, SavesState
 from rltrain.run.recovery import Restarts
 from rltrain.settings.schema import Config
 from rltrain.trajectories.collector import Collector
@@ -34,28 +40,36 @@ from rltrain.trajectories.token_rewards import (
     with_critic_values,
     with_random_draws,
 )
+from workers.training.actor import ActorWorker
+from workers.training.critic import CriticWorker
 from workers.training.dispatch import PLAN_METRICS
+from workers.training.reference import ReferenceWorker
 from workers.training.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Drives the workers.
+    """Runs the training loop.
 
     Args:
         config: the whole config.
-        collector: prompts in, scored groups out.
-        actor, reference, critic: worker groups; without a KL term or a critic these are None.
-        tracker: where metrics and samples go.
-        checkpoints: where the state of the run goes.
-        val_prompts: for evaluations.
-        interrupted: asked wherever the run may stop without losing anything; raises to stop it.
-        restart: ends all processes of the training ranks and starts them anew; None: they cannot be.
+        collector: produces batches of scored answers.
+        actor, reference, critic: worker groups. The reference is None without a KL term, and the critic is None if the
+            advantage estimator needs no values.
+        tracker: records metrics and samples.
+        checkpoints: saves the state of the run.
+        val_prompts: prompts of the evaluations.
+        tasks: the run's background tasks. An interruption of the run ends only waits during which nothing can be lost.
+        restart: ends all processes of the training ranks and starts new ones; None: the ranks cannot be restarted.
 
     Attributes:
-        step: training steps taken, and the version of the weights.
-        incarnation: how often the run was restored; with `step` it names a version of the weights for ever.
+        step: number of training steps taken. It is also the version of the weights.
+        incarnation: number of times that the run was restored. Together with `step`, it identifies the weights.
+        origin: checkpoint to which the run was last restored.
+        beginning: state before the first step; None if the run began from a checkpoint.
+        engine_checked: whether the engine's log-probs were compared with the actor's.
+        checked_before: value of `engine_checked` before the current step.
     """
 
     def __init__(
@@ -63,17 +77,17 @@ class Trainer:
         config: Config,
         *,
         collector: Collector,
-        actor: WorkerGroup,
-        reference: WorkerGroup | None,
-        critic: WorkerGroup | None,
+        actor: WorkerGroup[ActorWorker],
+        reference: WorkerGroup[ReferenceWorker] | None,
+        critic: WorkerGroup[CriticWorker] | None,
         tracker: Tracker,
         checkpoints: Checkpoints,
         val_prompts: Sequence[Prompt],
-        interrupted: Callable[[], None] = lambda: None,
-        restart: Callable[[], None] | None = None,
+        tasks: BackgroundTasks,
+        restart: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.config, self.collector, self.tracker, self.checkpoints = config, collector, tracker, checkpoints
-        self.interrupted, collector.meanwhile = interrupted, self.while_idle
+        self.tasks = tasks
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
         self.needs_actor_pass = needs_actor_pass(config)
@@ -82,67 +96,59 @@ class Trainer:
         self.alarms = Alarms(config)
         self.restarts = Restarts(restart, config.trainer.max_restarts)
         self.step = self.incarnation = 0
-        self.origin: Checkpoint | None = None  # that the run was restored to last
-        self.beginning: dict[str, Any] | None = None  # its state before the first step, unless it began from another
-        self.engine_checked = self.checked_before = False  # now, and before the step that is under way
-        for group in (actor, reference, critic, *(model.group for model in collector.models)):
-            if group is not None:
-                group.meanwhile(collector.advance)
+        self.origin: Checkpoint | None = None
+        self.beginning: dict[str, Any] | None = None
+        self.engine_checked = self.checked_before = False
 
-    def fit(self) -> None:
-        """Train to the last step, going on from the last checkpoint where a training rank died."""
+    async def fit(self) -> None:
+        """Train to the last step. After the loss of a training rank, continue from the last checkpoint."""
         if self.origin is None:
             self.beginning = self.state_dict()
         lost: WorkerLost | None = None
         while True:
             try:
                 if lost is not None:
-                    self.recover(lost)
-                return self.train()
+                    await self.recover(lost)
+                return await self.train()
             except WorkerLost as error:
                 lost = error
 
-    def train(self) -> None:
-        """Train from where the run stands, evaluating and saving as often as the config says."""
-        self.sync_weights()
-        self.between_steps()
+    async def train(self) -> None:
+        """Train from the current step to the last one. Evaluate and save as often as the config says."""
+        await self.sync_weights()
+        await self.between_steps()
         first = self.step + 1
         while self.step < self.config.trainer.total_steps:
-            self.while_idle()
-            metrics, batch = self.train_step()
+            self.tasks.check()
+            metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch)
             if self.step == first:
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
                 self.tracker.log_alarm(self.step, alarm)
-            self.between_steps()
-        self.checkpoints.finish()
+            await self.between_steps()
+        await self.checkpoints.finish()
 
-    def between_steps(self) -> None:
-        """Evaluate and save, where it is time and not done yet: a restored run has done what its checkpoint has."""
+    async def between_steps(self) -> None:
+        """Evaluate and save if the config says so for this step. A restored run does not repeat what it has done."""
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
         if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
-            with self.saved_on_error():
-                self.evaluate()
+            async with self.saved_on_error():
+                await self.evaluate()
         if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
-            self.save()
+            await self.save()
 
-    def while_idle(self) -> None:
-        """While the training ranks have nothing to do: finish a save, and stop if that is asked for."""
-        self.checkpoints.advance()
-        self.interrupted()
-
-    def save(self, *, repairable: str = "") -> None:
-        """Begin to write a checkpoint of this moment between two steps, unless there is one.
+    async def save(self, *, repairable: str = "") -> None:
+        """Start to write a checkpoint of the current state between two steps, unless this step has one already.
 
         Args:
-            repairable: a source that may have another content when the run goes on; where one is named, a checkpoint
+            repairable: a source that may have changed when the run is resumed. If it is given, an existing checkpoint
                 of this step is replaced.
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
-            self.checkpoints.start(
+            await self.checkpoints.start(
                 self.step,
                 self.incarnation,
                 self.trained(),
@@ -151,13 +157,13 @@ class Trainer:
                 metrics=self.tracker.metrics_of(self.step),
             )
 
-    def trained(self) -> dict[str, WorkerGroup]:
-        """The groups that have a state to save, by role."""
-        groups = {"actor": self.actor, "critic": self.critic}
+    def trained(self) -> dict[str, WorkerGroup[SavesState]]:
+        """Return the worker groups whose state is saved, by role."""
+        groups: dict[str, WorkerGroup[SavesState] | None] = {"actor": self.actor, "critic": self.critic}
         return {role: group for role, group in groups.items() if group is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The driver's own state between two steps, as plain values."""
+        """Return the driver's own state between two steps, as plain values."""
         return {
             "step": self.step,
             "incarnation": self.incarnation,
@@ -167,16 +173,18 @@ class Trainer:
             "collector": self.collector.state_dict(),
         }
 
-    def restore(self, checkpoint: Checkpoint | None) -> None:
-        """Put everything back to a checkpoint, or to the start of the run; its processes must be alive or fresh.
+    async def restore(self, checkpoint: Checkpoint | None) -> None:
+        """Restore the run to a checkpoint, or to its start if the checkpoint is None. All ranks must be alive.
 
-        What engines and reward workers have in hand then is of a future that does not count, and is dropped.
+        Requests that the engines and reward workers are processing are dropped, because they belong to the discarded
+        steps.
         """
-        self.checkpoints.abandon()
+        await self.checkpoints.abandon()
         state = self.beginning if checkpoint is None else checkpoint.state
         assert state is not None, "a run that began from a checkpoint has that to go back to: `last_good`"
         for group in self.trained().values():
-            group.wait(group.start("load_state", None if checkpoint is None else checkpoint.folder.url))
+            await group.call(SavesState.load_state, None if checkpoint is None else checkpoint.folder.url)
+        await self.collector.abort()
         self.collector.load_state_dict(state["collector"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
@@ -191,69 +199,62 @@ class Trainer:
         self.origin = checkpoint
 
     def last_good(self) -> Checkpoint | None:
-        """The newest good checkpoint of this run, or else that which it began from; None: its start is all there is."""
+        """Return the newest good checkpoint of this run, or the one that it began from. None: there is neither."""
         return self.checkpoints.newest() or self.origin
 
-    def recover(self, error: WorkerLost) -> None:
-        """Have new training ranks go on from the last good checkpoint. Raises WorkerError after too many restarts."""
+    async def recover(self, error: WorkerLost) -> None:
+        """Restart the training ranks from the last good checkpoint. Raises WorkerError after too many restarts."""
         checkpoint = self.last_good()
-        self.restarts.after(error, checkpoint.step if checkpoint else 0)
-        self.restore(checkpoint)
+        await self.collector.rollout.hold_weights()
+        await self.restarts.after(error, checkpoint.step if checkpoint else 0)
+        await self.restore(checkpoint)
         logger.warning("the training ranks are back; going on after step %d", self.step)
 
-    def train_step(self) -> tuple[dict[str, float], DataProto]:
-        """One step: metrics, and the batch that was trained on."""
+    async def train_step(self) -> tuple[dict[str, float], DataProto]:
+        """Take one training step. Returns its metrics, and the batch that was trained on."""
         config, timer = self.config, Timer()
-        with timer("generate"), self.saved_on_error():
-            batch = self.collector.answers(version=self.step)
-            self.collector.rollout.sleep()
+        async with self.saved_on_error():
+            with timer("generate"):
+                batch = await self.collector.answers(version=self.step)
+                await self.collector.rollout.sleep()
         if self.reference is not None:
             with timer("ref_log_probs"):
-                batch = batch.union(self.rows(self.reference, "compute_log_probs", batch))
+                batch = await self.with_reference_log_probs(batch, self.reference)
         with timer("old_log_probs"):
-            batch, gap_metrics = self.with_old_log_probs(batch)
+            batch, gap_metrics = await self.with_old_log_probs(batch)
         if self.critic is not None:
             with timer("values"):
-                found = self.rows(self.critic, "compute_values", states_to_value(batch, config.algorithm))
-                batch = with_critic_values(batch, found, config.algorithm)
-        with timer("rewards"), self.saved_on_error():
-            batch = self.collector.scored(batch)
+                batch = await self.with_values(batch, self.critic)
+        async with self.saved_on_error():
+            with timer("rewards"):
+                batch = await self.collector.scored(batch)
         metrics = sample_metrics(batch, [component.name for component in config.reward.components])
         metrics |= staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
-        with timer("advantages"), self.saved_on_error():
-            batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
-            batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
-            batch = choose_trained(batch, config.algorithm)
-            batch = with_random_draws(batch, config, self.step)
-            plan = minibatches(
-                batch.batch["uid"].tolist(),
-                config.minibatches_per_epoch,
-                config.trainer.epochs_per_step,
-                seed=config.trainer.seed,
-                step=self.step,
-            )
-            self.collector.take()
+        async with self.saved_on_error():
+            with timer("advantages"):
+                batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
+                batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
+                batch = choose_trained(batch, config.algorithm)
+                batch = with_random_draws(batch, config, self.step)
+                plan = self.minibatches(batch)
+                self.collector.take()
         if self.critic is not None:
             with timer("update_critic"):
-                metrics |= self.updated(self.critic, batch, plan)
+                metrics |= await self.update_critic(batch, plan, self.critic)
         with timer("update_actor"):
-            entropy_coef = self.entropy_controller.value
-            metrics |= self.updated(self.actor, batch, plan, entropy_coef)
-            if config.algorithm.entropy_target is not None:
-                metrics["actor/entropy_coef"] = entropy_coef
-                if batch.values("response_mask").any() and math.isfinite(metrics["actor/entropy"]):
-                    self.entropy_controller.update(metrics["actor/entropy"])
+            await self.collector.rollout.hold_weights()
+            metrics |= await self.update_actor(batch, plan)
         self.step += 1
         with timer("sync_weights"):
-            self.sync_weights()
+            await self.sync_weights()
         return metrics | gap_metrics | reward_metrics | advantage_metrics | timer.metrics(batch), batch
 
-    @contextlib.contextmanager
-    def saved_on_error(self) -> Iterator[None]:
-        """Where rewards, or what is computed of them before the update, end the run, saves what was learnt until then.
+    @contextlib.asynccontextmanager
+    async def saved_on_error(self) -> AsyncIterator[None]:
+        """Save a checkpoint if rewards, or values computed from them before the update, end the run in this block.
 
-        The checkpoint has the step still ahead, so that a resumed run takes it again. The samples of rewards that
-        failed are kept for a look at them.
+        The checkpoint is of the state before the step, so a resumed run repeats the step. The samples of failed rewards
+        are written to a file.
         """
         kl_controller = self.kl_controller.state_dict()
         try:
@@ -265,7 +266,7 @@ class Trainer:
             if batch is not None:
                 text += f"; all samples: {self.tracker.log_failed(self.step + 1, batch)}"
             if self.step > (self.origin.step if self.origin and not repairable else 0):
-                self.save(repairable=repairable)
+                await self.save(repairable=repairable)
                 text += f"; step {self.step} is saved, and trainer.resume=auto goes on from it"
                 if repairable:
                     text += ", also with that function repaired"
@@ -273,26 +274,63 @@ class Trainer:
                     text += ", asking for failed rewards again, if what has to change is not in a reward file"
             raise type(error)(text) from None
 
-    def budget(self, group: WorkerGroup) -> int:
-        """Tokens of a role's micro-batch."""
-        return (self.config.critic if group is self.critic else self.config.actor).max_tokens_per_microbatch
+    def minibatches(self, batch: DataProto) -> list[list[int]]:
+        """Return the rows of each mini-batch of this step, in the order of the optimizer steps."""
+        trainer, uid = self.config.trainer, batch.batch["uid"].tolist()
+        return minibatches(
+            uid, self.config.minibatches_per_epoch, trainer.epochs_per_step, seed=trainer.seed, step=self.step
+        )
 
-    def rows(self, group: WorkerGroup, method: str, batch: DataProto) -> DataProto:
-        """A forward pass of one role over all rows."""
-        return group.rows(method, batch, max_tokens=self.budget(group))
+    async def with_reference_log_probs(self, batch: DataProto, reference: WorkerGroup[ReferenceWorker]) -> DataProto:
+        """Add `ref_log_probs`."""
+        budget = self.config.actor.max_tokens_per_microbatch
+        return batch.union(await reference.rows(ReferenceWorker.compute_log_probs, batch, max_tokens=budget))
 
-    def updated(
-        self, group: WorkerGroup, batch: DataProto, plan: Sequence[list[int]], *arguments: float
+    async def with_values(self, batch: DataProto, critic: WorkerGroup[CriticWorker]) -> DataProto:
+        """Add the critic's values."""
+        states, budget = states_to_value(batch, self.config.algorithm), self.config.critic.max_tokens_per_microbatch
+        found = await critic.rows(CriticWorker.compute_values, states, max_tokens=budget)
+        return with_critic_values(batch, found, self.config.algorithm)
+
+    async def update_critic(
+        self, batch: DataProto, plan: Sequence[list[int]], critic: WorkerGroup[CriticWorker]
     ) -> dict[str, float]:
-        """Update one role; returns its metrics. The batch of a skipped update is kept for a look at it.
+        """Update the critic; returns its metrics. Raises NumericsError if too many updates in a row were skipped."""
+        with self.saved_batch(batch):
+            budget = self.config.critic.max_tokens_per_microbatch
+            metrics = await critic.update(CriticWorker.update, batch, plan, budget)
+        return self.checked_update("critic", metrics, batch, plan)
 
-        Raises NumericsError where too many updates in a row were skipped.
+    async def update_actor(self, batch: DataProto, plan: Sequence[list[int]]) -> dict[str, float]:
+        """Update the actor and the entropy coefficient; returns the actor's metrics.
+
+        Raises NumericsError if too many updates in a row were skipped.
         """
-        step, role = self.step + 1, "critic" if group is self.critic else "actor"
+        entropy_coef = self.entropy_controller.value
+        with self.saved_batch(batch):
+            budget = self.config.actor.max_tokens_per_microbatch
+            found = await self.actor.update(ActorWorker.update, batch, plan, budget, entropy_coef)
+        metrics = self.checked_update("actor", found, batch, plan)
+        if self.config.algorithm.entropy_target is not None:
+            metrics["actor/entropy_coef"] = entropy_coef
+            if batch.values("response_mask").any() and math.isfinite(metrics["actor/entropy"]):
+                self.entropy_controller.update(metrics["actor/entropy"])
+        return metrics
+
+    @contextlib.contextmanager
+    def saved_batch(self, batch: DataProto) -> Iterator[None]:
+        """Write the step's batch to a file if a NumericsError ends the update in this block."""
         try:
-            metrics = group.update(batch, plan, *arguments, max_tokens=self.budget(group))
+            yield
         except NumericsError as error:
-            raise NumericsError(f"{error}; the step's batch: {self.tracker.save_batch(step, batch)}") from None
+            path = self.tracker.save_batch(self.step + 1, batch)
+            raise NumericsError(f"{error}; the step's batch: {path}") from None
+
+    def checked_update(
+        self, role: str, metrics: dict[str, float], batch: DataProto, plan: Sequence[list[int]]
+    ) -> dict[str, float]:
+        """Return the metrics of an update under their full names. Reports skipped updates, with the step's batch."""
+        step = self.step + 1
         if skipped := int(metrics.get("skipped_updates", 0)):
             self.tracker.log_alarm(
                 step,
@@ -302,16 +340,23 @@ class Trainer:
             )
         return _named(role, metrics)
 
-    def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Adds `old_log_probs`, the proximal policy's: recomputed by the actor, or those of the engine.
+    async def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Add `old_log_probs`, the log-probs of the proximal policy, computed by the actor or by the engine.
 
-        Where one optimizer step trains on the whole batch they are the current ones, and the column is left out.
-        Returns the batch, and how far engine and actor are apart where the actor computed, as it does in the first step
-        always. Raises LogProbError past the limit at the first step.
+        If one optimizer step trains on the whole batch, they equal the current log-probs, and the column is left out.
+        In the first step, the actor always computes its log-probs, to check the engine.
+
+        Returns:
+            The batch, and metrics of the gap between engine and actor. The metrics are empty if the actor computed
+            nothing.
+
+        Raises:
+            LogProbError: in the first step, the gap exceeds `rollout.max_log_prob_gap`.
         """
         metrics: dict[str, float] = {}
         if self.needs_actor_pass or not self.engine_checked:
-            batch = batch.union(self.rows(self.actor, "compute_log_probs", batch))
+            budget = self.config.actor.max_tokens_per_microbatch
+            batch = batch.union(await self.actor.rows(ActorWorker.compute_log_probs, batch, max_tokens=budget))
             metrics = log_prob_gap(batch)
             if batch.values("response_mask").any():  # a step without trained tokens says nothing of the engine
                 self.check_engine(metrics["rollout/log_prob_gap"])
@@ -320,7 +365,7 @@ class Trainer:
         return batch, metrics
 
     def check_engine(self, gap: float) -> None:
-        """Raise LogProbError if this mean gap in nats is past the limit and the first to be seen."""
+        """Raise LogProbError if this is the run's first mean gap, in nats, and it exceeds the limit."""
         first, self.engine_checked = not self.engine_checked, True
         limit = self.config.rollout.max_log_prob_gap
         if first and not gap <= limit:
@@ -330,19 +375,19 @@ class Trainer:
                 "the one trained; check model.dtype, or raise the limit"
             )
 
-    def sync_weights(self) -> None:
-        """Send the actor's weights to the engines as version `step`; raises SyncError unless they compute with them."""
-        self.collector.rollout.load(self.actor, self.step, check=self.config.rollout.verify_sync)
+    async def sync_weights(self) -> None:
+        """Send the actor's weights to the engines as version `step`. Raises SyncError if an engine uses other ones."""
+        await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
-    def evaluate(self) -> None:
-        """Accuracy on the validation prompts, sampled and greedy, unless these weights were evaluated."""
+    async def evaluate(self) -> None:
+        """Evaluate the policy on the validation prompts, sampled and greedy, unless this step was evaluated already."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:
-            self.sync_weights()
+            await self.sync_weights()
         metrics = {}
         for kind in ("sampled", "greedy"):
-            batch = self.collector.evaluate(self.val_prompts, greedy=kind == "greedy")
+            batch = await self.collector.evaluate(self.val_prompts, greedy=kind == "greedy")
             samples = sample_metrics(batch, ())
             metrics[f"eval/{kind}_reward"] = samples["reward/mean"]
             metrics[f"eval/{kind}_accuracy"] = samples["reward/accuracy"]

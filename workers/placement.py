@@ -3,18 +3,22 @@
 This module starts Ray and the worker processes, or puts all roles into the current process.
 """
 
+import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.cpu_threads import cpu_cores, openmp_settings
 from rltrain.base.errors import ConfigError, WorkerError, one_line
 from rltrain.batch.row_costs import RowWork, row_work
@@ -22,14 +26,19 @@ from rltrain.data.model_directory import text_config
 from rltrain.settings.schema import REWARD_MODEL, Config
 from workers.cluster import ray_daemons
 from workers.cluster.hangups import hangups_ignored
-from workers.cluster.host_groups import Hosts, LocalHosts, RayHosts
-from workers.cluster.liveness import Watch
+from workers.cluster.liveness import Liveness
+from workers.cluster.processes import LocalProcess, RayProcess, Role, WorkerProcess, results
 from workers.cluster.ray_daemons import Daemons
 from workers.cluster.ray_guard import Guard
 from workers.cluster.shared_devices import SharedDevices
 from workers.cluster.worker_process import Host
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
+from workers.rollout.replica import Building, Replica
+from workers.training.actor import ActorWorker
+from workers.training.critic import CriticWorker
+from workers.training.reference import ReferenceWorker
+from workers.training.reward_model import RewardModelWorker
 from workers.training.worker_group import WorkerGroup
 
 ROLES = {
@@ -38,6 +47,7 @@ ROLES = {
     "critic": "workers.training.critic:CriticWorker",
     REWARD_MODEL: "workers.training.reward_model:RewardModelWorker",
 }
+ENGINE = "workers.rollout.worker:RolloutWorker"
 _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # timeout in seconds of a connection to a cluster's port
@@ -63,75 +73,125 @@ class _Connection:
 _connection = _Connection()
 
 
-@dataclass(frozen=True)
 class Training:
-    """The processes of the training ranks. Builds the roles in them.
+    """The training ranks: their processes, and a worker group for each role in them.
 
-    Attributes:
+    Args:
         config: The whole config.
         paths: Model directory of each role.
-        hosts: Processes of each role. Several roles may share the same processes.
+        spawns: By role, the function that starts the process of a rank. Roles with the same function share processes.
+
+    Attributes:
+        groups: The worker group of each role.
     """
 
-    config: Config
-    paths: dict[str, str]
-    hosts: dict[str, Hosts]
+    def __init__(
+        self, config: Config, paths: dict[str, str], spawns: Mapping[str, Callable[[int], WorkerProcess]]
+    ) -> None:
+        self.config, self.paths, self.spawns = config, paths, spawns
+        self.groups: dict[str, WorkerGroup[Any]] = {role: group_of(role, path, config) for role, path in paths.items()}
+        self.processes: list[WorkerProcess] = []
+        self._spawn()
 
-    def build(self) -> None:
+    def _spawn(self) -> None:
+        """Start a process for each rank."""
+        started: dict[Callable[[int], WorkerProcess], list[WorkerProcess]] = {}
+        for role, group in self.groups.items():
+            spawn = self.spawns[role]
+            if spawn not in started:
+                started[spawn] = [spawn(rank) for rank in range(self.config.placement.actor_ranks)]
+            group.ranks = [Role(process, role) for process in started[spawn]]
+        self.processes = [process for processes in started.values() for process in processes]
+
+    async def build(self) -> None:
         """Form the process groups and build all roles. Raises WorkerLost if a process dies or hangs meanwhile."""
-        pending, placement = [], self.config.placement
-        for group in dict.fromkeys(self.hosts.values()):
-            if isinstance(group, RayHosts):
-                meet(group, self.config)
-        for role, hosts in self.hosts.items():
-            path = self.paths[role]
-            pending.append((hosts, build(hosts, role, ROLES[role.partition(" ")[0]], self.config, path)))
-        for hosts, calls in pending:
-            hosts.wait(calls, limit_s=placement.start_timeout_s)
+        for processes in {tuple(rank.process for rank in group.ranks) for group in self.groups.values()}:
+            await meet(processes, self.config)
+        calls = [
+            rank.process.build(role, ROLES[role.partition(" ")[0]], self.config, self.paths[role])
+            for role, group in self.groups.items()
+            for rank in group.ranks
+        ]
+        await results(calls, limit_s=self.config.placement.start_timeout_s)
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         """End all training ranks and start new ones in their places.
 
         The new ranks have the weights that the run began with.
         """
-        for group in dict.fromkeys(self.hosts.values()):
-            assert isinstance(group, RayHosts), "an object in this process is not restarted"
-            group.renew(range(group.size))
-        self.build()
+        for process in self.processes:
+            process.kill()
+        self._spawn()
+        await self.build()
 
 
 @dataclass
 class Workers:
-    """The running workers of a run."""
+    """The running workers of a run.
+
+    Attributes:
+        restarts: Whether the training ranks are separate processes, which can be restarted.
+    """
 
     rollout: RolloutPool
     rewards: RewardPool
-    actor: WorkerGroup
-    reference: WorkerGroup | None
-    critic: WorkerGroup | None
-    reward_models: list[WorkerGroup]
     training: Training
+    reward_models: list[WorkerGroup[RewardModelWorker]]
     devices: SharedDevices | None
-    daemons: Daemons = field(default_factory=Daemons)
+    liveness: Liveness | None
 
     @property
-    def restart_training(self) -> Callable[[], None] | None:
-        """Return the function that restarts the training ranks, or None if the ranks are not separate processes."""
-        return self.training.restart if isinstance(self.actor.hosts, RayHosts) else None
+    def actor(self) -> WorkerGroup[ActorWorker]:
+        """Return the actor's ranks."""
+        return self.training.groups["actor"]
 
-    def close(self) -> None:
-        """Stop all workers of this run."""
+    @property
+    def reference(self) -> WorkerGroup[ReferenceWorker] | None:
+        """Return the reference's ranks, or None if the run needs no reference."""
+        return self.training.groups.get("reference")
+
+    @property
+    def critic(self) -> WorkerGroup[CriticWorker] | None:
+        """Return the critic's ranks, or None if the run needs no critic."""
+        return self.training.groups.get("critic")
+
+    @property
+    def restart_training(self) -> Callable[[], Awaitable[None]] | None:
+        """Return the function that restarts the training ranks, or None if the ranks are not separate processes."""
+        return self.training.restart if self.liveness is not None else None
+
+    @property
+    def daemons(self) -> Daemons:
+        """Return the Ray daemons on which the workers depend."""
+        return Daemons() if self.liveness is None else self.liveness.daemons
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt | asyncio.CancelledError):
+            self.kill()  # a second signal has asked to stop at once
+        else:
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop all workers of this run. The engines may finish what they do."""
         if self.daemons.lost():
             return  # the workers would not answer; disconnecting from Ray ends their processes
+        await self.rollout.close()
+        self.kill()
+
+    def kill(self) -> None:
+        """Stop all workers of this run at once. Disconnecting from Ray ends the processes that are left."""
         with contextlib.suppress(WorkerError):
             self.rewards.close()
-        with contextlib.suppress(WorkerError):
-            self.rollout.close()
-        for hosts in {self.rollout.hosts, *self.training.hosts.values()}:
-            if isinstance(hosts, RayHosts):
-                hosts.end()
+        if self.liveness is not None:
+            self.liveness.kill_stopped()
         if self.devices:
             self.devices.free()
+            self.devices = None
 
 
 def connect(config: Config) -> dict[str, float]:
@@ -289,13 +349,16 @@ def disconnect() -> None:
         guard.close()
 
 
-def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: bool) -> Workers:
+async def start(
+    config: Config, path: str, stop_ids: Sequence[int], tasks: BackgroundTasks, *, needs_critic: bool
+) -> Workers:
     """Start all workers of a run and wait until they are ready.
 
     Args:
         config: The whole config. Ray must be connected unless the launcher is `inprocess`.
         path: Model directory.
         stop_ids: Ids of the model's end tokens.
+        tasks: The run's background tasks.
         needs_critic: Whether the advantage estimator needs values.
 
     Raises:
@@ -303,97 +366,106 @@ def start(config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: b
     """
     devices = shared_devices(config)
     try:
-        return _start(config, path, stop_ids, needs_critic=needs_critic, devices=devices)
+        return await _start(config, path, stop_ids, tasks, needs_critic=needs_critic, devices=devices)
     except BaseException:
         if devices:
             devices.free()
         raise
 
 
-def _start(
-    config: Config, path: str, stop_ids: Sequence[int], *, needs_critic: bool, devices: SharedDevices | None
+async def _start(
+    config: Config,
+    path: str,
+    stop_ids: Sequence[int],
+    tasks: BackgroundTasks,
+    *,
+    needs_critic: bool,
+    devices: SharedDevices | None,
 ) -> Workers:
-    roles, placement = config.roles(needs_critic=needs_critic), config.placement
+    roles = config.roles(needs_critic=needs_critic)
     models = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
     paths = {role: str(Path(models[role]).expanduser().absolute()) if role in models else path for role in roles}
-    engine = ("workers.rollout.worker:RolloutWorker", config, path, list(stop_ids))
-    if placement.launcher == "inprocess":
-        threads = placement.threads_per_worker
-        hosts = LocalHosts(Host(openmp_settings(threads) if threads else {}, verbose=True))
-        hosts.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
-        training = Training(config, paths, dict.fromkeys(roles, hosts))
-        rewards = RewardPool.in_process(config.reward)
-        build(hosts, "rollout", *engine)
-        pool = RolloutPool(hosts)
-    else:
-        watch = watch_of(config)
-        rewards = RewardPool.on_ray(
-            config.reward,
-            workers=placement.reward_workers,
-            spares=placement.reward_spares,
-            start_timeout_s=placement.start_timeout_s,
-            watch=watch,
-        )
-        pool = _engines_on_ray(config, engine, watch, devices)
-        shared = None
-        if placement.share_ranks:
-            shared = ray_hosts(config, "training rank", placement.actor_ranks, watch=watch, devices=devices)
-        training = Training(
-            config,
-            paths,
-            {role: shared or ray_hosts(config, f"{role} rank", placement.actor_ranks, watch=watch) for role in roles},
-        )
-        if devices:
-            pool.start()  # an engine measures the free memory of its device, so the ranks must not allocate any yet
-    training.build()
-    pool.start()
-    groups = {role: group_of(hosts, role, paths[role], config) for role, hosts in training.hosts.items()}
-    return Workers(
-        pool,
-        rewards,
-        groups["actor"],
-        groups.get("reference"),
-        groups.get("critic"),
-        [groups[role] for role in models],
-        training,
-        devices,
-        _connection.daemons,
-    )
+    start_all = _start_here if config.placement.launcher == "inprocess" else _start_on_ray
+    rewards, pool, training, liveness = await start_all(config, (config, path, list(stop_ids)), paths, tasks, devices)
+    await training.build()
+    await pool.start()
+    return Workers(pool, rewards, training, [training.groups[role] for role in models], devices, liveness)
 
 
-def _engines_on_ray(
-    config: Config, engine: tuple[Any, ...], watch: Watch, devices: SharedDevices | None
-) -> RolloutPool:
-    """Start the rollout replicas in separate processes, and start to build their engines.
+async def _start_here(
+    config: Config, engine: tuple[Any, ...], paths: dict[str, str], tasks: BackgroundTasks, _: SharedDevices | None
+) -> "_Started":
+    """Put all roles into this process."""
+    threads = config.placement.threads_per_worker
+    process = LocalProcess(Host(openmp_settings(threads) if threads else {}, verbose=True))
+    process.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
+    training = Training(config, paths, dict.fromkeys(paths, lambda _: process))
+    rewards = RewardPool.in_process(config.reward)
+
+    def start_engine() -> Building:
+        return Building(Role(process, "rollout"), [process.build("rollout", ENGINE, *engine, threaded=False)])
+
+    return rewards, RolloutPool([Replica(0, start_engine)], tasks, replaces=False), training, None
+
+
+async def _start_on_ray(
+    config: Config,
+    engine: tuple[Any, ...],
+    paths: dict[str, str],
+    tasks: BackgroundTasks,
+    devices: SharedDevices | None,
+) -> "_Started":
+    """Start all processes as Ray actors.
 
     Args:
         config: The whole config.
-        engine: Arguments of `build`, beginning with the import path of the role.
-        watch: Monitor of the processes.
+        engine: Arguments of the rollout role.
+        paths: Model directory of each role of the training ranks.
+        tasks: The run's background tasks.
         devices: GPUs that replicas share with training ranks. None: Ray chooses the devices.
     """
-    replicas = ray_hosts(config, "rollout replica", config.placement.rollout_replicas, watch=watch, devices=devices)
-
-    def replace(replica: int) -> Any:
-        replicas.renew([replica])
-        return build(replicas, "rollout", *engine, ranks=[replica])[0]
-
-    return RolloutPool(
-        replicas,
-        sleeps=config.takes_turns,
-        replace=replace,
-        start_timeout_s=config.placement.start_timeout_s,
-        building=build(replicas, "rollout", *engine),
+    placement, liveness = config.placement, liveness_of(config, tasks)
+    rewards = RewardPool.on_ray(
+        config.reward,
+        workers=placement.reward_workers,
+        spares=placement.reward_spares,
+        start_timeout_s=placement.start_timeout_s,
+        liveness=liveness,
     )
+    spawn_engine = spawner(config, "rollout replica", placement.rollout_replicas, liveness=liveness, devices=devices)
+
+    def start_engine(number: int) -> Building:
+        process = spawn_engine(number)
+        return Building(Role(process, "rollout"), [process.build("rollout", ENGINE, *engine, threaded=True)])
+
+    pool = RolloutPool(
+        [
+            Replica(number, functools.partial(start_engine, number), start_timeout_s=placement.start_timeout_s)
+            for number in range(placement.rollout_replicas)
+        ],
+        tasks,
+        sleeps=config.takes_turns,
+    )
+    if devices and placement.share_ranks:
+        await pool.start()  # an engine measures the free memory of its device, so the ranks must not allocate any yet
+    shared = "training rank" if placement.share_ranks else ""
+    spawns = {
+        name: spawner(config, name, placement.actor_ranks, liveness=liveness, devices=devices if shared else None)
+        for name in dict.fromkeys(shared or f"{role} rank" for role in paths)
+    }
+    return rewards, pool, Training(config, paths, {r: spawns[shared or f"{r} rank"] for r in paths}), liveness
 
 
-def group_of(hosts: Hosts, role: str, path: str, config: Config) -> WorkerGroup:
-    """Return the ranks of a role as one group.
+_Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
+
+
+def group_of(role: str, path: str, config: Config) -> WorkerGroup[Any]:
+    """Return the worker group of a role, still without ranks.
 
     Reward models do not split packs over ranks, so each of their ranks gets its own rows.
     """
     shares = 1 if role.startswith(REWARD_MODEL) else config.placement.sequence_ranks
-    return WorkerGroup(hosts, role, work_of(role, path), sequence_ranks=shares)
+    return WorkerGroup([], work_of(role, path), sequence_ranks=shares)
 
 
 def work_of(role: str, path: str) -> RowWork:
@@ -401,26 +473,16 @@ def work_of(role: str, path: str) -> RowWork:
     return row_work(text_config(path), head=role in ("actor", "reference"))
 
 
-def build(hosts: Hosts, role: str, path: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-    """Start to build a role on these ranks (all by default). An engine in its own process also gets its own thread."""
-    if isinstance(hosts, LocalHosts):
-        extra = {"threaded": False} if role == "rollout" else {}
-        hosts.host.build(role, path, *arguments, **extra)
-        return [None]
-    assert isinstance(hosts, RayHosts)
-    extra = {"threaded": True} if role == "rollout" else {}
-    chosen = range(hosts.size) if ranks is None else ranks
-    hosts.phase = f"{role}.build"
-    return [hosts.actors[rank].build.remote(role, path, *arguments, **extra) for rank in chosen]
-
-
-def watch_of(config: Config) -> Watch:
+def liveness_of(config: Config, tasks: BackgroundTasks) -> Liveness:
     """Return the monitor of this run's processes."""
-    folder = Path(config.trainer.output_dir).expanduser().absolute()
-    return Watch(
+    import ray
+
+    return Liveness(
         hang_timeout_s=config.trainer.hang_timeout_s,
         start_timeout_s=config.placement.start_timeout_s,
-        folder=folder,
+        tasks=tasks,
+        here=ray.get_runtime_context().get_node_id(),
+        folder=Path(config.trainer.output_dir).expanduser().absolute(),
         daemons=_connection.daemons,
     )
 
@@ -439,16 +501,16 @@ def shared_devices(config: Config) -> SharedDevices | None:
     return SharedDevices(count, cpus=cpus, limit_s=placement.start_timeout_s)
 
 
-def ray_hosts(
-    config: Config, name: str, count: int, *, watch: Watch | None = None, devices: SharedDevices | None = None
-) -> RayHosts:
-    """Start the Ray actors of one group of ranks or replicas.
+def spawner(
+    config: Config, name: str, count: int, *, liveness: Liveness | None = None, devices: SharedDevices | None = None
+) -> Callable[[int], RayProcess]:
+    """Return a function that starts the Ray actor of one rank or replica, given its number.
 
     Args:
         config: The whole config.
-        name: Name of one actor in messages.
-        count: Number of actors.
-        watch: Monitor of the actors' processes.
+        name: Name of one actor in messages, without its number.
+        count: Number of actors of this kind.
+        liveness: Observes the actors' processes.
         devices: GPUs of the actors, one per actor. None: Ray chooses among all devices with enough capacity left.
     """
     import ray
@@ -478,21 +540,23 @@ def ray_hosts(
     make: Any = ray.remote  # Any, because Ray's type annotations lack these options
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
-    def spawn(number: int) -> Any:
+    def spawn(number: int) -> RayProcess:
         actor = remote.options(**devices.options(number)) if devices else remote
-        return actor.remote(environment, verbose=config.verbose)
+        return RayProcess(actor.remote(environment, verbose=config.verbose), f"{name} {number}", liveness)
 
-    return RayHosts([spawn(number) for number in range(count)], name=name, spawn=spawn, watch=watch)
+    return spawn
 
 
-def meet(hosts: RayHosts, config: Config) -> None:
-    """Join these ranks into one torch.distributed process group."""
-    limit_s = config.placement.start_timeout_s
-    loopback = config.placement.address == "local"
-    address = hosts.wait([hosts.actors[0].address.remote(loopback=loopback)], limit_s=limit_s)[0]
-    timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * config.trainer.hang_timeout_s)
-    calls = [actor.join.remote(rank, hosts.size, address, timeout_s) for rank, actor in enumerate(hosts.actors)]
-    hosts.wait(calls, limit_s=limit_s)
+async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
+    """Join these ranks into one torch.distributed process group. The driver's own process has joined one already."""
+    ranks = [process for process in processes if isinstance(process, RayProcess)]
+    if ranks:
+        limit_s = config.placement.start_timeout_s
+        loopback = config.placement.address == "local"
+        (address,) = await results([ranks[0].begin(Host.address, loopback=loopback)], limit_s=limit_s)
+        timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * config.trainer.hang_timeout_s)
+        calls = [process.begin(Host.join, n, len(ranks), address, timeout_s) for n, process in enumerate(ranks)]
+        await results(calls, limit_s=limit_s)
 
 
 def _has_gpus() -> bool:

@@ -12,19 +12,20 @@ A checkpoint is a folder `step_N` with these parts:
 A folder without a manifest is not a checkpoint. A checkpoint is damaged if any file does not match the manifest.
 """
 
+import asyncio
 import difflib
 import json
 import logging
 import os
 import re
 import shutil
-import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from rltrain.base.background_tasks import cancelled
 from rltrain.base.errors import CheckpointError, RLTrainError, described
 from rltrain.base.storage import FileStart, Folder
 from rltrain.settings.typed import require
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
-_LOOK_S = 0.02
+_ASK_EVERY_S = 0.02  # a rank runs one call at a time, so it cannot answer a call only when its file is written
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,19 @@ def _is_entry(name: str, entry: Any) -> bool:
     return inside and isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
 
 
+class SavesState(Protocol):
+    """Interface of a training rank whose state is saved. See `workers.training.actor.ActorWorker`."""
+
+    def save_state(self, url: str) -> None:
+        """Start to write into a checkpoint's folder, and return once the tensors are copied."""
+
+    def saved_state(self) -> Saved | None:
+        """Return the result of the last `save_state` call, or None while the save is running."""
+
+    def load_state(self, url: str | None) -> None:
+        """Load the state from a checkpoint's folder, or return to the start of the run if it is None."""
+
+
 @dataclass
 class _Save:
     """A save in progress: the ranks write their files, and the driver adds its own files when the ranks are done.
@@ -157,7 +171,7 @@ class _Save:
     metric: float | None
     files: dict[str, bytes]
     history: dict[str, FileStart]
-    groups: dict[str, WorkerGroup]
+    groups: dict[str, WorkerGroup[SavesState]]
     saved: dict[str, list[Saved]] = field(default_factory=dict)
 
 
@@ -173,7 +187,7 @@ class Checkpoints:
         sources: fingerprints of the sources that the run reads.
 
     Attributes:
-        under_way: the save in progress; None if there is none.
+        writing: the task that completes the save in progress; None if there is none.
         last: step of the latest checkpoint, whose save may still be in progress; None if there is no checkpoint yet or
             if its save failed.
     """
@@ -188,7 +202,7 @@ class Checkpoints:
         sources: Mapping[str, int] | None = None,
     ) -> None:
         self.folder, self.config, self.keep, self.best, self.sources = folder, config, keep, best, dict(sources or {})
-        self.under_way: _Save | None = None
+        self.writing: asyncio.Task[None] | None = None
         self.last: int | None = None
 
     def newest(self) -> Checkpoint | None:
@@ -220,11 +234,11 @@ class Checkpoints:
             f"trainer.keep_best={self.best}: this run has no such metric; the nearest are {', '.join(near)}",
         )
 
-    def start(
+    async def start(
         self,
         step: int,
         incarnation: int,
-        groups: Mapping[str, WorkerGroup],
+        groups: Mapping[str, WorkerGroup[SavesState]],
         state: Mapping[str, Any],
         *,
         history: Mapping[str, FileStart],
@@ -232,7 +246,7 @@ class Checkpoints:
     ) -> None:
         """Start a save, after waiting for the end of the previous one.
 
-        The function returns when the ranks have copied their tensors.
+        The function returns when the ranks have copied their tensors. A task then waits for the end of their writing.
 
         Args:
             step: training step of the weights.
@@ -242,7 +256,7 @@ class Checkpoints:
             history: the run's JSON-lines files up to their current size, by name.
             metrics: all metrics that are known for these weights.
         """
-        self.finish()
+        await self.finish()
         metric = metrics.get(self.best) if self.best else None
         if self.best and metric is None:
             logger.warning(
@@ -257,51 +271,58 @@ class Checkpoints:
         try:
             self._discard(name)
             url = self.folder.at(name).url
-            for pending in [(group, group.start("save_state", url)) for group in groups.values()]:
-                pending[0].wait(pending[1])
+            await asyncio.gather(*(group.call(SavesState.save_state, url) for group in groups.values()))
         except RLTrainError:
             raise
         except Exception as error:  # a file system driver may raise any exception
             self._failed(save, reason(error))
             return
-        self.under_way = save
+        self.writing = asyncio.create_task(self._complete(save), name=f"checkpoint of step {step}")
 
-    def advance(self) -> bool:
-        """Complete the save in progress if all ranks have finished writing.
+    async def finish(self) -> None:
+        """Wait for the end of the save in progress, if there is one. Raises WorkerLost if one of its ranks is lost."""
+        if self.writing is not None:
+            await self.writing
+            self.writing = None
 
-        Returns:
-            Whether no save is in progress any more.
-        """
-        save = self.under_way
-        if save is None:
-            return True
-        for role, group in save.groups.items():
-            if role not in save.saved:
-                found: Sequence[Saved | None] = group.wait(group.start("saved_state"))
-                if any(one is None for one in found):
-                    return False
-                save.saved[role] = [one for one in found if one is not None]
-        self.under_way = None
-        errors = [one.error for ranks in save.saved.values() for one in ranks if one.error]
+    async def abandon(self) -> None:
+        """Discard the save in progress after its ranks have died."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            await cancelled(writing)
+
+    async def _complete(self, save: "_Save") -> None:
+        """Wait until all ranks have written their files, then add the driver's files."""
+        complete = False
         try:
+            errors = [one.error for one in await self._written(save) if one.error]
+            complete = True
             if errors:
                 self._failed(save, errors[0])
             else:
-                self._commit(save)
+                commit = asyncio.ensure_future(asyncio.to_thread(self._commit, save))
+                try:
+                    await asyncio.shield(commit)
+                finally:
+                    await commit  # a thread cannot be cancelled
+        except RLTrainError:
+            raise
         except Exception as error:  # a file system driver may raise any exception
             self._failed(save, reason(error))
-        return True
+        finally:
+            if not complete:
+                self._failed(save, "a rank died while it wrote")
 
-    def finish(self) -> None:
-        """Wait for the end of the save in progress, if there is one."""
-        while not self.advance():
-            time.sleep(_LOOK_S)
-
-    def abandon(self) -> None:
-        """Discard the save in progress after its ranks have died."""
-        save, self.under_way = self.under_way, None
-        if save is not None:
-            self._failed(save, "a rank died while it wrote")
+    async def _written(self, save: "_Save") -> list[Saved]:
+        """Wait for the results of all ranks, and return them."""
+        for role, group in save.groups.items():
+            while role not in save.saved:
+                found = await group.call(SavesState.saved_state)
+                if None not in found:
+                    save.saved[role] = [one for one in found if one is not None]
+                else:
+                    await asyncio.sleep(_ASK_EVERY_S)
+        return [one for ranks in save.saved.values() for one in ranks]
 
     def publish(self, path: Path) -> None:
         """Replace `path` by the model of the latest checkpoint.

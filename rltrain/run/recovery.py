@@ -1,8 +1,8 @@
 """Restarts of the training ranks after one of them died or hung, limited to a maximum number per run."""
 
+import asyncio
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from rltrain.base.errors import WorkerError, WorkerLost
 
@@ -15,18 +15,18 @@ class Restarts:
     """Restarts the training ranks and counts the restarts of one run.
 
     Args:
-        restart: callback that ends all processes of the training ranks and starts new ones; None: the ranks cannot be
-            restarted.
+        restart: coroutine function that ends all processes of the training ranks and starts new ones. None: the ranks
+            cannot be restarted.
         limit: maximum number of restarts.
 
     Attributes:
         count: number of restarts so far.
     """
 
-    def __init__(self, restart: Callable[[], None] | None, limit: int) -> None:
+    def __init__(self, restart: Callable[[], Awaitable[None]] | None, limit: int) -> None:
         self.restart, self.limit, self.count = restart, limit, 0
 
-    def after(self, error: WorkerLost, step: int) -> None:
+    async def after(self, error: WorkerLost, step: int) -> None:
         """Restart the training ranks after a rank was lost.
 
         Args:
@@ -52,9 +52,9 @@ class Restarts:
                 self.count,
                 self.limit,
             )
-            time.sleep(pause_s)
+            await asyncio.sleep(pause_s)
             try:
-                self.restart()
+                await self.restart()
                 return
             except WorkerLost as again:
                 error = again

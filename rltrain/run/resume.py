@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
 from rltrain.base.storage import Folder, absolute
 from rltrain.data.prompts import PromptSet
@@ -355,7 +356,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     state = checkpoint.state
     nobody: Any = _Nobody()
-    Collector(config, rollout=nobody, rewards=nobody, prompts=prompts).load_state_dict(state["collector"])
+    collector = Collector(config, rollout=nobody, rewards=nobody, prompts=prompts, tasks=BackgroundTasks())
+    collector.load_state_dict(state["collector"])
     kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
     entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
     if not isinstance(state["sources"], dict):
@@ -379,9 +381,6 @@ class _Nobody:
     """Stand-in for the engines and the reward workers: it has no work under way and ignores requests."""
 
     pending = 0
-
-    def abort(self) -> None:
-        """Do nothing: there is no work to drop."""
 
     def submit(self, requests: Any) -> None:
         """Ignore the requests."""

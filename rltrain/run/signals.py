@@ -3,11 +3,13 @@
 The first signal stops the run at a safe point, where nothing is lost. A second signal stops the run at once.
 """
 
+import asyncio
 import signal
 import threading
 from types import FrameType
 from typing import Any, Self
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import Stopped
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -24,14 +26,13 @@ class Signals:
 
     If a signal stops the code in the context at once, the context raises Stopped with the exit status of that signal.
 
-    Attributes:
-        patient: whether the code will reach a safe point, where it calls `check`. If False, the first signal already
-            stops the code at once.
+    The first signal stops the code at once as well, until `stop_with` says how to stop at a safe point.
     """
 
     def __init__(self) -> None:
-        self.patient = False
         self.received: int | None = None
+        self._tasks: BackgroundTasks | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -46,10 +47,12 @@ class Signals:
         if kind is KeyboardInterrupt:
             raise Stopped(self.status) from None
 
-    def check(self) -> None:
-        """Raise Stopped if a signal was received."""
-        if self.received is not None:
-            raise Stopped(self.status)
+    def stop_with(self, tasks: BackgroundTasks) -> None:
+        """From now on, let the first signal interrupt the run through its background tasks.
+
+        Must be called in the thread of the running event loop, which must be the main thread.
+        """
+        self._tasks, self._loop = tasks, asyncio.get_running_loop()
 
     @property
     def status(self) -> int:
@@ -60,5 +63,7 @@ class Signals:
         if self.received is not None and number == signal.SIGHUP:
             return
         first, self.received = self.received is None, number
-        if not (first and self.patient):
+        if not first or self._tasks is None or self._loop is None:
             raise KeyboardInterrupt
+        self._tasks.interrupt(Stopped(self.status))
+        self._loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for an event

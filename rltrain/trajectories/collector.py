@@ -1,19 +1,19 @@
 """Collection of scored batches: sends prompt groups to the engines and their answers to the reward workers.
 
 Synchronous and asynchronous runs use the same code. `answers` ships as many groups as the staleness bound allows and
-waits only for the oldest groups. `scored` waits for the scores of these groups. `advance` is called while the training
-ranks compute, and passes on finished answers and scores.
+waits only for the oldest groups. `scored` waits for the scores of these groups. Two background tasks pass on finished
+answers and scores, also while the training ranks compute.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rltrain.algorithms import required_columns
+from rltrain.base.background_tasks import BackgroundTasks, Changes
 from rltrain.base.errors import RewardError
-from rltrain.base.poll_interval import pause
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt, PromptOrder, PromptSet
 from rltrain.settings.schema import Config
@@ -62,14 +62,15 @@ class _Step:
 class Collector:
     """Turns prompts into scored batches for the trainer.
 
-    The collector consumes prompts in the order of the run and produces batches of finished groups. It waits for the
-    engines and the reward workers; their answers unblock it.
+    The collector consumes prompts in the order of the run and produces batches of finished groups.
 
     Args:
         config: the whole config.
         rollout: pool of engines.
         rewards: pool of reward workers.
         prompts: training prompts.
+        tasks: the run's background tasks. A failed task or an interruption of the run ends the collector's waits, and
+            no data is lost.
         models: reward models, which score a group when all its answers and function scores are complete.
     """
 
@@ -80,10 +81,11 @@ class Collector:
         rollout: RolloutPool,
         rewards: RewardPool,
         prompts: PromptSet,
+        tasks: BackgroundTasks,
         models: Sequence[RewardModel] = (),
     ) -> None:
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
-        self.models = models
+        self.tasks, self.models = tasks, models
         self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
         algorithm = config.algorithm
         self.groups = PromptGroups(
@@ -98,19 +100,16 @@ class Collector:
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
         self.first_failure = 0.0  # `time.monotonic()` of the step's first failed reward; 0: none
-        self.last_shipped = 0.0  # `time.monotonic()` of the last request to the engines
-        # `rollout.poll` also returns when a reward call ends: only `_pump` gives the reward workers more work.
-        rollout.beside = lambda: rewards.calls
-        # Called while the collector waits. The callback may raise an exception without any loss of data.
-        self.meanwhile: Callable[[], None] = lambda: None
+        self._arrived = 0  # number of times that answers or scores have arrived
+        self._failures_arrived = False  # failed rewards that `_stop_early` has not counted yet
+        self._changes = Changes()  # of the groups, or of what the engines and the reward workers have to do
 
-    def collect(self, version: int) -> DataProto:
-        """Run `answers`, `scored` and `take` in a row, for a caller that has nothing to do in between."""
-        batch = self.scored(self.answers(version))
-        self.take()
-        return batch
+    def start(self) -> None:
+        """Start the background tasks that pass on answers and scores."""
+        self.tasks.start(self._receive_answers(), "answers")
+        self.tasks.start(self._receive_scores(), "scores")
 
-    def answers(self, version: int) -> DataProto:
+    async def answers(self, version: int) -> DataProto:
         """Return the answers of the next `prompts_per_step` groups.
 
         The weights that sampled them are at most `max_staleness` versions older than `version`. Their scores may still
@@ -125,17 +124,17 @@ class Collector:
         self._draw(version)
         while True:
             if batches:
-                self._drop_flat(self.step)
+                await self._drop_flat(self.step)
                 self._draw(version)
             groups = self.groups.answered(self.step.places)
             if groups and (not batches or all(group.state is State.READY for group in groups)):
                 break
-            self._pump()
+            await self._news()
         oldest = min(group.shipped for group in groups)
         assert version - oldest <= self.groups.max_staleness, f"a group of version {oldest} is too old for {version}"
         return answers_of(groups)
 
-    def scored(self, batch: DataProto) -> DataProto:
+    async def scored(self, batch: DataProto) -> DataProto:
         """Wait for all scores of a batch from `answers` and add them to it.
 
         `take` ends the step afterwards. With dynamic sampling, a batch that consists of a single group with one outcome
@@ -147,8 +146,8 @@ class Collector:
         """
         step, components = self.step, self.config.reward.components
         while not (groups := self.groups.ready(step.places)):
-            self._pump()
-        with_model_scores(groups, self.models)
+            await self._news()
+        await with_model_scores(groups, self.models)
         batch = with_scores(batch, groups, components)
         if self.groups.greedy_baseline:
             batch = self._with_baselines(batch, groups)
@@ -185,13 +184,16 @@ class Collector:
             "step": unfinished if step.open else None,
         }
 
+    async def abort(self) -> None:
+        """Discard the results of all requests that the engines and reward workers are processing now."""
+        await self.rollout.abort()
+        self.rewards.abort()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the collector from a `state_dict`.
 
-        Results of requests that the engines and reward workers are processing now are discarded.
+        The engines and reward workers must have no work; see `abort`.
         """
-        self.rollout.abort()
-        self.rewards.abort()
         self.order.load_state_dict(state["order"])
         self.in_flight, self.first_failure = [self.training], 0.0
         self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
@@ -202,27 +204,21 @@ class Collector:
                 group = self.groups.restored(one, self._prompt)
                 if group.state is State.READY:  # else failed scores are requested again
                     self.step.seen[group.uid] = group
+        self._changes.notify()
 
     def _prompt(self, uid: int) -> Prompt:
         """Return the prompt of a group. The uid is its position in the prompt order of the run."""
         return self.prompts[self.order.at(uid)]
-
-    def advance(self) -> None:
-        """Pass on finished answers and scores without waiting, and check that the engines are alive."""
-        if self.rollout.pending or self.rewards.pending:
-            self._pump(wait=False)
-        else:
-            self.rollout.look()
 
     def _draw(self, version: int) -> None:
         """Add as many new groups as the staleness bound allows, and ship all pending groups."""
         self.groups.add([self.prompts[index] for index in self.order.next(self.groups.wanted(version))])
         self._ship(self.training, version)
 
-    def _drop_flat(self, step: "_Step") -> None:
+    async def _drop_flat(self, step: "_Step") -> None:
         """Drop the finished groups whose answers all have the same outcome, but never the last group of the step."""
         while fresh := self._unseen(step):
-            with_model_scores(fresh, self.models)
+            await with_model_scores(fresh, self.models)
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
@@ -282,7 +278,7 @@ class Collector:
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
-    def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
+    async def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
         """Generate and score one answer to each prompt, greedily or at the run's temperature.
 
         Training groups stay in flight during the evaluation.
@@ -298,10 +294,12 @@ class Collector:
         flight = _Flight(once, temperature, self.config.trainer.seed + EVAL_SEED)
         self.in_flight.append(flight)
         self._ship(flight, 0)
-        while not (groups := once.take(count)):
-            self._pump()
-        self.in_flight.remove(flight)
-        with_model_scores(groups, self.models)
+        try:
+            while not (groups := once.take(count)):
+                await self._news()
+        finally:
+            self.in_flight.remove(flight)
+        await with_model_scores(groups, self.models)
         batch = to_batch(groups, self.config.reward.components)
         self._check_failures(groups, batch)
         return batch
@@ -309,36 +307,46 @@ class Collector:
     def _ship(self, flight: _Flight, version: int | None) -> None:
         limit, whole = self.config.rollout.max_response_length, self.config.trainer.deterministic
         if shipped := flight.groups.ship(version):
-            self.last_shipped = time.monotonic()
             self.rollout.submit(
                 [
                     requests_of(group, temperature=flight.temperature, max_tokens=limit, seed=flight.seed, whole=whole)
                     for group in shipped
                 ]
             )
+            self._changes.notify()
 
-    def _pump(self, *, wait: bool = True) -> None:
-        """Pass finished answers to the reward workers, and scores to their groups.
-
-        Args:
-            wait: whether to wait for the next result; True only while the training ranks have nothing to do.
-        """
+    async def _news(self) -> None:
+        """Wait until an answer or a score arrives."""
         assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
-        if wait:
-            # This callback may wait for training ranks, which calls `advance`: everything may have arrived afterwards.
-            self.meanwhile()
-            self.rollout.mend()
-        wait_s = pause(self.last_shipped, 0.05) if wait else 0.0
-        answers = self.rollout.poll(wait_s) if self.rollout.pending else []
-        requests = [flight.groups.generated(answer) for answer in answers for flight in self.in_flight]
-        self.rewards.submit([request for request in requests if request is not None])
-        if lost := self.rollout.take_lost():
-            self._reissue(lost)
-        for result in self.rewards.poll(0.5 if wait and not self.rollout.pending else 0.0):
+        arrived = self._arrived
+        await self.tasks.until(self._changes.until(lambda: self._arrived != arrived))
+        if self._failures_arrived:
+            self._failures_arrived = False
             for flight in self.in_flight:
-                flight.groups.scored(result)
-                if wait and result.failed and result.key[0] in flight.groups.groups:
-                    self._stop_early(flight.groups)
+                self._stop_early(flight.groups)
+
+    async def _receive_answers(self) -> None:
+        """Pass finished answers to their groups and to the reward workers, until the task is cancelled."""
+        while True:
+            await self._changes.until(lambda: self.rollout.pending)
+            answers = await self.rollout.poll()
+            requests = [flight.groups.generated(answer) for answer in answers for flight in self.in_flight]
+            self.rewards.submit([request for request in requests if request is not None])
+            if lost := self.rollout.take_lost():
+                self._reissue(lost)
+            self._arrived += 1
+            self._changes.notify()
+
+    async def _receive_scores(self) -> None:
+        """Pass scores to their groups, until the task is cancelled."""
+        while True:
+            await self._changes.until(lambda: self.rewards.pending)
+            for result in await self.rewards.poll():
+                for flight in self.in_flight:
+                    flight.groups.scored(result)
+                    self._failures_arrived |= result.failed and result.key[0] in flight.groups.groups
+            self._arrived += 1
+            self._changes.notify()
 
     def _reissue(self, uids: set[int]) -> None:
         """Request the answers again that were lost with an engine.

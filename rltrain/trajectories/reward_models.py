@@ -22,6 +22,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.settings.reward_config import RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
+from workers.training.reward_model import RewardModelWorker
 from workers.training.worker_group import WorkerGroup
 
 
@@ -41,7 +42,7 @@ class RewardModel:
     def __init__(
         self,
         config: RewardModelConfig,
-        group: WorkerGroup,
+        group: WorkerGroup[RewardModelWorker],
         *,
         number: int,
         tokenizer: Any,
@@ -53,7 +54,7 @@ class RewardModel:
         self.longest, self.pad, self.max_tokens = longest, pad, max_tokens
         self._control, self._templates = ControlTokens(tokenizer), ChatTemplates()
 
-    def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
+    async def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """Score each (prompt, response text) pair.
 
         Samples with the same tokens are computed once. Their scores are bit-identical, so a group of equal answers has
@@ -64,16 +65,17 @@ class RewardModel:
         """
         found: list[float | str | tuple[int, ...]] = [self._tokens(prompt, response) for prompt, response in samples]
         rows = list(dict.fromkeys(row for row in found if isinstance(row, tuple)))
-        scores = dict(zip(rows, self._scores_of(rows), strict=True))
+        scores = dict(zip(rows, await self._scores_of(rows), strict=True))
         return [scores[row] if isinstance(row, tuple) else row for row in found]
 
-    def _scores_of(self, rows: list[tuple[int, ...]]) -> list[float | str]:
+    async def _scores_of(self, rows: list[tuple[int, ...]]) -> list[float | str]:
         if not rows:
             return []
         tokens, nothing = jagged([list(row) for row in rows], torch.int64), jagged([[] for _ in rows], torch.int64)
         batch = DataProto.from_dict({"prompts": tokens, "responses": nothing})
         budget = max(self.max_tokens, *map(len, rows))
-        scored = self.group.rows("compute_scores", batch, max_tokens=budget).batch["model_scores"].tolist()
+        columns = await self.group.rows(RewardModelWorker.compute_scores, batch, max_tokens=budget)
+        scored = columns.batch["model_scores"].tolist()
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
@@ -121,7 +123,7 @@ class RewardModel:
 _PLAIN = "{prompt}{response}"
 
 
-def reward_models(config: Config, groups: Sequence[WorkerGroup]) -> list[RewardModel]:
+def reward_models(config: Config, groups: Sequence[WorkerGroup[RewardModelWorker]]) -> list[RewardModel]:
     """Create the reward models of a run from their worker groups, which are in the order of the config."""
     first, budget = len(config.reward.functions), config.actor.max_tokens_per_microbatch
     return [
@@ -138,7 +140,7 @@ def reward_models(config: Config, groups: Sequence[WorkerGroup]) -> list[RewardM
     ]
 
 
-def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) -> None:
+async def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) -> None:
     """Append the models' scores to the results of these groups, in place.
 
     Results that already have the scores keep them. The models do not score a sample for which a reward function failed.
@@ -147,7 +149,7 @@ def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) ->
     for model in models:
         due = [(g, n) for g in groups for n, result in g.results.items() if len(result.scores) == model.number]
         alive = [(g, n) for g, n in due if not g.results[n].failed]
-        found = model.scores([(group.prompt, group.completions[n].text) for group, n in alive])
+        found = await model.scores([(group.prompt, group.completions[n].text) for group, n in alive])
         scores = {(group.uid, n): score for (group, n), score in zip(alive, found, strict=True)}
         for group, n in due:
             result, score = group.results[n], scores.get((group.uid, n))

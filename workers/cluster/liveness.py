@@ -1,102 +1,110 @@
-"""Detects which processes of a run are gone, are stopped or hang.
+"""Detects which processes of a run are gone, are stopped or hang, and ends the waits that depend on them.
 
-An observer on each machine reads `/proc` and the progress counter of each process. The observer of the driver's machine
-is an object in the driver. The observers of other machines are small Ray actors.
+One task on the driver observes all processes once a second, and at once when a process of the driver's machine ends. It
+reads `/proc` and the progress counter of each process. On every other machine, a small Ray actor does the reading.
 """
 
+import asyncio
 import contextlib
 import json
-import os
-import signal
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-from workers.cluster import leftovers
-from workers.cluster.process_tree import descendants
-from workers.cluster.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
+from rltrain.base.background_tasks import BackgroundTasks, Changes, cancelled
+from rltrain.base.errors import ClusterLost, WorkerLost
+from workers.cluster.exits import Exits
+from workers.cluster.observer import Observer, Sight, innermost
+from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
 PROCESSES, STACKS = "processes.json", "stacks"  # file and folder in a run's output
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # seconds after which a stopped process (SIGSTOP) counts as dead
-_STACKS_S = 0.3  # seconds that a process gets to write its stack traces
+_PROOF_S = 2.0  # seconds in which the death of a process becomes visible after another process has noticed it
 _REMOTE_S = 10.0  # timeout in seconds of a request to the observer of another machine
-_FRAMES = 3  # stack frames shown of each process
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Sight:
-    """Observed status of a process: its state (see `progress.state_of`), its ticks and its number of running calls."""
+class WatchedProcess:
+    """One process of a run: what is known of it, and how it was lost.
 
-    state: str
-    ticks: int = 0
-    calls: int = 0
+    Args:
+        name: Name of the process in messages and in `processes.json`, such as "training rank 0".
+        liveness: Observes the process. Without it, only Ray reports a death, and hangs are not detected.
+        changes: Signals when the process is lost.
+
+    Attributes:
+        identity: Identity that the process has reported; None until then.
+        phase: The last call that was started on the process, for messages.
+        how_lost: How the process died, stopped or hung; "" while it lives.
+    """
+
+    def __init__(self, name: str, liveness: "Liveness | None", changes: Changes | None = None) -> None:
+        self.name, self.liveness, self.phase = name, liveness, "starting"
+        self.identity: Process | None = None
+        self.how_lost = ""
+        self.sight: Sight | None = None
+        self.moved = time.monotonic()  # time of the last progress that was seen
+        self.stopped_at: float | None = None
+        self._changes = changes or Changes()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether the process was inside a call when it was last observed."""
+        return self.sight is not None and self.sight.calls > 0
+
+    def lose(self, how: str) -> None:
+        """Mark the process as lost and kill it. A process that is lost already keeps its first reason."""
+        if not self.how_lost:
+            self.how_lost = how
+            self._changes.notify()
+            if self.liveness is not None:
+                self.liveness.lost(self)
+
+    def take(self, sight: Sight, now: float) -> None:
+        """Record what was observed of the process."""
+        before, self.sight = self.sight, sight
+        if before is None or before.ticks != sight.ticks:
+            self.moved = now
+        if not sight.state:
+            self.lose("is gone (killed, crashed or out of memory)")
+        if sight.state != "T":
+            self.stopped_at = None
+        elif self.stopped_at is None:
+            self.stopped_at = now
+        elif now >= self.stopped_at + STOPPED_S:
+            self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
+
+    async def unless_lost(self, awaitable: Awaitable[T]) -> T:
+        """Wait for something that does not depend on the process's progress. Raises WorkerLost if the process dies."""
+        result = asyncio.ensure_future(awaitable)
+        lost = asyncio.ensure_future(self._changes.until(lambda: self.how_lost))
+        try:
+            await asyncio.wait({result, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                raise WorkerLost(f"{self} {self.how_lost}")
+            return result.result()
+        finally:
+            await cancelled(result, lost)
+
+    def __str__(self) -> str:
+        where = f"pid {self.identity.pid} on node {self.identity.node[:8]}" if self.identity else "starting"
+        return f"{self.name} ({where})"
 
 
-class Observer:
-    """Observes and kills processes of its own machine."""
-
-    def look(self, processes: Sequence[Process]) -> list[Sight]:
-        """Return the observed status of each process."""
-        return [_sight(process) for process in processes]
-
-    def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """Return the stack traces of all threads of each process. The text is "" for a stopped or dead process."""
-        for process in processes:
-            _signal(process, STACKS_SIGNAL)
-        time.sleep(_STACKS_S)
-        found = []
-        for process in processes:
-            text = ""
-            with contextlib.suppress(OSError):
-                text = stacks_of(process)
-            found.append(text)
-        return found
-
-    def kill(self, processes: Sequence[Process]) -> None:
-        """Kill these processes and their descendants at once, even if they are stopped.
-
-        Descendants are also killed if their process is gone already.
-        """
-        for process in processes:
-            below = descendants(process.pid) if state_of(process.pid, process.began) else []
-            # The kernel does not reuse a pid while the process group with that number has members.
-            leads = began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp()
-            files = leftovers.shared_files({process.pid, *below, *(leftovers.group_of(process.pid) if leads else ())})
-            _signal(process, signal.SIGKILL)
-            for pid in below:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            if leads:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            leftovers.remove(files)  # a killed engine does not remove its own files
-
-
-def _sight(process: Process) -> Sight:
-    state = state_of(process.pid, process.began)
-    with contextlib.suppress(OSError):
-        return Sight(state, *counts_of(process)) if state else Sight("")
-    return Sight("")  # the process has ended since its state was read
-
-
-def _signal(process: Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # otherwise another process may have its pid now
-            os.kill(process.pid, number)
-
-
-class Watch:
-    """The observers of all machines of a run. An observer starts when it is first needed.
+class Liveness:
+    """Observes the processes of a run, and Ray's daemons on which all of them depend.
 
     Args:
         hang_timeout_s: Seconds without progress after which a busy process counts as dead.
         start_timeout_s: Seconds in which a process must start.
+        tasks: The run's background tasks. The death of a daemon interrupts the run through them.
+        here: Ray's id of the driver's machine.
         folder: Output folder of the run. It receives the table of processes and the stack traces of hanging processes.
-        daemons: Ray's daemons, on which all other processes depend.
+        daemons: Ray's daemons.
     """
 
     def __init__(
@@ -104,25 +112,174 @@ class Watch:
         *,
         hang_timeout_s: float,
         start_timeout_s: float,
+        tasks: BackgroundTasks,
+        here: str,
         folder: Path | None = None,
         daemons: Daemons | None = None,
     ) -> None:
+        self.hang_timeout_s, self.start_timeout_s, self.folder = hang_timeout_s, start_timeout_s, folder
+        self.tasks, self.here, self.own, self.daemons = tasks, here, Observer(), daemons or Daemons()
+        self.processes: list[WatchedProcess] = []
+        self.named: dict[str, Process] = {}
+        self.scopes: set[ProgressScope] = set()
+        self._others: dict[str, Any] = {}  # observer actor of each other machine, by node id
+        self._exits = Exits()
+        self._interrupted = False
+        tasks.start(self._observe_all(), "liveness")
+
+    def admit(self, process: WatchedProcess, introduction: Any) -> None:
+        """Observe a new process. `introduction` is the Ray reference of its pending call of `Host.introduce`."""
+        self.processes.append(process)
+        self.tasks.start(self._introduce(process, introduction), f"introduction of {process.name}")
+
+    def dismiss(self, process: WatchedProcess) -> None:
+        """Kill a process, in whatever state it is, and observe it no more."""
+        process.lose("is being replaced")
+        self.processes.remove(process)
+
+    def lost(self, process: WatchedProcess) -> None:
+        """Kill a process that was lost, and end the waits that depend on it."""
+        if process.identity is not None:
+            self.kill([process.identity])
+        self._exits.notify()
+
+    def look(self) -> None:
+        """Observe the processes of this machine now."""
+        now = time.monotonic()
+        here = [(p, p.identity) for p in self.processes if p.identity and p.identity.node == self.here]
+        alive = [(process, identity) for process, identity in here if not process.how_lost]
+        sights = self.own.look([identity for _, identity in alive])
+        for (process, _), sight in zip(alive, sights, strict=True):
+            process.take(sight, now)
+
+    def kill_stopped(self) -> None:
+        """Kill the processes that are stopped (SIGSTOP), because they would outlive Ray."""
+        self.look()
+        for process in list(self.processes):
+            if process.sight is not None and process.sight.state == "T":
+                process.lose("was stopped")
+
+    def kill(self, processes: Iterable[Process]) -> None:
+        """Kill these processes and their descendants. Returns at once."""
+        for process in processes:
+            if process.node == self.here:
+                self.own.kill([process])
+            elif process.node in self._others:
+                self._others[process.node].kill.remote([process])
+
+    async def stacks(self, processes: Sequence[WatchedProcess]) -> dict[WatchedProcess, str]:
+        """Write the stack traces of these processes into the output folder. Returns the innermost frames of each."""
+        known = {process: process.identity for process in processes if process.identity is not None}
+        texts: dict[Process, str] = {}
+        for node in {identity.node for identity in known.values()}:
+            there = [identity for identity in known.values() if identity.node == node]
+            texts.update(zip(there, await self._stacks_on(node, there), strict=True))
+        for process, identity in known.items():
+            name = f"{process.phase}_{process.name.replace(' ', '_')}_{identity.pid}.txt"
+            if self.folder is not None and self.folder.is_dir() and texts[identity]:
+                with contextlib.suppress(OSError):
+                    (self.folder / STACKS).mkdir(exist_ok=True)
+                    (self.folder / STACKS / name).write_text(texts[identity], "utf-8")
+        return {process: innermost(texts[identity]) for process, identity in known.items()}
+
+    async def _stacks_on(self, node: str, processes: list[Process]) -> list[str]:
+        if node == self.here:
+            return await asyncio.to_thread(self.own.stacks, processes)
         import ray
 
-        self.hang_timeout_s, self.start_timeout_s, self.folder = hang_timeout_s, start_timeout_s, folder
-        self.daemons = daemons or Daemons()
-        self.here, self.own = ray.get_runtime_context().get_node_id(), Observer()
-        self.others: dict[str, Any] = {}  # observer actor of each other machine, by node id
-        self.asked: dict[str, tuple[Any, list[Process]]] = {}  # unanswered request to each observer, by node id
-        self.seen: dict[Process, Sight] = {}  # last status received from other machines
-        self.named: dict[str, Process] = {}
-        self.vigils: list[Vigil] = []  # one per group of the run
+        try:
+            async with asyncio.timeout(_REMOTE_S):
+                found: list[str] = await asyncio.wrap_future(self._observer(node).stacks.remote(processes).future())
+                return found
+        except (ray.exceptions.RayError, TimeoutError):
+            return [""] * len(processes)
 
-    def name(self, name: str, process: Process) -> None:
-        """Record the name of a process in the output folder, for people who inspect a run.
+    async def _observe_all(self) -> None:
+        """Observe this machine's processes and the daemons until the task is cancelled."""
+        with contextlib.closing(self._exits):
+            for pid in self.daemons.local_pids():
+                self._exits.add(pid)
+            while True:
+                self._check_daemons()
+                self.look()
+                for scope in list(self.scopes):
+                    await scope.check_progress()
+                await self._exits.wait(LOOK_EVERY_S)
 
-        The process replaces an earlier one of the same name.
-        """
+    def _check_daemons(self) -> None:
+        try:
+            self.daemons.check()
+        except ClusterLost as error:
+            for scope in self.scopes:
+                scope.fail(error)
+        if not self._interrupted:
+            try:
+                self.daemons.check(at_rest=True)
+            except ClusterLost as error:
+                self._interrupted = True
+                self.tasks.interrupt(error)
+
+    async def _introduce(self, process: WatchedProcess, introduction: Any) -> None:
+        """Wait for the identity of a new process. The process is lost if it does not report its identity in time."""
+        import ray
+
+        try:
+            async with asyncio.timeout(self.start_timeout_s):
+                identity: Process | None = await asyncio.wrap_future(introduction.future())
+        except TimeoutError:
+            limit = f"placement.start_timeout_s={self.start_timeout_s:g} s"
+            process.lose(f"did not start within {limit}; is there room for it?")
+        except ray.exceptions.RayError:
+            process.lose("died while it started")
+        else:
+            if identity is not None:
+                process.identity = identity
+                self._name(process.name, identity)
+                await self._observe_new(process, identity)
+
+    async def _observe_new(self, process: WatchedProcess, identity: Process) -> None:
+        if process.how_lost:  # it was dismissed before its identity was known
+            self.kill([identity])
+        elif identity.node == self.here:
+            self._exits.add(identity.pid)
+        elif identity.node not in self._others:
+            self._observer(identity.node)
+            self.tasks.start(self._observe_remote(identity.node), f"observer of node {identity.node[:8]}")
+
+    async def _observe_remote(self, node: str) -> None:
+        """Observe the processes of another machine until that machine is lost."""
+        import ray
+
+        while True:
+            there = [(process, process.identity) for process in self.processes if process.identity]
+            there = [(p, identity) for p, identity in there if identity.node == node and not p.how_lost]
+            try:
+                reply = self._observer(node).look.remote([identity for _, identity in there])
+                sights: list[Sight] = await asyncio.wrap_future(reply.future())
+            except ray.exceptions.RayError:
+                del self._others[node]
+                if not await asyncio.to_thread(_node_lives, node):
+                    for process, _ in there:
+                        process.take(Sight(""), time.monotonic())
+                    return
+                sights = []
+            for (process, _), sight in zip(there, sights, strict=False):
+                process.take(sight, time.monotonic())
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _observer(self, node: str) -> Any:
+        """Return the observer of another machine, and start it if necessary."""
+        if node not in self._others:
+            import ray
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+            options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": strategy}
+            self._others[node] = ray.remote(**options)(Observer).remote()
+        return self._others[node]
+
+    def _name(self, name: str, process: Process) -> None:
+        """Write the table of processes into the output folder, for people who inspect a run."""
         self.named[name] = process
         table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
         if self.folder is not None and self.folder.is_dir():
@@ -131,211 +288,88 @@ class Watch:
                 partial.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
                 partial.replace(self.folder / PROCESSES)
 
-    def look(self, processes: Sequence[Process]) -> list[Sight | None]:
-        """Return the observed status of each process, without waiting.
 
-        For a process of another machine, this is the last status received, or None if there is none yet. Raises
-        ClusterLost if a Ray daemon has died, because its workers then die too and are not to blame.
-        """
-        self.daemons.check()
-        local = [process for process in processes if process.node == self.here]
-        found: dict[Process, Sight | None] = dict(zip(local, self.own.look(local), strict=True))
-        for node in {process.node for process in processes} - {self.here}:
-            self._ask(node, [process for process in processes if process.node == node])
-        return [found[process] if process in found else self.seen.get(process) for process in processes]
-
-    def _ask(self, node: str, processes: list[Process]) -> None:
-        import ray
-
-        if node in self.asked:
-            ref, asked_for = self.asked[node]
-            if not ray.wait([ref], timeout=0)[0]:
-                return
-            del self.asked[node]
-            try:
-                self.seen.update(zip(asked_for, ray.get(ref), strict=True))
-            except ray.exceptions.RayError:
-                del self.others[node]
-                if not _node_lives(node):
-                    self.seen.update((process, Sight("")) for process in {*asked_for, *processes})
-                    return
-        if self.seen.get(processes[0]) == Sight("") and not _node_lives(node):
-            self.seen.update((process, Sight("")) for process in processes)
-            return
-        self.asked[node] = self._observer(node).look.remote(processes), processes
-
-    def _observer(self, node: str) -> Any:
-        """Return the observer of another machine, and start it if necessary."""
-        if node not in self.others:
-            import ray
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": strategy}
-            self.others[node] = ray.remote(**options)(Observer).remote()
-        return self.others[node]
-
-    def kill(self, processes: Iterable[Process]) -> None:
-        """Kill these processes. Returns at once."""
-        for process in processes:
-            if process.node == self.here:
-                self.own.kill([process])
-            elif process.node in self.others:
-                self.others[process.node].kill.remote([process])
-
-    def stacks(self, processes: Sequence[Process], names: Sequence[str]) -> list[str]:
-        """Write the stack traces of these processes to files of these names. Returns the innermost frames of each."""
-        import ray
-
-        texts = dict.fromkeys(processes, "")
-        for node in {process.node for process in processes}:
-            there = [process for process in processes if process.node == node]
-            if node == self.here:
-                texts.update(zip(there, self.own.stacks(there), strict=True))
-                continue
-            with contextlib.suppress(ray.exceptions.RayError):
-                found = ray.get(self._observer(node).stacks.remote(there), timeout=_REMOTE_S)
-                texts.update(zip(there, found, strict=True))
-        for process, name in zip(processes, names, strict=True):
-            if self.folder is not None and self.folder.is_dir() and texts[process]:
-                with contextlib.suppress(OSError):
-                    (self.folder / STACKS).mkdir(exist_ok=True)
-                    (self.folder / STACKS / f"{name}.txt").write_text(texts[process], "utf-8")
-        return [innermost(texts[process]) for process in processes]
-
-
-class Vigil:
-    """Status of the processes of one group, by rank. It records since when each is stopped or makes no progress.
+class ProgressScope:
+    """Processes on which results depend while the block runs. They must live, and one of them must make progress.
 
     Args:
-        watch: Monitor that observes the processes.
-        name: Name of the group's processes. The rank is appended to it.
-        size: Number of ranks. The process of each rank is unknown until `expect` has received its identity.
+        processes: The processes.
+        limit_s: Seconds without progress of any process after which they count as hanging. None: the hang timeout.
     """
 
-    def __init__(self, watch: Watch, name: str, size: int) -> None:
-        self.watch, self.name, self.looked = watch, name, 0.0
-        self.processes: list[Process | None] = [None] * size
-        self.awaited: list[Any] = [None] * size  # by rank: pending call that returns its `Process`
-        self.born, self.moved = [0.0] * size, [0.0] * size
-        self.sights: list[Sight | None] = [None] * size
-        self.stopped: list[float | None] = [None] * size
-        self.gone: dict[int, str] = {}  # dead ranks, and how each died
-        watch.vigils.append(self)
+    def __init__(self, processes: Collection[WatchedProcess], limit_s: float | None = None) -> None:
+        self.processes, self.limit_s = list(processes), limit_s
+        self.liveness = next((process.liveness for process in processes), None)
+        self.failure: asyncio.Future[WorkerLost | ClusterLost] | None = None
 
-    def expect(self, rank: int, introduction: Any) -> None:
-        """Register a new process for this rank. The result of the pending call `introduction` is its identity."""
-        self.processes[rank], self.awaited[rank], self.sights[rank] = None, introduction, None
-        self.born[rank] = self.moved[rank] = time.monotonic()
-        self.stopped[rank] = None
-        self.gone.pop(rank, None)
+    def __enter__(self) -> Self:
+        self.failure = asyncio.get_running_loop().create_future()
+        for process in self.processes:
+            process.moved = time.monotonic()
+        if self.liveness is not None:
+            self.liveness.scopes.add(self)
+            self.liveness.look()
+        self.check()
+        return self
 
-    def look(self, *, at_once: bool = False) -> None:
-        """Update the status of all processes, at most once per `LOOK_EVERY_S` seconds unless `at_once`."""
-        now = time.monotonic()
-        if not at_once and now < self.looked + LOOK_EVERY_S:
-            return
-        self.looked = now
-        for vigil in self.watch.vigils:  # name the processes of all groups, even before the driver waits for a group
-            vigil.greet()
-        known = [(rank, process) for rank, process in enumerate(self.processes) if process and rank not in self.gone]
-        sights = self.watch.look([process for _, process in known])
-        for (rank, _), sight in zip(known, sights, strict=True):
-            if sight is not None:
-                self._take(rank, sight, now)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.liveness is not None:
+            self.liveness.scopes.discard(self)
 
-    def _take(self, rank: int, sight: Sight, now: float) -> None:
-        before, self.sights[rank] = self.sights[rank], sight
-        if before is None or before.ticks != sight.ticks:
-            self.moved[rank] = now
-        if not sight.state:
-            self.give_up(rank, "is gone (killed, crashed or out of memory)")
-        if sight.state != "T":
-            self.stopped[rank] = None
-        elif self.stopped[rank] is None:
-            self.stopped[rank] = now
-        elif now >= (self.stopped[rank] or now) + STOPPED_S:
-            self.give_up(rank, f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
+    async def until(self, awaitable: Awaitable[T]) -> T:
+        """Wait for a result. Raises WorkerLost if a process is lost, or if no process makes progress."""
+        assert self.failure is not None, "to be used inside the block"
+        result = asyncio.ensure_future(awaitable)
+        try:
+            either: set[asyncio.Future[Any]] = {result, self.failure}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if result.done():
+                return result.result()
+            raise self.failure.result()
+        finally:
+            await cancelled(result)
 
-    def greet(self, *, patience_s: float = 0.0) -> None:
-        """Record the processes that have started, and mark those that did not start in time as dead.
+    async def proof(self) -> None:
+        """Raise WorkerLost if the death of a process becomes visible soon. Used after an error that a death can cause.
 
-        Args:
-            patience_s: Seconds to wait for the identity of each process.
+        Another process often notices the death first, for example through a broken connection.
         """
-        import ray
+        assert self.failure is not None, "to be used inside the block"
+        if self.liveness is not None:
+            self.liveness.look()
+            self.check()
+            await asyncio.wait({self.failure}, timeout=_PROOF_S)
+        if self.failure.done():
+            raise self.failure.result()
 
-        for rank, call in enumerate(self.awaited):
-            if call is None:
-                continue
-            if ray.wait([call], timeout=patience_s)[0]:
-                self.awaited[rank] = None
-                try:
-                    self.processes[rank] = process = ray.get(call)
-                    if process is not None:
-                        self.watch.name(f"{self.name} {rank}", process)
-                except ray.exceptions.RayError:
-                    self.gone[rank] = "died while it started"
-            elif time.monotonic() >= self.born[rank] + self.watch.start_timeout_s:
-                self.awaited[rank] = None
-                limit = self.watch.start_timeout_s
-                self.gone[rank] = f"did not start within placement.start_timeout_s={limit:g} s; is there room for it?"
+    def check(self) -> None:
+        """End the waits if a process is lost."""
+        if lost := [f"{one.phase}: {one} {one.how_lost}" for one in self.processes if one.how_lost]:
+            self.fail(WorkerLost("; ".join(lost)))
 
-    def touch(self, ranks: Iterable[int]) -> None:
-        """Restart the progress timers of these ranks, because their work begins now."""
-        now = time.monotonic()
-        for rank in ranks:
-            self.moved[rank] = now
+    async def check_progress(self) -> None:
+        """End the waits if a process is lost or all processes hang.
 
-    def still_s(self, ranks: Iterable[int]) -> float:
-        """Return the seconds since the latest progress of any of these ranks."""
-        return time.monotonic() - max((self.moved[rank] for rank in ranks), default=time.monotonic())
+        The error names the hanging processes and their stack frames. Processes that only wait for work are not blamed,
+        unless all of them wait.
+        """
+        self.check()
+        if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:
+            return
+        limit = self.liveness.hang_timeout_s if self.limit_s is None else self.limit_s
+        if time.monotonic() < max(process.moved for process in self.processes) + limit:
+            return
+        blamed = [process for process in self.processes if process.busy] or self.processes
+        frames = await self.liveness.stacks(blamed)
+        said = [f"{one.phase}: {one} hangs in {frames.get(one) or '?'}" for one in blamed]
+        for process in blamed:
+            process.lose(f"made no progress for {limit:g} s")
+        self.fail(WorkerLost(f"no progress for {limit:g} s: {'; '.join(said)}"))
 
-    def busy(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks, among these, that are inside a call."""
-        return [rank for rank in ranks if (sight := self.sights[rank]) is not None and sight.calls > 0]
-
-    def give_up(self, rank: int, how: str) -> None:
-        """Mark the process of this rank as dead, and kill it."""
-        self.gone[rank] = how
-        if process := self.processes[rank]:
-            self.watch.kill([process])
-
-    def end_stopped(self) -> None:
-        """Kill the processes that are stopped (SIGSTOP), because they would outlive Ray."""
-        for rank, sight in enumerate(self.sights):
-            if sight is not None and sight.state == "T":
-                self.give_up(rank, "was stopped")
-
-    def stacks(self, ranks: Sequence[int], phase: str) -> dict[int, str]:
-        """Write the stack traces of these ranks, which hang in `phase`. Returns the innermost frames of each."""
-        known = [(rank, process) for rank in ranks if (process := self.processes[rank])]
-        names = [f"{phase}_{self.name.replace(' ', '_')}_{rank}_{process.pid}" for rank, process in known]
-        frames = self.watch.stacks([process for _, process in known], names)
-        return {rank: found for (rank, _), found in zip(known, frames, strict=True)}
-
-    def place(self, rank: int) -> str:
-        """Return a text for messages that identifies the process of a rank."""
-        process = self.processes[rank]
-        return f"pid {process.pid} on node {process.node[:8]}" if process else "starting"
-
-
-def innermost(stacks: str) -> str:
-    """Return the innermost frames of the thread that does a group's work, as "function (file:line) < its caller"."""
-    threads = [section for section in stacks.split("\n\n") if section.strip()]
-    ours = [section for section in threads if "/workers/" in section]
-    working = [section for section in ours if "/threading.py" not in section and "/queue.py" not in section]
-    for section in (working or ours or threads)[-1:]:
-        frames = [line.strip() for line in section.splitlines() if line.strip().startswith("File ")]
-        return " < ".join(map(_short, frames[:_FRAMES]))
-    return ""
-
-
-def _short(frame: str) -> str:
-    """Shorten a frame, such as `File "/a/b.py", line 3 in f` to "f (b.py:3)"."""
-    path, _, rest = frame.removeprefix('File "').partition('", line ')
-    line, _, function = rest.partition(" in ")
-    return f"{function} ({Path(path).name}:{line})"
+    def fail(self, error: WorkerLost | ClusterLost) -> None:
+        """End the waits with this error, unless they have failed already."""
+        if self.failure is not None and not self.failure.done():
+            self.failure.set_result(error)
 
 
 def _node_lives(node: str) -> bool:

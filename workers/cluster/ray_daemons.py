@@ -104,6 +104,10 @@ class Daemons:
         self.daemons, self.patient = list(daemons), False
         self.lost_at: float | None = None
 
+    def local_pids(self) -> list[int]:
+        """Return the pids of the daemons of this machine."""
+        return [daemon.pid for daemon in self.daemons if isinstance(daemon, LocalDaemon)]
+
     def lost(self) -> Daemon | None:
         """Return the daemon that has died, or None. If both died, return the raylet, because less works without it."""
         ended = [daemon for daemon in self.daemons if daemon.ended()]

@@ -6,7 +6,6 @@ calls of Ray are in `workers.reward.ray_transport`.
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,9 @@ from typing import Any, Self
 
 from rltrain.rewards.loading import is_async, is_batched, load_function
 from rltrain.settings.reward_config import RewardConfig
-from workers.cluster.liveness import Watch
+from workers.cluster.liveness import Liveness
 from workers.reward.messages import Key, RewardRequest, RewardResult
-from workers.reward.transport import Answer, Call, Held, InProcessTransport, Lost, Transport
+from workers.reward.transport import Answer, Call, Event, Held, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class RewardPool:
         spares: int = 0,
         start_timeout_s: float,
         runtime_env: dict[str, Any] | None = None,
-        watch: Watch | None = None,
+        liveness: Liveness | None = None,
     ) -> Self:
         """Create a pool that scores in Ray actors. Ray must be initialised.
 
@@ -105,12 +104,17 @@ class RewardPool:
             spares: Number of spare processes per actor, which score other samples while a call takes long.
             start_timeout_s: Seconds in which an actor must start and import the functions.
             runtime_env: Ray runtime environment of the actors.
-            watch: Monitor of the actors' processes.
+            liveness: Observes the actors' processes.
         """
         from workers.reward.ray_transport import RayTransport
 
         transport = RayTransport(
-            reward, size=workers, spares=spares, start_timeout_s=start_timeout_s, runtime_env=runtime_env, watch=watch
+            reward,
+            size=workers,
+            spares=spares,
+            start_timeout_s=start_timeout_s,
+            runtime_env=runtime_env,
+            liveness=liveness,
         )
         return cls(transport, reward)
 
@@ -118,11 +122,6 @@ class RewardPool:
     def pending(self) -> int:
         """Return the number of submitted requests whose results `poll` has not returned."""
         return len(self._keys)
-
-    @property
-    def calls(self) -> Sequence[Any]:
-        """Return the Ray references of the running calls, or nothing without Ray. `poll` has news when one is ready."""
-        return self._transport.calls()
 
     def submit(self, requests: Iterable[RewardRequest]) -> None:
         """Queue samples and start to score them. Returns at once.
@@ -140,18 +139,18 @@ class RewardPool:
                 self._finished.append(RewardResult(request.key, ()))
         self._feed()
 
-    def poll(self, timeout_s: float) -> list[RewardResult]:
-        """Return the finished results. Waits up to `timeout_s` seconds for the first.
+    async def poll(self) -> list[RewardResult]:
+        """Wait for finished results, and return them. Returns [] at once if no request is pending.
 
-        Returns [] at once if no request is pending.
+        Workers get further samples only while a coroutine waits here.
 
         Raises:
             WorkerError: A worker cannot be started.
         """
-        end = time.monotonic() + timeout_s
-        self._advance(0.0)
-        while not self._finished and self._keys and (left := end - time.monotonic()) > 0:
-            self._advance(left)
+        while not self._finished and self._keys:
+            for event in await self._transport.events():
+                self._take(event)
+            self._feed()
         results, self._finished = self._finished, []
         for result in results:
             self._keys.remove(result.key)
@@ -175,24 +174,22 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _advance(self, timeout_s: float) -> None:
-        for event in self._transport.wait(timeout_s):
-            work = self._running.pop(event.slot)
-            if isinstance(event, Held):
-                self._held.add(event.slot)
-                self._running[event.slot] = self._begun(work, event.results)
-                continue
-            was_held = event.slot in self._held
-            self._held.discard(event.slot)
-            if work is None:
-                continue
-            if isinstance(event, Lost):
-                self._lost(work, event)
-            elif isinstance(work, _Alone):
-                self._answered_alone(work, event)
-            else:
-                self._answered(work, event, adapt=not was_held)
-        self._feed()
+    def _take(self, event: Event) -> None:
+        work = self._running.pop(event.slot)
+        if isinstance(event, Held):
+            self._held.add(event.slot)
+            self._running[event.slot] = self._begun(work, event.results)
+            return
+        was_held = event.slot in self._held
+        self._held.discard(event.slot)
+        if work is None:  # aborted
+            return
+        if isinstance(event, Lost):
+            self._lost(work, event)
+        elif isinstance(work, _Alone):
+            self._answered_alone(work, event)
+        else:
+            self._answered(work, event, adapt=not was_held)
 
     def _begun(self, work: Any, results: Sequence[RewardResult] | None) -> Any:
         """Record the results that a chunk has so far, and queue the samples that it has not begun.

@@ -1,5 +1,6 @@
 """Reward workers as Ray actors. Each actor is a guard with child processes, and is replaced when it is gone."""
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -11,11 +12,12 @@ from typing import Any
 
 import ray
 
+from rltrain.base.background_tasks import Changes
 from rltrain.base.errors import WorkerError
 from rltrain.base.secret_values import redacted
 from rltrain.rewards.loading import absolute
 from rltrain.settings.reward_config import RewardConfig
-from workers.cluster.liveness import Vigil, Watch
+from workers.cluster.liveness import Liveness, WatchedProcess
 from workers.reward.guard import Ended, Guard, Overdue
 from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 
@@ -35,7 +37,8 @@ class _Slot:
     """
 
     actor: Any
-    pending: Any  # reference to the result of the ping or call, or None
+    process: WatchedProcess
+    pending: asyncio.Future[Any] | None  # result of the ping or call
     deadline: float
     attempts: int  # attempts to start the process since its last successful start, including the current one
     starting: bool = True
@@ -46,6 +49,11 @@ class _Slot:
     def idle(self) -> bool:
         """Return whether a call may begin."""
         return self.pending is None and not self.starting
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether the pending ping or call has ended, or never will."""
+        return self.pending is not None and (self.pending.done() or bool(self.process.how_lost))
 
 
 class RayTransport:
@@ -63,11 +71,11 @@ class RayTransport:
         spares: int = 0,
         start_timeout_s: float,
         runtime_env: dict[str, Any] | None,
-        watch: Watch | None = None,
+        liveness: Liveness | None = None,
     ) -> None:
-        """Start `size` actors without waiting for them. `watch` detects actors that are stopped (SIGSTOP) or gone."""
+        """Start `size` actors without waiting for them. `liveness` detects actors that are stopped or gone."""
         self.size, self._spares = size, spares
-        self._vigil = Vigil(watch, "reward worker", size) if watch else None
+        self._liveness, self._changes, self._calls = liveness, Changes(), 0
         # Actors have another working directory, so relative paths would not work there.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
@@ -98,48 +106,45 @@ class RayTransport:
     def start(self, slot: int, call: Call) -> None:
         """Begin a call on an idle slot. See `Transport.start`."""
         chosen = self._slots[slot]
-        chosen.pending = chosen.actor.score.remote(
-            slot // self.size,
-            call.requests,
-            function=call.function,
-            budget_s=call.budget_s,
-            limit_s=call.limit_s,
-            deadline_s=call.deadline_s,
-            hold_s=call.hold_s if self._spares else math.inf,
-            stepwise=call.stepwise,
+        chosen.pending = self._result(
+            chosen.actor.score.remote(
+                slot // self.size,
+                call.requests,
+                function=call.function,
+                budget_s=call.budget_s,
+                limit_s=call.limit_s,
+                deadline_s=call.deadline_s,
+                hold_s=call.hold_s if self._spares else math.inf,
+                stepwise=call.stepwise,
+            )
         )
         chosen.limit_s = call.deadline_s + _MARGIN_S
         chosen.deadline = time.monotonic() + call.budget_s + chosen.limit_s
 
-    def calls(self) -> list[Any]:
-        """Return the Ray references of the pending pings and calls. See `Transport.calls`."""
-        return [slot.pending for slot in self._slots if slot.pending is not None]
-
-    def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return what has happened to the running calls. See `Transport.wait`.
+    async def events(self) -> Sequence[Event]:
+        """Wait for events of the running calls, and return them. See `Transport.events`.
 
         Raises:
             WorkerError: An actor does not start.
         """
-        if self._vigil:
-            self._vigil.look()
         busy = [slot for slot in self._slots if slot.pending is not None]
-        if not busy:
-            return []
-        until_deadline = min(slot.deadline for slot in busy) - time.monotonic()
-        refs = [slot.pending for slot in busy]
-        ray.wait(refs, num_returns=1, timeout=max(0.0, min(timeout_s, until_deadline)))
-        done = set(ray.wait(refs, num_returns=len(refs), timeout=0.0)[0])
+        deadline = min((slot.deadline for slot in busy), default=math.inf)
+        started = self._calls
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if deadline == math.inf else deadline - time.monotonic()):
+                await self._changes.until(lambda: self._calls != started or any(slot.has_news for slot in busy))
         news: list[Event] = []
         for number in range(len(self._slots)):
-            news += self._look(number, self._slots[number], done)
+            news += self._look(number, self._slots[number])
         return news
 
     def close(self) -> None:
         """Stop the actors. See `Transport.close`."""
-        if self._vigil:
-            self._vigil.look(at_once=True)
-            self._vigil.end_stopped()
+        if self._liveness:
+            self._liveness.kill_stopped()
+        for slot in self._slots:
+            if slot.pending is not None:
+                slot.pending.cancel()
         _kill([slot.actor for slot in self._slots[: self.size]])
         self._slots = []
 
@@ -147,26 +152,39 @@ class RayTransport:
         """Return the slots of the actor that has this slot. The first slot is the actor's first process."""
         return range(slot % self.size, len(self._slots), self.size)
 
-    def _look(self, number: int, slot: _Slot, done: set[Any]) -> list[Event]:
+    def _result(self, reference: Any) -> "asyncio.Future[Any]":
+        """Return the future result of a ping or call. Its start and its result both end the wait of `events`."""
+        result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
+        result.add_done_callback(self._arrived)
+        self._calls += 1
+        self._changes.notify()
+        return result
+
+    def _arrived(self, result: "asyncio.Future[Any]") -> None:
+        if not result.cancelled():
+            result.exception()  # marks an error as seen: after `close`, nothing else reads it
+        self._changes.notify()
+
+    def _look(self, number: int, slot: _Slot) -> list[Event]:
         """Return the events of a slot's call. A slot whose actor is gone gets a new actor."""
         worker = number % self.size
-        if slot.pending in done:
+        if slot.pending is not None and slot.pending.done():
             try:
-                answer = ray.get(slot.pending)
+                answer = slot.pending.result()
             except Exception as error:  # after any error, the actor gets no further calls
                 return self._gone(number, _reason(error, starting=slot.starting), error)
             if isinstance(answer, Overdue):
-                slot.pending, slot.held = slot.actor.rest.remote(number // self.size), True
+                slot.pending, slot.held = self._result(slot.actor.rest.remote(number // self.size)), True
                 slot.deadline = time.monotonic() + slot.limit_s
                 self._use_a_spare(worker)
                 return [Held(number, answer.results)]
             if isinstance(answer, Ended):
-                self._slots[number] = self._waiting(slot.actor, number // self.size, attempts=1)
+                self._slots[number] = self._waiting(slot, number // self.size, attempts=1)
                 return [Lost(number, answer.timed_out, answer.reason, answer.outside, answer.results)]
             was_starting, slot.starting, slot.held, slot.pending = slot.starting, False, False, None
             return [] if was_starting else [Answer(number, answer)]
-        if self._vigil and worker in self._vigil.gone:
-            return self._gone(worker, self._vigil.gone[worker])
+        if slot.process.how_lost:
+            return self._gone(worker, slot.process.how_lost)
         if slot.pending is not None and time.monotonic() >= slot.deadline:
             return self._gone(number, "did not answer in time, nor did what guards it")
         return []
@@ -177,7 +195,7 @@ class RayTransport:
         if not any(slot.idle for _, slot in spare):
             for number, slot in spare:
                 if slot.pending is None and not slot.attempts:
-                    self._slots[number] = self._waiting(slot.actor, number // self.size, attempts=1)
+                    self._slots[number] = self._waiting(slot, number // self.size, attempts=1)
                     return
 
     def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
@@ -203,31 +221,34 @@ class RayTransport:
 
     def _replace(self, number: int, slot: _Slot, reason: str) -> None:
         """Start a new actor in the place of this one. Raises WorkerError after `_START_ATTEMPTS` failed starts."""
-        if self._vigil and number in self._vigil.gone:  # the actor can no longer answer a call of `stop`
+        if slot.process.how_lost:  # the actor can no longer answer a call of `stop`
             with contextlib.suppress(Exception):
                 ray.kill(slot.actor, no_restart=True)
         else:
             _kill([slot.actor])
-        if self._vigil:
-            self._vigil.give_up(number, reason)
+        if self._liveness:
+            self._liveness.dismiss(slot.process)
         if slot.starting and slot.attempts == _START_ATTEMPTS:
             raise WorkerError(f"reward worker {number} did not start in {slot.attempts} attempts: it {reason}")
         self._slots[number] = self._started(number, attempts=slot.attempts + 1 if slot.starting else 1)
 
     def _started(self, number: int, *, attempts: int) -> _Slot:
         actor: Any = self._actor_class.remote(self._functions, **self._options)
-        if self._vigil:
-            self._vigil.expect(number, actor.introduce.remote())
-        return self._waiting(actor, 0, attempts=attempts)
+        process = WatchedProcess(f"reward worker {number}", self._liveness, self._changes)
+        if self._liveness:
+            self._liveness.admit(process, actor.introduce.remote())
+        return self._waiting(_Slot(actor, process, None, 0.0, attempts=0), 0, attempts=attempts)
 
     def _unused(self, worker: int) -> _Slot:
         """Return a slot for a spare process of this worker that has not been started."""
-        return _Slot(self._slots[worker].actor, None, 0.0, attempts=0)
+        first = self._slots[worker]
+        return _Slot(first.actor, first.process, None, 0.0, attempts=0)
 
-    def _waiting(self, actor: Any, lane: int, *, attempts: int) -> _Slot:
+    def _waiting(self, slot: _Slot, lane: int, *, attempts: int) -> _Slot:
         """Return a slot that becomes idle once its process answers a ping. Imports never count as a call's time."""
         deadline = time.monotonic() + self._start_timeout_s
-        return _Slot(actor, actor.ping.remote(lane), deadline, attempts=attempts)
+        pending = self._result(slot.actor.ping.remote(lane))
+        return _Slot(slot.actor, slot.process, pending, deadline, attempts=attempts)
 
 
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:

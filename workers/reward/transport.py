@@ -1,9 +1,11 @@
 """Transport of calls to reward workers: the interface, and the implementation with a worker in this process."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rltrain.base.background_tasks import outside_event_loop
 from rltrain.settings.reward_config import RewardConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.worker import RewardWorker
@@ -94,14 +96,10 @@ class Transport(Protocol):
     def start(self, slot: int, call: Call) -> None:
         """Begin a call on an idle slot. Returns at once."""
 
-    def calls(self) -> Sequence[Any]:
-        """Return Ray references, of which one is ready when `wait` has news. Empty for a transport without Ray."""
+    async def events(self) -> Sequence[Event]:
+        """Wait for events of the running calls, and return them.
 
-    def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return the events of the running calls. Returns early when an event occurs or a worker has started.
-
-        Args:
-            timeout_s: Seconds after which this method returns in any case.
+        Also returns, possibly without events, when a worker has started or a call was started meanwhile.
         """
 
     def close(self) -> None:
@@ -109,7 +107,7 @@ class Transport(Protocol):
 
 
 class InProcessTransport:
-    """One worker in this process. Calls run inside `wait`, and their deadlines are not enforced."""
+    """One worker in this process. Calls run inside `events`, and their deadlines are not enforced."""
 
     size = 1
 
@@ -122,21 +120,19 @@ class InProcessTransport:
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:
-        """Store a call for the next `wait`. See `Transport.start`."""
+        """Store a call for the next `events`. See `Transport.start`."""
         self._call = call
 
-    def calls(self) -> Sequence[Any]:
-        """Return no references, because no call runs in Ray. See `Transport.calls`."""
-        return ()
-
-    def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Run the stored call and return its answer. See `Transport.wait`."""
+    async def events(self) -> Sequence[Event]:
+        """Run the stored call and return its answer. See `Transport.events`."""
+        await asyncio.sleep(0)  # lets other tasks run between two calls
         call, self._call = self._call, None
         if call is None:
             return []
-        results = self._worker.score(
-            call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s
-        )
+        with outside_event_loop():
+            results = self._worker.score(
+                call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s
+            )
         return [Answer(0, results)]
 
     def close(self) -> None:

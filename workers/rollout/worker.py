@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from rltrain.base.poll_interval import pause
 from rltrain.settings.schema import Config
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-# Minimum seconds that a busy engine gets to finish more answers before `poll` returns the first ones.
-LINGER_S = 0.02
+# Seconds that a busy engine gets to finish more answers before `poll` returns the first ones: a fiftieth of the time
+# since the last request arrived, within these bounds.
+LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
 T = TypeVar("T")
 
 
@@ -102,12 +102,15 @@ class RolloutWorker:
             patience = timeout_s if self.thread else 0
             self.news.wait_for(lambda: self.finished or self.error or self.aborts != aborts, patience)
             if self.finished:  # wait for further answers, because each poll costs the driver a message
-                linger = min(pause(self.began, LINGER_S), patience)
+                linger = min(self._linger_s(), patience)
                 self.news.wait_for(lambda: self.error or self.aborts != aborts or not self._has_work(), linger)
             if self.error:
                 raise self.error
             taken, self.finished = self.finished, []
         return taken
+
+    def _linger_s(self) -> float:
+        return max(LINGER_S, min(LONGEST_LINGER_S, LINGER_SHARE * (time.monotonic() - self.began)))
 
     def abort(self) -> None:
         """Drop all unfinished requests and all answers not yet taken."""
@@ -124,17 +127,17 @@ class RolloutWorker:
         """Stop generation until `finish_load` of this weight sync. Returns `memory.whereabouts` of this process."""
         return self._run(lambda: self.receiver.start(self.engine, sync, version))
 
-    def load_bucket(self, sync: str, _before: None, *parts: Bucket) -> None:
+    def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
         """Load some weights. Raises SyncError if they did not arrive intact.
 
         Args:
             sync: Name of the weight sync.
-            _before: Result of the previous call, which makes Ray run the calls in order.
+            before: Result of the previous call, which makes Ray run the calls in order.
             parts: The parts of one bucket.
         """
         self._run(lambda: self.receiver.bucket(self.engine, sync, parts))
 
-    def finish_load(self, sync: str, _before: None) -> None:
+    def finish_load(self, sync: str, before: None) -> None:
         """Resume generation with the new weights. Raises SyncError unless the engine computes with them."""
         self._run(lambda: self.receiver.finish(self.engine, sync))
 

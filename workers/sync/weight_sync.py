@@ -12,100 +12,116 @@ calls.
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, WorkerLost, described
-from workers.cluster.host_groups import Hosts
+from workers.cluster.processes import Pending, Role, WorkerProcess, results
+from workers.sync.buckets import Bucket
 from workers.sync.memory import new_path
 from workers.sync.sender import SLOTS, Offer
 
-ROLE = "rollout"
+
+class Sends(Protocol):
+    """Interface of a training rank that sends its weights. See `workers.training.actor.ActorWorker`."""
+
+    def start_export(self, path: str | None, version: int, check: bool) -> Offer:
+        """Prepare the weights and return what will be sent."""
+
+    def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
+        """Write this rank's rows of a bucket. The results `loaded` make Ray wait for the calls that return them."""
+
+    def end_export(self) -> None:
+        """Free the memory of the export."""
 
 
-class Ranks(Protocol):
-    """Interface of the actor's ranks, which `WorkerGroup` implements."""
+class Receives(Protocol):
+    """Interface of an engine that receives weights. See `workers.rollout.worker.RolloutWorker`."""
 
-    hosts: Hosts
+    def start_load(self, sync: str, version: int) -> str | None:
+        """Stop generation until `finish_load`. Returns `memory.whereabouts` of the process."""
 
-    def start(self, method: str, *args: Any) -> list[Any]:
-        """Start a call on every rank."""
+    def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
+        """Load the parts of a bucket. The result `before` makes Ray wait for the call that returns it."""
 
-    def wait(self, pending: list[Any], *, beside: Sequence[Hosts] = ()) -> list[Any]:
-        """Return the results of `start` by rank."""
+    def finish_load(self, sync: str, before: None) -> None:
+        """Resume generation with the new weights."""
+
+    def give_up_load(self, sync: str, reason: str) -> None:
+        """Abandon the weight sync."""
 
 
-def sync(
-    actor: Ranks,
-    rollout: Hosts,
+async def sync(
+    ranks: Sequence[Role[Sends]],
+    engines: Sequence[Role[Receives]],
     version: int,
     *,
     check: bool,
     share: bool = True,
-    replicas: Sequence[int] | None = None,
 ) -> None:
     """Send the actor's weights to the engines.
 
     Args:
-        actor: the actor's ranks.
-        rollout: the engines' processes, one for each replica.
+        ranks: the actor's ranks.
+        engines: the engines that receive the weights.
         version: version of the weights.
         check: whether to verify that the weights arrived.
         share: whether to use shared memory if all processes are on one host.
-        replicas: the replicas that receive the weights; None means all replicas.
 
     Raises:
         WorkerLost: a process died or hung. The remaining engines generate nothing until a sync succeeds.
         SyncError: the engines do not compute with these weights, or did not receive all of them. The engines generate
             nothing until a sync succeeds.
     """
-    path, replicas = new_path(), range(rollout.size) if replicas is None else replicas
-    engines = _Engines(rollout, replicas, actor.hosts)
+    path = new_path()
+    senders, receivers = _processes(ranks), _processes(engines)
     try:
-        begun = actor.start("start_export", path if share and rollout.concurrent else None, version, check)
-        told = engines.start("start_load", [(path, version)] * len(replicas))
-        offers, places = actor.wait(begun), engines.wait(told)  # the two calls are independent
-        _stream(actor, engines, path, offers, places)
+        file = path if share and receivers[0].concurrent else None
+        begun = [rank.start(Sends.start_export, file, version, check) for rank in ranks]
+        told = [engine.start(Receives.start_load, path, version) for engine in engines]
+        offers, places = await results(begun), await results(told, beside=senders)  # the two calls are independent
+        await _stream(ranks, engines, path, offers, places)
     except BaseException as error:
-        engines.give_up(path, error)
+        await _give_up(engines, path, described(error))
         if isinstance(error, RLTrainError) and not isinstance(error, ClusterLost | SyncError | WorkerLost):
             raise SyncError(f"weight sync {version} broke off: {error}") from error
         raise
     finally:
-        if not actor.hosts.dead():  # surviving ranks may wait forever for a dead one
+        if not any(process.how_lost for process in senders):  # surviving ranks may wait forever for a lost one
             with contextlib.suppress(RLTrainError):
-                actor.wait(actor.start("end_export"), beside=[rollout])
+                await results([rank.start(Sends.end_export) for rank in ranks], beside=receivers)
         with contextlib.suppress(OSError):  # the file remains only if its creator died
             os.unlink(path)
 
 
-class _Engines:
-    """The replicas that take part in a sync, and the actor's ranks on which their calls depend."""
-
-    def __init__(self, hosts: Hosts, replicas: Sequence[int], actor: Hosts) -> None:
-        self.hosts, self.replicas, self.actor = hosts, list(replicas), actor
-
-    def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self.hosts.start(ROLE, method, arguments, ranks=self.replicas)
-
-    def wait(self, pending: list[Any]) -> list[Any]:
-        return self.hosts.wait(pending, ranks=self.replicas, beside=[self.actor])
-
-    def give_up(self, path: str, error: BaseException) -> None:
-        """Tell the surviving replicas that the remaining buckets will not arrive."""
-        reason = described(error)
-        for replica in self.replicas:
-            if replica not in self.hosts.dead():
-                with contextlib.suppress(RLTrainError):
-                    self.hosts.call(ROLE, "give_up_load", [(path, reason)], ranks=[replica])
-
-
-def _stream(actor: Ranks, engines: _Engines, path: str, offers: Sequence[Offer], places: Sequence[str | None]) -> None:
+async def _stream(
+    ranks: Sequence[Role[Sends]],
+    engines: Sequence[Role[Receives]],
+    path: str,
+    offers: Sequence[Offer],
+    places: Sequence[str | None],
+) -> None:
     """Transfer all buckets, then let the engines finish the load."""
     shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
-    loaded: list[list[Any]] = []
+    loaded: list[list[Pending[None]]] = []
     for number in range(offers[0].buckets):
-        free = loaded[number - SLOTS] if number >= SLOTS else []
-        parts = actor.start("export", number, shared, *free)
-        before = loaded[-1] if loaded else [None] * len(engines.replicas)
-        loaded.append(engines.start("load_bucket", [(path, own, *parts) for own in before]))
-    engines.wait(engines.start("finish_load", [(path, own) for own in loaded[-1]]))
+        free = [pending.later for pending in loaded[number - SLOTS]] if number >= SLOTS else []
+        written = [rank.start(Sends.export, number, shared, *free) for rank in ranks]
+        parts = [pending.later for pending in written]
+        before = [pending.later for pending in loaded[-1]] if loaded else [None] * len(engines)
+        loaded.append(
+            [e.start(Receives.load_bucket, path, own, *parts) for e, own in zip(engines, before, strict=True)]
+        )
+    finished = [e.start(Receives.finish_load, path, own.later) for e, own in zip(engines, loaded[-1], strict=True)]
+    await results(finished, beside=_processes(ranks))
+
+
+async def _give_up(engines: Sequence[Role[Receives]], path: str, reason: str) -> None:
+    """Tell the surviving engines that the remaining buckets will not arrive."""
+    for engine in engines:
+        if not engine.process.how_lost:
+            with contextlib.suppress(RLTrainError):
+                await engine.call(Receives.give_up_load, path, reason)
+
+
+def _processes(roles: Sequence[Role[object]]) -> list[WorkerProcess]:
+    return [role.process for role in roles]

@@ -1,0 +1,115 @@
+"""Named asyncio tasks that run beside the training step, and waits that end when one of these tasks fails."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundTasks:
+    """The background tasks of a run, as an async context manager. Its end cancels the tasks that still run.
+
+    `until` is the wait of the main coroutine for something that background tasks bring. The first failure of a task, or
+    an interruption of the run, ends all such waits.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures: list[BaseException] = []
+        self._changes = Changes()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        """Run a coroutine as a task with this name."""
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def interrupt(self, error: BaseException) -> None:
+        """End all present and later waits of `until` with this error, as a failed task does."""
+        self._failures.append(error)
+        self._changes.notify()
+
+    def check(self) -> None:
+        """Raise the first failure of a task, or the first interruption, if there is one."""
+        if self._failures:
+            raise self._failures[0]
+
+    async def until(self, awaitable: Awaitable[T]) -> T:
+        """Wait for a result. Raises the first failure of a task, or the first interruption, if that comes earlier."""
+        result = asyncio.ensure_future(awaitable)
+        failure = asyncio.ensure_future(self._changes.until(lambda: self._failures))
+        try:
+            await asyncio.wait({result, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                self.check()
+            return result.result()
+        finally:
+            await cancelled(result, failure)
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait for their end."""
+        await cancelled(*self._tasks)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.interrupt(error)
+
+
+class Changes:
+    """Signals that some state has changed. Coroutines wait with it until a condition on that state holds."""
+
+    def __init__(self) -> None:
+        self._next: asyncio.Future[None] | None = None
+
+    def notify(self) -> None:
+        """Make all waiting coroutines check their conditions."""
+        waiting, self._next = self._next, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    async def until(self, condition: Callable[[], T]) -> T:
+        """Wait until the condition returns a true value, and return that value."""
+        while not (found := condition()):
+            if self._next is None:
+                self._next = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._next)
+        return found
+
+
+@contextlib.contextmanager
+def outside_event_loop() -> Iterator[None]:
+    """Run the block as if no event loop were running in this thread, so that it may run event loops of its own.
+
+    Code of the user's needs this when it runs in the driver's process, because asyncio refuses nested event loops.
+    """
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+
+
+async def cancelled(*futures: "asyncio.Future[Any]") -> None:
+    """Cancel these tasks, except those that are done, and wait for their end. Their errors are dropped."""
+    running = [future for future in futures if not future.done()]
+    for future in running:
+        future.cancel()
+    if running:
+        await asyncio.wait(running)
+    for future in futures:
+        if not future.cancelled():
+            future.exception()  # marks the error as seen

@@ -1,0 +1,96 @@
+"""Observes and kills the processes of one machine, through `/proc` and the progress counter of each process."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.cluster import leftovers
+from workers.cluster.process_tree import descendants
+from workers.cluster.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
+
+_STACKS_S = 0.3  # seconds that a process gets to write its stack traces
+_FRAMES = 3  # stack frames shown of each process
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Observed status of a process: its state (see `progress.state_of`), its ticks and its number of running calls."""
+
+    state: str
+    ticks: int = 0
+    calls: int = 0
+
+
+class Observer:
+    """Observes and kills processes of its own machine."""
+
+    def look(self, processes: Sequence[Process]) -> list[Sight]:
+        """Return the observed status of each process."""
+        return [_sight(process) for process in processes]
+
+    def stacks(self, processes: Sequence[Process]) -> list[str]:
+        """Return the stack traces of all threads of each process. The text is "" for a stopped or dead process."""
+        for process in processes:
+            _signal(process, STACKS_SIGNAL)
+        time.sleep(_STACKS_S)
+        found = []
+        for process in processes:
+            text = ""
+            with contextlib.suppress(OSError):
+                text = stacks_of(process)
+            found.append(text)
+        return found
+
+    def kill(self, processes: Sequence[Process]) -> None:
+        """Kill these processes and their descendants at once, even if they are stopped.
+
+        Descendants are also killed if their process is gone already.
+        """
+        for process in processes:
+            below = descendants(process.pid) if state_of(process.pid, process.began) else []
+            # The kernel does not reuse a pid while the process group with that number has members.
+            leads = began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp()
+            files = leftovers.shared_files({process.pid, *below, *(leftovers.group_of(process.pid) if leads else ())})
+            _signal(process, signal.SIGKILL)
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if leads:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            leftovers.remove(files)  # a killed engine does not remove its own files
+
+
+def _sight(process: Process) -> Sight:
+    state = state_of(process.pid, process.began)
+    with contextlib.suppress(OSError):
+        return Sight(state, *counts_of(process)) if state else Sight("")
+    return Sight("")  # the process has ended since its state was read
+
+
+def _signal(process: Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if state_of(process.pid, process.began):  # otherwise another process may have its pid now
+            os.kill(process.pid, number)
+
+
+def innermost(stacks: str) -> str:
+    """Return the innermost frames of the thread that does a group's work, as "function (file:line) < its caller"."""
+    threads = [section for section in stacks.split("\n\n") if section.strip()]
+    ours = [section for section in threads if "/workers/" in section]
+    working = [section for section in ours if "/threading.py" not in section and "/queue.py" not in section]
+    for section in (working or ours or threads)[-1:]:
+        frames = [line.strip() for line in section.splitlines() if line.strip().startswith("File ")]
+        return " < ".join(map(_short, frames[:_FRAMES]))
+    return ""
+
+
+def _short(frame: str) -> str:
+    """Shorten a frame, such as `File "/a/b.py", line 3 in f` to "f (b.py:3)"."""
+    path, _, rest = frame.removeprefix('File "').partition('", line ')
+    line, _, function = rest.partition(" in ")
+    return f"{function} ({Path(path).name}:{line})"

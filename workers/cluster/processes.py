@@ -1,0 +1,262 @@
+"""Worker processes as objects, typed handles for the roles in them, and waits for their results.
+
+The calls are the same for a Ray actor and for an object in the driver's own process.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+
+from rltrain.base.background_tasks import outside_event_loop
+from rltrain.base.errors import RLTrainError, WorkerError, WorkerLost
+from rltrain.base.secret_values import redacted
+from workers.cluster.liveness import Liveness, ProgressScope, WatchedProcess
+from workers.cluster.worker_process import Host
+
+W = TypeVar("W")
+W_co = TypeVar("W_co", covariant=True)
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class WorkerProcess(Protocol):
+    """A process that holds roles.
+
+    Attributes:
+        concurrent: Whether the process computes while the driver does other work.
+        how_lost: How the process died, stopped or hung; "" while it lives.
+    """
+
+    concurrent: bool
+    how_lost: str
+
+    def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> "Pending[None]":
+        """Start to create an object of the class `path` ("module:Class") in the process, as a role."""
+
+    def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
+        """Start a method of a role. `Role.start` is the typed form of this call."""
+
+    def share(self, value: W) -> W:
+        """Return a reference to pass to several processes in place of a large value."""
+
+    async def unless_lost(self, awaitable: Awaitable[R]) -> R:
+        """Wait for something that does not depend on the process's progress. Raises WorkerLost if the process dies."""
+
+    def kill(self) -> None:
+        """Kill the process, in whatever state it is."""
+
+
+@dataclass(frozen=True)
+class Pending(Generic[R]):
+    """A call that was started on a process.
+
+    Attributes:
+        process: The process.
+        outcome: Ray reference of the result, or the result itself if the call has run in the driver's process.
+    """
+
+    process: WorkerProcess
+    outcome: Any
+
+    @property
+    def later(self) -> R:
+        """The result, as an argument of another call. The process of that call waits for it and fetches it itself."""
+        return cast(R, self.outcome)
+
+
+@dataclass(frozen=True)
+class Role(Generic[W_co]):
+    """A role in a worker process. Its methods are called in that process.
+
+    Attributes:
+        process: The process.
+        name: Name of the role in the process.
+    """
+
+    process: WorkerProcess
+    name: str
+
+    def start(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Start a method of the role's class, and return without waiting for its result."""
+        return self.process.start(self.name, method.__name__, *args, **kwargs)
+
+    async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Start a method of the role's class, and wait for its result. See `results`."""
+        return (await results([self.start(method, *args, **kwargs)]))[0]
+
+
+class LocalProcess:
+    """The driver's own process as a worker process. A call runs at once, before `start` returns."""
+
+    concurrent = False
+    how_lost = ""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
+        """Create the object at once. See `WorkerProcess.build`."""
+        with outside_event_loop():
+            self.host.build(role, path, *args, **kwargs)
+        return Pending(self, None)
+
+    def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
+        """Run a method of a role. Raises the method's error; an error that is not the project's as WorkerError."""
+        try:
+            with outside_event_loop():
+                return Pending(self, self.host.call(role, method, *args, **kwargs))
+        except RLTrainError:
+            raise
+        except Exception as error:
+            raise WorkerError(_last_line(error)) from error
+
+    def share(self, value: W) -> W:
+        """Return the value itself, because it stays in this process."""
+        return value
+
+    async def unless_lost(self, awaitable: Awaitable[R]) -> R:
+        """Wait. See `WorkerProcess.unless_lost`."""
+        return await awaitable
+
+    def kill(self) -> None:
+        """Never called, because the driver's process outlives the roles in it."""
+        raise AssertionError("the driver does not kill its own process")
+
+
+class RayProcess(WatchedProcess):
+    """A worker process that is a Ray actor of the class `Host`.
+
+    Args:
+        actor: Handle of the actor.
+        name: Name of the process in messages.
+        liveness: Observes the process.
+    """
+
+    concurrent = True
+
+    def __init__(self, actor: Any, name: str, liveness: Liveness | None = None) -> None:
+        super().__init__(name, liveness)
+        self.actor = actor
+        if liveness is not None:
+            liveness.admit(self, actor.introduce.remote())
+
+    def begin(self, method: Callable[Concatenate[Host, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Start a method of the process's `Host`, and return without waiting for its result."""
+        return Pending(self, getattr(self.actor, method.__name__).remote(*args, **kwargs))
+
+    def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
+        """Start to create an object of the class `path` in the process. See `WorkerProcess.build`."""
+        self.phase = f"{role}.build"
+        return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
+
+    def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
+        """Start a method of a role, and return without waiting for its result."""
+        self._require_daemons()
+        self.phase = f"{role}.{method}"
+        return Pending(self, self.actor.call.remote(role, method, *args, **kwargs))
+
+    def share(self, value: W) -> W:
+        """Put the value into Ray's object store once. All processes read it from there."""
+        import ray
+
+        self._require_daemons()
+        return cast(W, ray.put(value))
+
+    def kill(self) -> None:
+        """Kill the process, in whatever state it is."""
+        import ray
+
+        if self.liveness is not None:
+            self.liveness.dismiss(self)
+        ray.kill(self.actor)
+
+    def _require_daemons(self) -> None:
+        """Raise ClusterLost if a Ray daemon has died. A Ray call could then end the driver without a message."""
+        if self.liveness is not None:
+            self.liveness.daemons.check()
+
+
+async def results(
+    pending: Sequence[Pending[R]], *, beside: Collection[WorkerProcess] = (), limit_s: float | None = None
+) -> list[R]:
+    """Wait for the results of calls.
+
+    The error of one call ends the wait, because the other calls may then never end.
+
+    Args:
+        pending: Calls that were started.
+        beside: Further processes on whose calls the results depend.
+        limit_s: Seconds without progress of all these processes after which they count as hanging. None: the hang
+            timeout.
+
+    Raises:
+        WorkerLost: A process died, stopped or hung.
+        WorkerError: A call failed with an error that is not the project's.
+    """
+    with progress_required([*(one.process for one in pending), *beside], limit_s) as scope:
+        return await results_in(scope, pending)
+
+
+def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:
+    """Return a scope in which these processes must live, and one of them must make progress. See `ProgressScope`."""
+    separate = [process for process in dict.fromkeys(processes) if isinstance(process, RayProcess)]
+    return ProgressScope(separate, limit_s)
+
+
+async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
+    """Wait for the results of calls inside a scope that was opened for their processes. See `results`."""
+    import ray
+
+    if not any(isinstance(one.process, RayProcess) for one in pending):
+        return [one.outcome for one in pending]
+    try:
+        return await scope.until(asyncio.gather(*(asyncio.wrap_future(one.outcome.future()) for one in pending)))
+    except ray.exceptions.RayTaskError as error:
+        _lose_reported(scope, error.cause)
+        if isinstance(error.cause, RLTrainError):
+            raise _lost(scope) or error.cause from None
+        await scope.proof()
+        raise WorkerError(_last_line(error.cause)) from error
+    except ray.exceptions.RayActorError as error:
+        _lose_dead(scope, error.actor_id)
+        await scope.proof()
+        name = next((one.process.name for one in pending if isinstance(one.process, RayProcess)), "worker")
+        raise WorkerLost(
+            f"a worker process died, a {name}: it was killed, crashed, or ran out of memory (verbose=true shows Ray's "
+            "report)"
+        ) from error
+    except ray.exceptions.RayError as error:  # for example: lost object, lost node, out of memory
+        first = (redacted(str(error)).strip().splitlines() or [""])[0]
+        await scope.proof()
+        raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
+
+
+def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
+    """Mark a process as lost if it has reported itself as unusable. The text of `cause` is the reason."""
+    if isinstance(cause, WorkerLost) and cause.process is not None:
+        for process in scope.processes:
+            if process.identity == cause.process:
+                process.lose(str(cause))
+
+
+def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
+    """Mark the process of an actor as lost because Ray reports its death.
+
+    If the actor's machine is lost, there may be no other sign of the death yet.
+    """
+    for process in scope.processes:
+        if isinstance(process, RayProcess) and process.actor._actor_id.hex() == actor_id:
+            process.lose("is gone (killed, crashed, out of memory, or its machine lost)")
+
+
+def _lost(scope: ProgressScope) -> WorkerLost | None:
+    """Return an error that names the lost processes, or None if none is lost."""
+    scope.check()
+    failure = scope.failure.result() if scope.failure is not None and scope.failure.done() else None
+    return failure if isinstance(failure, WorkerLost) else None
+
+
+def _last_line(error: BaseException) -> str:
+    said = redacted(str(error)).strip().splitlines()
+    return f"a worker failed: {type(error).__name__}: {said[-1] if said else ''} (verbose=true shows its traceback)"
