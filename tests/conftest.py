@@ -7,6 +7,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RAY_USAGE_
 import pytest
 import torch
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 
@@ -37,6 +38,13 @@ def reward_model(tmp_path_factory) -> str:
         Qwen2ForSequenceClassification(config).save_pretrained(path)
     char_tokenizer().save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture
+async def tasks():
+    """The background tasks of a run. They are cancelled at the end of the test."""
+    async with BackgroundTasks() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -1,27 +1,24 @@
-"""What the stand-ins for engines and reward workers share."""
+"""What the stand-ins for engines, reward workers and checkpoints share."""
 
 
 class Immortal:
-    """Engines none of which dies, and that need no weights."""
+    """Engines none of which dies, and that need no weights. A subclass has `submit`, `pending` and the coroutine `poll`."""
 
-    def load(self, actor, version, *, check):
-        """Whatever they are."""
+    async def load(self, ranks, version, *, check):
+        """Take the weights."""
 
-    def sleep(self):
-        """They have nothing to give up."""
+    async def hold_weights(self):
+        """Nothing waits for weights."""
 
-    def look(self):
-        """Nobody dies."""
-
-    def mend(self):
-        """Nobody has died."""
+    async def sleep(self):
+        """Keep the memory."""
 
     def take_lost(self):
         return set()
 
 
 class Waiting(Immortal):
-    """Keeps what it is asked for until a subclass's `poll` takes it."""
+    """Keeps the requests until a subclass's `poll` takes them."""
 
     def __init__(self):
         self.waiting = []
@@ -29,7 +26,7 @@ class Waiting(Immortal):
     def submit(self, requests):
         self.waiting += requests
 
-    def abort(self):
+    async def abort(self):
         self.waiting = []
 
     @property
@@ -42,24 +39,28 @@ class NoCheckpoints:
 
     last = None
 
-    def advance(self):
-        return True
+    async def finish(self):
+        pass
 
     def require_best(self, names):
         pass
 
 
 class FakeCheckpoints:
-    """Saves that are done at once."""
+    """Saves that are complete at once."""
 
     def __init__(self, log):
         self.log, self.last, self.saved = log, None, []
-        self.advance = lambda: True
-        self.finish = lambda: log.append("saves finished")
-        self.abandon, self.newest, self.restored = lambda: None, lambda: None, lambda _: None
+        self.newest, self.restored = lambda: None, lambda _: None
         self.require_best = lambda names: log.append("best")
 
-    def start(self, step, incarnation, groups, state, *, history, metrics):
+    async def finish(self):
+        self.log.append("saves finished")
+
+    async def abandon(self):
+        pass
+
+    async def start(self, step, incarnation, groups, state, *, history, metrics):
         self.log.append(f"save {' and '.join(groups)} {step}")
         self.last = step
         self.saved.append((state, history, metrics))
