@@ -37,7 +37,9 @@ logger = logging.getLogger(__name__)
 MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
-_ASK_EVERY_S = 0.02  # a rank runs one call at a time, so it cannot answer a call only when its file is written
+# Seconds between two questions whether a rank has written its files, doubled after each question. A rank runs one call
+# at a time, so a call that waited for the files would hold up the training.
+_ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
 @dataclass(frozen=True)
@@ -316,12 +318,14 @@ class Checkpoints:
     async def _written(self, save: "_Save") -> list[Saved]:
         """Wait for the results of all ranks, and return them."""
         for role, group in save.groups.items():
+            pause_s = _ASK_AFTER_S
             while role not in save.saved:
                 found = await group.call(SavesState.saved_state)
                 if None not in found:
                     save.saved[role] = [one for one in found if one is not None]
                 else:
-                    await asyncio.sleep(_ASK_EVERY_S)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _ASK_AT_MOST_AFTER_S)
         return [one for ranks in save.saved.values() for one in ranks]
 
     def publish(self, path: Path) -> None:

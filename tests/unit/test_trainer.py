@@ -1,15 +1,23 @@
-from types import SimpleNamespace
+import asyncio
 
 import pytest
 import torch
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import LogProbError
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
+from rltrain.tasks.tokenizer import char_tokenizer
 from rltrain.trainer import Trainer
 from rltrain.trajectories.batch_building import place_scores
-from tests.fakes import FakeCheckpoints
+from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.prompt_groups import State
+from rltrain.trajectories.reward_models import RewardModel
+from tests.fakes import FakeCheckpoints, Waiting
+from workers.cluster.processes import LocalProcess, Role
+from workers.reward.messages import RewardResult
+from workers.rollout.messages import Completion
 
 
 def samples(version: int) -> DataProto:
@@ -32,29 +40,33 @@ class FakeCollector:
     """Also the rollout pool: it knows which weights it was given."""
 
     def __init__(self, log):
-        self.log, self.rollout, self.asleep, self.sleep = log, self, False, lambda: None
-        self.state_dict, self.models = lambda: {"waiting": len(log)}, []
+        self.log, self.rollout, self.asleep = log, self, False
+        self.state_dict = lambda: {"waiting": len(log)}
 
-    def answers(self, version):
+    async def answers(self, version):
         self.log.append(f"answers {version}")
         return samples(version)
 
-    def scored(self, batch):
+    async def scored(self, batch):
         self.log.append("scored")
         return batch
 
     def take(self):
         """It has no groups."""
 
-    def advance(self):
-        raise AssertionError("nobody waits")
-
-    def evaluate(self, prompts, *, greedy):
+    async def evaluate(self, prompts, *, greedy):
         self.log.append(f"evaluate {'greedy' if greedy else 'sampled'}")
         return samples(0)
 
-    def load(self, actor, version, *, check):
-        self.log.append(f"load {actor.role} as {version}, checked: {check}")
+    async def sleep(self):
+        """Keep the memory."""
+
+    async def hold_weights(self):
+        """Nothing waits for weights."""
+
+    async def load(self, ranks, version, *, check):
+        assert len(ranks) == 1
+        self.log.append(f"load {ranks[0].name} as {version}, checked: {check}")
 
 
 class FakeGroup:
@@ -62,18 +74,16 @@ class FakeGroup:
 
     def __init__(self, role, log, **columns):
         self.role, self.log, self.columns = role, log, columns
+        self.ranks = [Role(LocalProcess(None), role)]
         self.updates, self.arguments, self.entropies = [], [], []
 
-    def meanwhile(self, function):
-        self.log.append(f"{self.role} meanwhile {function.__name__}")
-
-    def rows(self, method, batch, *, max_tokens):
-        self.log.append(f"{self.role} {method} {max_tokens}")
+    async def rows(self, method, batch, *, max_tokens):
+        self.log.append(f"{self.role} {method.__name__} {max_tokens}")
         values = {name: torch.full((4,), value) for name, value in self.columns.items()}
         return batch.with_values("responses", **values).select(list(values))
 
-    def update(self, batch, plan, *arguments, max_tokens):
-        self.log.append(f"{self.role} update {max_tokens}")
+    async def update(self, method, batch, plan, max_tokens, *arguments):
+        self.log.append(f"{self.role} {method.__name__} {max_tokens}")
         self.updates.append((batch, plan))
         self.arguments.append(arguments)
         return {"loss": 0.5, "entropy": self.entropies.pop(0) if self.entropies else 0.0}
@@ -110,19 +120,102 @@ def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None,
         actor=FakeGroup("actor", log, old_log_probs=old),
         reference=FakeGroup("reference", log, ref_log_probs=-1.25) if reference else None,
         critic=FakeGroup("critic", log, values=0.25) if critic else None,
-        tracker=FakeTracker(log), checkpoints=FakeCheckpoints(log), val_prompts=val,
+        tracker=FakeTracker(log), checkpoints=FakeCheckpoints(log), val_prompts=val, tasks=BackgroundTasks(),
     )  # fmt: skip
-    told = [f"{role} meanwhile advance" for role in ("actor", *["reference"] * reference, *["critic"] * critic)]
-    assert [log.pop(0) for _ in told] == told  # while these compute, answers and scores move on
     return made, log
 
 
-def test_answers_and_scores_move_on_while_a_reward_model_computes():
-    log: list[str] = []
-    collector = FakeCollector(log)
-    collector.models = [SimpleNamespace(group=FakeGroup("reward_model judge", log))]
-    trainer(collector=collector)
-    assert log == ["reward_model judge meanwhile advance"]
+# While a role computes
+
+
+class Engines(Waiting):
+    """Answer the first step's groups at once, and later groups as soon as a role computes."""
+
+    def __init__(self, computing):
+        super().__init__()
+        self.computing = computing
+
+    def submit(self, groups):
+        super().submit([request for group in groups for request in group])
+
+    async def poll(self):
+        done = [request for request in self.waiting if request.key[0] in (0, 1)]
+        if not done:
+            await self.computing.wait()
+            done = self.waiting
+        self.waiting = [request for request in self.waiting if request not in done]
+        return [Completion(request.key, [2], [-1.0], "stop", [0], "2") for request in done]
+
+
+class Judges(Waiting):
+    """Score every second answer with 1; `second_step` is set when all answers of the second step have scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.second_step, self.scored = asyncio.Event(), set()
+
+    async def poll(self):
+        done, self.waiting = self.waiting, []
+        self.scored |= {request.key for request in done}
+        if {(uid, number) for uid in (2, 3) for number in (0, 1)} <= self.scored:
+            self.second_step.set()
+        return [RewardResult(request.key, (1.0 - request.key[1],)) for request in done]
+
+
+class Slow(FakeGroup):
+    """A role whose method with the name `slow` returns only when all answers of the second step have scores."""
+
+    def __init__(self, role, computing, judges, slow, **columns):
+        super().__init__(role, [], **columns)
+        self.computing, self.judges, self.slow = computing, judges, slow
+
+    async def compute(self, method):
+        if f"{self.role}.{method.__name__}" == self.slow:
+            self.computing.set()
+            await self.judges.second_step.wait()
+
+    async def rows(self, method, batch, *, max_tokens):
+        await self.compute(method)
+        if self.role == "judge":
+            return DataProto.from_dict({"model_scores": torch.zeros(len(batch))})
+        return await super().rows(method, batch, max_tokens=max_tokens)
+
+    async def update(self, method, batch, plan, max_tokens, *arguments):
+        await self.compute(method)
+        return await super().update(method, batch, plan, max_tokens, *arguments)
+
+
+@pytest.mark.parametrize(
+    "slow",
+    ["reference.compute_log_probs", "actor.compute_log_probs", "critic.compute_values", "judge.compute_scores",
+     "critic.update", "actor.update"],
+)  # fmt: skip
+async def test_answers_and_scores_arrive_while_a_role_computes(tasks, slow):
+    config = compose(
+        [*BASE, "algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.1", "trainer.max_staleness=1",
+         "reward.models=[{name: judge, path: /m, weight: 0.5}]"]
+    )[0]  # fmt: skip
+    computing, judges = asyncio.Event(), Judges()
+    model = RewardModel(
+        config.reward.models[0], Slow("judge", computing, judges, slow), number=1, tokenizer=char_tokenizer(),
+        longest=None, pad=None, max_tokens=100,
+    )  # fmt: skip
+    prompts = [Prompt(number, "1", [1], {}) for number in range(8)]
+    collector = Collector(
+        config, rollout=Engines(computing), rewards=judges, prompts=prompts, tasks=tasks, models=[model]
+    )
+    collector.start()
+    made = Trainer(
+        config, collector=collector, actor=Slow("actor", computing, judges, slow, old_log_probs=-1.0),
+        reference=Slow("reference", computing, judges, slow, ref_log_probs=-1.25),
+        critic=Slow("critic", computing, judges, slow, values=0.25), tracker=FakeTracker([]),
+        checkpoints=FakeCheckpoints([]), val_prompts=[], tasks=tasks,
+    )  # fmt: skip
+    async with asyncio.timeout(20):
+        _, batch = await made.train_step()
+    assert computing.is_set()
+    assert batch.batch["uid"].tolist() == [0, 0, 1, 1]
+    assert {uid: group.state for uid, group in collector.groups.groups.items()} == {2: State.READY, 3: State.READY}
 
 
 SYNC = ["load actor as 1, checked: True"]
@@ -131,15 +224,15 @@ SYNC = ["load actor as 1, checked: True"]
 # The phases of a step
 
 
-def test_a_grpo_step_without_reference_generates_asks_the_actor_and_only_then_for_scores_updates_and_syncs():
+async def test_a_grpo_step_without_reference_generates_asks_the_actor_and_only_then_for_scores_updates_and_syncs():
     made, log = trainer()
-    made.train_step()
+    await made.train_step()
     assert log == ["answers 0", "actor compute_log_probs 1111", "scored", "actor update 1111", *SYNC]
 
 
-def test_a_grpo_step_with_reference_asks_it_before_the_update():
+async def test_a_grpo_step_with_reference_asks_it_before_the_update():
     made, log = trainer("algorithm.kl_loss.kl_loss_coef=0.1", reference=True)
-    made.train_step()
+    await made.train_step()
     assert log == [
         "answers 0", "reference compute_log_probs 1111", "actor compute_log_probs 1111", "scored", "actor update 1111",
         *SYNC,
@@ -147,10 +240,10 @@ def test_a_grpo_step_with_reference_asks_it_before_the_update():
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_a_ppo_step_updates_the_critic_before_the_actor_each_with_its_own_budget(reference):
+async def test_a_ppo_step_updates_the_critic_before_the_actor_each_with_its_own_budget(reference):
     kl = ["algorithm.kl_in_reward.kl_coef=0.1"] if reference else []
     made, log = trainer("algorithm=ppo", *kl, reference=reference, critic=True)
-    metrics, _ = made.train_step()
+    metrics, _ = await made.train_step()
     asked = ["reference compute_log_probs 1111"] if reference else []
     assert log == [
         "answers 0", *asked, "actor compute_log_probs 1111", "critic compute_values 2222", "scored",
@@ -160,9 +253,9 @@ def test_a_ppo_step_updates_the_critic_before_the_actor_each_with_its_own_budget
     assert ("reward/kl" in metrics) is reference
 
 
-def test_actor_and_critic_get_the_same_batch_and_plan_and_all_columns():
+async def test_actor_and_critic_get_the_same_batch_and_plan_and_all_columns():
     made, _ = trainer("algorithm=ppo", "trainer.epochs_per_step=3", reference=True, critic=True)
-    _, batch = made.train_step()
+    _, batch = await made.train_step()
     (actor_batch, plan), (critic_batch, critic_plan) = made.actor.updates[0], made.critic.updates[0]
     assert actor_batch is critic_batch is batch
     assert plan == critic_plan
@@ -173,29 +266,29 @@ def test_actor_and_critic_get_the_same_batch_and_plan_and_all_columns():
     }
 
 
-def test_grpo_advantages_reach_the_actor():
+async def test_grpo_advantages_reach_the_actor():
     made, _ = trainer("algorithm.advantage.norm_by_std=false")
-    made.train_step()
+    await made.train_step()
     assert made.actor.updates[0][0].values("advantages").tolist() == [0.5, -0.5, 0.5, -0.5]
 
 
-def test_kl_in_reward_lowers_the_rewards_of_the_actors_batch():
+async def test_kl_in_reward_lowers_the_rewards_of_the_actors_batch():
     made, _ = trainer("algorithm.kl_in_reward.kl_coef=0.5", reference=True)
-    metrics, batch = made.train_step()
+    metrics, batch = await made.train_step()
     assert batch.values("token_level_rewards").tolist() == [0.875, -0.125, 0.875, -0.125]
     assert metrics["reward/kl"] == 0.25
 
 
-def test_minibatches_are_shuffled_anew_each_step():
+async def test_minibatches_are_shuffled_anew_each_step():
     made, _ = trainer("trainer.epochs_per_step=8")
-    made.train_step()
-    made.train_step()
+    await made.train_step()
+    await made.train_step()
     assert made.actor.updates[0][1] != made.actor.updates[1][1]
 
 
-def test_metrics_name_their_role_and_every_phase_is_timed():
+async def test_metrics_name_their_role_and_every_phase_is_timed():
     made, _ = trainer("algorithm=ppo", reference=True, critic=True)
-    metrics, _ = made.train_step()
+    metrics, _ = await made.train_step()
     phases = (
         "generate", "old_log_probs", "ref_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor"
     )  # fmt: skip
@@ -209,27 +302,27 @@ def test_metrics_name_their_role_and_every_phase_is_timed():
 # The loop
 
 
-def test_weights_are_synced_before_the_first_step_and_after_each_update_with_the_next_version():
+async def test_weights_are_synced_before_the_first_step_and_after_each_update_with_the_next_version():
     made, log = trainer("rollout.verify_sync=false")
-    made.fit()
+    await made.fit()
     assert [line for line in log if line.startswith(("answers", "load", "actor update", "log", "save "))] == [
         "load actor as 0, checked: False", "answers 0", "actor update 1111", "load actor as 1, checked: False", "log 1",
         "answers 1", "actor update 1111", "load actor as 2, checked: False", "log 2", "save actor 2",
     ]  # fmt: skip
 
 
-def test_synchronous_training_never_sees_tokens_of_older_weights():
+async def test_synchronous_training_never_sees_tokens_of_older_weights():
     made, _ = trainer("trainer.total_steps=4")
-    made.fit()
+    await made.fit()
     ages = [step - int(batch.values("policy_version").min()) for step, (_, batch) in enumerate(made.tracker.steps)]
     assert ages == [0, 0, 0, 0]
 
 
-def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_the_end():
+async def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_the_end():
     made, log = trainer(
         "trainer.total_steps=4", "trainer.eval_every=2", "trainer.save_every=3", val=[Prompt(0, "", [1], {})]
     )
-    made.fit()
+    await made.fit()
     assert [step for step, _ in made.tracker.evals] == [0, 2, 4]
     assert [line for line in log if line.startswith("save ")] == ["save actor 3", "save actor 4"]
     assert made.tracker.evals[0][1] == {
@@ -240,23 +333,23 @@ def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_th
     assert log.index("load actor as 0, checked: True") < log.index("evaluate sampled") < log.index("answers 0")
 
 
-def test_without_validation_prompts_nothing_is_evaluated():
+async def test_without_validation_prompts_nothing_is_evaluated():
     made, log = trainer()
-    made.fit()
+    await made.fit()
     assert made.tracker.evals == []
     assert not [line for line in log if line.startswith("evaluate")]
 
 
-def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
+async def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
     class OneFails(FakeCollector):
-        def evaluate(self, prompts, *, greedy):
+        async def evaluate(self, prompts, *, greedy):
             batch = samples(0)
             batch.batch["valid"][1] = False
             batch.batch["failed"][1] = True
             return batch
 
     made, _ = trainer(collector=OneFails([]), val=[Prompt(0, "", [1], {})])
-    made.evaluate()
+    await made.evaluate()
     assert made.tracker.evals[0][1]["eval/greedy_accuracy"] == pytest.approx(2 / 3)
     assert made.tracker.evals[0][1]["eval/greedy_reward"] == pytest.approx(2 / 3)
 
@@ -266,34 +359,34 @@ def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
 
 @pytest.mark.parametrize("old", [-1.5, float("nan")])
 @pytest.mark.parametrize("source", ["actor", "rollout"])
-def test_E1_engine_and_actor_that_disagree_stop_the_run_at_step_one(old, source):
+async def test_E1_engine_and_actor_that_disagree_stop_the_run_at_step_one(old, source):
     made, log = trainer("rollout.max_log_prob_gap=0.4", f"algorithm.old_log_probs={source}", old=old)
     gap = "0.5" if old == -1.5 else "nan"
     with pytest.raises(
         LogProbError, match=f"disagree by {gap} nats .* above rollout.max_log_prob_gap=0.4: .* check model"
     ):
-        made.train_step()
+        await made.train_step()
     assert log == ["answers 0", "actor compute_log_probs 1111"]  # nothing was trained
 
 
-def test_E1_at_later_steps_the_gap_is_only_shown():
+async def test_E1_at_later_steps_the_gap_is_only_shown():
     made, _ = trainer("rollout.max_log_prob_gap=0.4")
-    made.train_step()
+    await made.train_step()
     made.actor.columns["old_log_probs"] = -3.0
-    metrics, _ = made.train_step()
+    metrics, _ = await made.train_step()
     assert metrics["rollout/log_prob_gap"] == pytest.approx(2.0)
     assert made.step == 2
 
 
-def test_a_gap_below_the_limit_passes():
+async def test_a_gap_below_the_limit_passes():
     made, _ = trainer("rollout.max_log_prob_gap=0.6", old=-1.5)
-    assert made.train_step()[0]["rollout/log_prob_gap"] == 0.5
+    assert (await made.train_step())[0]["rollout/log_prob_gap"] == 0.5
 
 
-def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step():
+async def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step():
     made, log = trainer("algorithm.old_log_probs=rollout", old=-1.001)
-    made.train_step()
-    _, batch = made.train_step()
+    await made.train_step()
+    _, batch = await made.train_step()
     assert log.count("actor compute_log_probs 1111") == 1
     assert batch.values("old_log_probs").tolist() == [-1.0] * 4
 
@@ -303,10 +396,10 @@ def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step()
 ONE_STEP = "trainer.prompts_per_minibatch=2"
 
 
-def test_with_one_optimizer_step_on_all_the_actor_is_asked_in_the_first_step_only_to_check_the_engine():
+async def test_with_one_optimizer_step_on_all_the_actor_is_asked_in_the_first_step_only_to_check_the_engine():
     made, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=1", old=-1.25)
-    first, batch = made.train_step()
-    second, later = made.train_step()
+    first, batch = await made.train_step()
+    second, later = await made.train_step()
     assert log.count("actor compute_log_probs 1111") == 1
     assert log.index("actor compute_log_probs 1111") < log.index("actor update 1111")
     assert batch.values("old_log_probs").tolist() == [-1.25] * 4
@@ -318,24 +411,24 @@ def test_with_one_optimizer_step_on_all_the_actor_is_asked_in_the_first_step_onl
 @pytest.mark.parametrize(
     "setting", ["trainer.epochs_per_step=2", "algorithm.advantage_estimator=optimal_token_baseline"]
 )
-def test_where_the_old_policy_is_read_the_actor_is_asked_in_every_step(setting):
+async def test_where_the_old_policy_is_read_the_actor_is_asked_in_every_step(setting):
     made, log = trainer(ONE_STEP, setting)
-    made.train_step()
-    made.train_step()
+    await made.train_step()
+    await made.train_step()
     assert log.count("actor compute_log_probs 1111") == 2
 
 
-def test_E1_one_optimizer_step_a_step_does_not_save_the_engine_its_check():
+async def test_E1_one_optimizer_step_a_step_does_not_save_the_engine_its_check():
     made, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=0.1", old=-1.25)
     with pytest.raises(LogProbError, match=r"disagree by 0\.25 nats"):
-        made.train_step()
+        await made.train_step()
     assert log == ["answers 0", "actor compute_log_probs 1111"]
 
 
 # The coefficient of the entropy bonus
 
 
-def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
+async def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
     made, _ = trainer(
         "algorithm.entropy_target=0.5",
         "algorithm.entropy_coef=0.01",
@@ -343,49 +436,55 @@ def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
         "algorithm.entropy_coef_max=0.02",
     )
     made.actor.entropies = [0.4, 0.3, 0.6, 0.4, 0.4]
-    shown = [made.train_step()[0]["actor/entropy_coef"] for _ in range(6)]
+    shown = [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(6)]
     assert [coef for (coef,) in made.actor.arguments] == shown  # what is shown is what the actor was given
     assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018, 0.02])  # above the target the bonus is off
 
 
-def test_without_a_target_the_entropy_coefficient_stays_and_is_not_shown():
+async def test_without_a_target_the_entropy_coefficient_stays_and_is_not_shown():
     made, _ = trainer("algorithm.entropy_coef=0.01")
     made.actor.entropies = [0.4, 9.0]
-    assert not [name for _ in range(2) for name in made.train_step()[0] if name == "actor/entropy_coef"]
+    assert not [name for _ in range(2) for name in (await made.train_step())[0] if name == "actor/entropy_coef"]
     assert made.actor.arguments == [(0.01,), (0.01,)]
 
 
-def test_only_the_actor_is_given_an_entropy_coefficient():
+async def test_only_the_actor_is_given_an_entropy_coefficient():
     made, _ = trainer("algorithm=ppo", "algorithm.entropy_coef=0.02", critic=True)
-    made.train_step()
+    await made.train_step()
     assert (made.actor.arguments, made.critic.arguments) == ([(0.02,)], [()])
 
 
 # What is trained on
 
 
-def test_what_leaves_the_mask_leaves_the_actors_batch_after_the_statistics():
+async def test_what_leaves_the_mask_leaves_the_actors_batch_after_the_statistics():
     collector = FakeCollector([])
     cut = samples(0)
     cut.non_tensor_batch["finish_reason"][0] = "length"
-    collector.answers = lambda version: cut
+
+    async def answers(version):
+        return cut
+
+    collector.answers = answers
     made, _ = trainer("algorithm.mask_truncated=true", collector=collector)
-    _, batch = made.train_step()
+    _, batch = await made.train_step()
     trained = made.actor.updates[0][0].padded("response_mask").any(-1).tolist()
     assert trained == [False, *cut.padded("response_mask").any(-1).tolist()[1:]]
     assert batch.padded("advantages")[0].abs().sum() > 0
 
 
-def test_A4_what_correction_and_rejection_drop_goes_to_the_actor_in_the_mask():
+async def test_A4_what_correction_and_rejection_drop_goes_to_the_actor_in_the_mask():
     rejection = ["algorithm.rejection.kl_estimator=abs", "algorithm.rejection.upper=0.1"]
     made, _ = trainer(*rejection, "rollout.max_log_prob_gap=1", old=-1.25)
-    _, batch = made.train_step()
+    _, batch = await made.train_step()
     assert bool(made.actor.updates[0][0].values("response_mask").any())
     assert torch.equal(made.actor.updates[0][0].values("response_mask"), batch.values("response_mask"))
 
 
-def test_a_selector_that_chooses_by_chance_gets_new_draws_each_step():
+async def test_a_selector_that_chooses_by_chance_gets_new_draws_each_step():
     made, _ = trainer("algorithm.loss_mode=clip_cov")
-    draws = [made.train_step()[1].values("random_draws").tolist() for _ in range(2)]
+    draws = [(await made.train_step())[1].values("random_draws").tolist() for _ in range(2)]
     assert draws[0] != draws[1]
-    assert trainer("algorithm.loss_mode=clip_cov")[0].train_step()[1].values("random_draws").tolist() == draws[0]
+    assert (await trainer("algorithm.loss_mode=clip_cov")[0].train_step())[1].values("random_draws").tolist() == draws[
+        0
+    ]

@@ -214,13 +214,11 @@ class RolloutPool:
         After such a death, the other replicas answer nothing until another sync succeeds.
         """
         roles = {replica: replica.role for replica in replicas}
+        for replica in replicas:
+            replica.state = State.WAITING
         try:
             await sync(ranks, list(roles.values()), version, check=check)
         except (WorkerLost, SyncError):
-            for replica in replicas:
-                if replica.state is State.SERVING:
-                    replica.state = State.WAITING
-            self.changes.notify()
             if any(rank.process.how_lost for rank in ranks):
                 raise
             if not any(replica.role is not role or role.process.how_lost for replica, role in roles.items()):

@@ -1,5 +1,6 @@
 """The pool's bookkeeping on scripted workers, and the whole pool in one process."""
 
+import asyncio
 import random
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def reward(functions: list[RewardFunctionConfig], **changes) -> RewardConfig:
 
 FUNCTIONS = [function("number")]
 TWO = [*FUNCTIONS, function("length", weight=2.0)]
+ROUNDS = 20_000
 
 
 class ScriptedWorkers:
@@ -45,7 +47,7 @@ class ScriptedWorkers:
         self._calls: dict[int, Call] = {}
         self._away: set[int] = set()
         self.log: list[Call] = []
-        self.closed = 0
+        self.closed = self.rounds = 0
 
     def idle(self) -> list[int]:
         return [slot for slot in range(self.size) if slot not in self._calls and slot not in self._away]
@@ -55,7 +57,13 @@ class ScriptedWorkers:
         self._calls[slot] = call
         self.log.append(call)
 
-    def wait(self, timeout_s: float) -> list[Answer | Lost]:
+    async def events(self) -> list[Answer | Held | Lost]:
+        self.rounds += 1
+        assert self.rounds < ROUNDS, "the pool does not finish"
+        await asyncio.sleep(0)
+        return self._next()
+
+    def _next(self) -> list[Answer | Held | Lost]:
         if self._away and (not self._calls or self._rng.random() < 0.5):
             self._away.pop()
             return []
@@ -88,13 +96,11 @@ def request(number: int, response: str | None = None, **columns) -> RewardReques
     return RewardRequest((number // 8, number % 8), "p", str(number) if response is None else response, columns)
 
 
-def finish(pool: RewardPool, rounds: int = 20_000) -> list[RewardResult]:
+async def finish(pool: RewardPool) -> list[RewardResult]:
     results: list[RewardResult] = []
-    for _ in range(rounds):
-        results += pool.poll(0.0)
-        if not pool.pending:
-            return results
-    raise AssertionError("the pool does not finish")
+    while pool.pending:
+        results += await pool.poll()
+    return results
 
 
 def expected(number: int, functions: int) -> RewardResult:
@@ -106,7 +112,7 @@ def expected(number: int, functions: int) -> RewardResult:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("functions", [FUNCTIONS, TWO], ids=["one", "two"])
-def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_order(seed, functions):
+async def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_order(seed, functions):
     deadly = {7: "late", 300: "dead", 301: "dead"}
     rng = random.Random(seed)
 
@@ -121,8 +127,8 @@ def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_order(see
         count = rng.randint(1, 60)
         pool.submit(request(n) for n in numbers[:count])
         del numbers[:count]
-        results += pool.poll(0.0)
-    results += finish(pool)
+        results += await pool.poll()
+    results += await finish(pool)
     assert Counter(r.key for r in results) == Counter(request(n).key for n in range(512))  # none lost, none doubled
     good = {r.key: r for r in results if not r.failed}
     assert good == {(n // 8, n % 8): expected(n, len(functions)) for n in range(512) if n not in deadly}
@@ -134,61 +140,86 @@ def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_order(see
     }
 
 
-def test_G3_a_worker_that_dies_of_something_else_costs_no_sample():
+async def test_G3_a_worker_that_dies_of_something_else_costs_no_sample():
     lost = iter(["dead"] + [None] * 10_000)
     pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: next(lost)), reward(FUNCTIONS))
     pool.submit([request(3)])
-    assert finish(pool) == [expected(3, 1)]
+    assert await finish(pool) == [expected(3, 1)]
     assert (pool.failed_count, list(pool.failures)) == (0, [])
 
 
-def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
+async def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
     workers = ScriptedWorkers(1, 1, lambda *_: "late")
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit([request(3)])
-    (result,) = finish(pool)
+    (result,) = await finish(pool)
     assert (result.failed, result.scores, len(workers.log)) == (True, (None,), 1)
     assert (pool.failed_count, list(pool.failures)) == (1, [result])
 
 
-def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_workers():
+async def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_workers():
     workers = ScriptedWorkers(2, 1, lambda *_: None)
     workers._rng.randint = lambda low, high: high  # whole answers
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(512))
-    assert len(finish(pool)) == 512
+    assert len(await finish(pool)) == 512
     sizes = [len(call.requests) for call in workers.log]
     assert sizes[:2] == [16, 16]
     assert 64 <= max(sizes) <= 256
     assert len(sizes) < 16
 
 
-def test_chunks_shrink_to_what_a_slow_function_can_do():
+async def test_chunks_shrink_to_what_a_slow_function_can_do():
     workers = ScriptedWorkers(1, 1, lambda *_: None)
     workers._rng.randint = lambda low, high: 1
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(64))
-    finish(pool)
+    await finish(pool)
     assert max(len(call.requests) for call in workers.log[2:]) <= 8
 
 
-def test_a_sample_cannot_be_submitted_twice_before_its_result_was_polled():
+async def test_a_sample_cannot_be_submitted_twice_before_its_result_was_polled():
     pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: None), reward(FUNCTIONS))
     pool.submit([request(3)])
     with pytest.raises(ValueError, match=r"sample \(0, 3\) is being scored already"):
         pool.submit([request(3)])
-    finish(pool)
+    await finish(pool)
     pool.submit([request(3)])
-    assert finish(pool) == [expected(3, 1)]
+    assert await finish(pool) == [expected(3, 1)]
 
 
-def test_polling_with_nothing_pending_returns_at_once_and_closing_drops_what_is_left():
+async def test_polling_with_nothing_pending_returns_at_once_and_closing_drops_what_is_left():
     workers = ScriptedWorkers(1, 1, lambda *_: None)
     with RewardPool(workers, reward(FUNCTIONS)) as pool:
-        assert pool.poll(1000.0) == []
+        assert await pool.poll() == []
+        assert workers.rounds == 0
         pool.submit([request(1), request(2)])
         assert pool.pending == 2
     assert (pool.pending, workers.closed) == (0, 1)
+
+
+async def test_poll_waits_until_there_are_results_and_begins_nothing_after_it_was_cancelled():
+    class Gated(ScriptedWorkers):
+        gate = asyncio.Event()
+
+        async def events(self):
+            await self.gate.wait()
+            return await super().events()
+
+    workers = Gated(1, 1, lambda *_: None)
+    workers._rng.randint = lambda low, high: high
+    pool = RewardPool(workers, reward(FUNCTIONS))
+    pool.submit(request(n) for n in range(40))
+    polling = asyncio.create_task(pool.poll())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not polling.done()
+    polling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await polling
+    assert (len(workers.log), pool.pending) == (1, 40)
+    workers.gate.set()
+    assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(40)]
 
 
 # Calls that take long
@@ -206,7 +237,7 @@ class Slow(ScriptedWorkers):
         active = [slot for slot in self._calls if slot not in self.held]
         return [] if active else [slot for slot in (0, 1) if slot not in self._calls][:1]
 
-    def wait(self, timeout_s):
+    def _next(self):
         for slot, call in list(self._calls.items()):
             slow = [row for row, request in enumerate(call.requests) if request.response in self.fates]
             if slot not in self.held:
@@ -229,11 +260,11 @@ class Slow(ScriptedWorkers):
 
 
 @pytest.mark.parametrize("functions", [FUNCTIONS, TWO], ids=["one", "two"])
-def test_G3_a_call_that_takes_long_gives_back_the_samples_behind_it_and_fails_alone(functions):
+async def test_G3_a_call_that_takes_long_gives_back_the_samples_behind_it_and_fails_alone(functions):
     workers = Slow(len(functions), {"3": "late"})
     pool = RewardPool(workers, reward(functions))
     pool.submit(request(n) for n in range(12))
-    results = finish(pool)
+    results = await finish(pool)
     assert [r.key for r in results[-1:]] == [(0, 3)], "the others wait for it"
     assert sorted(r.key for r in results) == [request(n).key for n in range(12)]
     assert [(r.key, r.error, r.failed_function) for r in results if r.failed] == [
@@ -244,16 +275,16 @@ def test_G3_a_call_that_takes_long_gives_back_the_samples_behind_it_and_fails_al
     assert workers.log[0].hold_s < workers.log[0].deadline_s
 
 
-def test_a_call_that_takes_long_and_answers_has_its_score_and_leaves_the_size_of_chunks():
+async def test_a_call_that_takes_long_and_answers_has_its_score_and_leaves_the_size_of_chunks():
     workers = Slow(1, {"3": "answers"})
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(64))
-    assert sorted(finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(64)]
+    assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(64)]
     assert pool.failed_count == 0
     assert [len(call.requests) for call in workers.log] == [16, 16, 44]  # it grows with those that are whole
 
 
-def test_after_a_death_whose_call_is_known_the_others_of_its_chunk_are_not_tried_one_by_one():
+async def test_after_a_death_whose_call_is_known_the_others_of_its_chunk_are_not_tried_one_by_one():
     def lose(asked, function, dice):
         return "dead" if asked.response == "3" else None
 
@@ -268,7 +299,7 @@ def test_after_a_death_whose_call_is_known_the_others_of_its_chunk_are_not_tried
     workers._rng.randint = lambda low, high: high
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(12))
-    results = finish(pool)
+    results = await finish(pool)
     assert [r.key for r in results if r.failed] == [(0, 3)]
     assert sorted(r.key for r in results) == [request(n).key for n in range(12)]
     assert [[int(r.response) for r in call.requests] for call in workers.log] == [[*range(12)], [3], [*range(4, 12)]]
@@ -316,13 +347,13 @@ def rewards(tmp_path):
     return configs
 
 
-def test_in_process_every_function_scores_every_sample_in_the_order_of_the_config(rewards):
+async def test_in_process_every_function_scores_every_sample_in_the_order_of_the_config(rewards):
     pool = RewardPool.in_process(reward(rewards("length", "number")))
     pool.submit([request(1, "25", unit=2), request(2, "7")])
-    assert finish(pool) == [RewardResult((0, 1), (4.0, 25.0)), RewardResult((0, 2), (1.0, 7.0))]
+    assert await finish(pool) == [RewardResult((0, 1), (4.0, 25.0)), RewardResult((0, 2), (1.0, 7.0))]
 
 
-def test_without_functions_as_beside_reward_models_nobody_is_called_and_nobody_can_be_lost():
+async def test_without_functions_as_beside_reward_models_nobody_is_called_and_nobody_can_be_lost():
     workers = ScriptedWorkers(2, 0, lose=lambda *_: "gone")
     pool = RewardPool(
         workers,
@@ -334,26 +365,26 @@ def test_without_functions_as_beside_reward_models_nobody_is_called_and_nobody_c
         ),
     )
     pool.submit([request(1, "25"), request(2, "7")])
-    assert finish(pool) == [RewardResult((0, 1), ()), RewardResult((0, 2), ())]
+    assert await finish(pool) == [RewardResult((0, 1), ()), RewardResult((0, 2), ())]
     assert workers.log == []
 
 
-def test_G4_a_component_that_does_not_apply_is_none_and_the_others_count(rewards):
+async def test_G4_a_component_that_does_not_apply_is_none_and_the_others_count(rewards):
     pool = RewardPool.in_process(reward(rewards("number", "length")))
     pool.submit([request(1, "none")])
-    assert finish(pool) == [RewardResult((0, 1), (None, 4.0))]
+    assert await finish(pool) == [RewardResult((0, 1), (None, 4.0))]
 
 
-def test_G4_a_row_to_which_nothing_applies_is_all_none_and_not_failed(rewards):
+async def test_G4_a_row_to_which_nothing_applies_is_all_none_and_not_failed(rewards):
     pool = RewardPool.in_process(reward(rewards("number")))
     pool.submit([request(1, "none")])
-    assert finish(pool) == [RewardResult((0, 1), (None,), failed=False)]
+    assert await finish(pool) == [RewardResult((0, 1), (None,), failed=False)]
 
 
-def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_never_0(rewards):
+async def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_never_0(rewards):
     pool = RewardPool.in_process(reward(rewards("length", "number")))
     pool.submit([request(n, text) for n, text in enumerate(["raise", "5", "exit", "nan"])])
-    results = finish(pool)
+    results = await finish(pool)
     assert [(r.failed, r.scores) for r in results] == [
         (True, (None, None)),
         (False, (1.0, 5.0)),
@@ -368,12 +399,33 @@ def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_never_0
     assert (pool.failed_count, [f.key for f in pool.failures]) == (3, [(0, 0), (0, 2), (0, 3)])
 
 
-def test_slow_functions_give_their_first_results_before_the_last_is_begun(rewards):
+async def test_slow_functions_give_their_first_results_before_the_last_is_begun(rewards):
     pool = RewardPool.in_process(reward(rewards("slow", "number")))
     pool.submit(request(n) for n in range(8))
-    first = pool.poll(5.0)
+    first = await pool.poll()
     assert 1 <= len(first) < 8
-    assert sorted(r.scores for r in first + finish(pool)) == [(float(n), float(n)) for n in range(8)]
+    assert sorted(r.scores for r in first + await finish(pool)) == [(float(n), float(n)) for n in range(8)]
+
+
+async def test_in_process_an_async_function_is_called_though_an_event_loop_runs_here(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import asyncio\nasync def score(response):\n    await asyncio.sleep(0)\n    return float(response)\n"
+    )
+    pool = RewardPool.in_process(reward([function("score", f"{tmp_path}/own.py:score")]))
+    pool.submit([request(3), request(4)])
+    assert await finish(pool) == [expected(3, 1), expected(4, 1)]
+
+
+async def test_in_process_other_tasks_of_the_driver_run_between_two_calls(rewards):
+    pool = RewardPool.in_process(reward(rewards("slow", "number")))
+    pool.submit(request(n) for n in range(8))
+    polling = asyncio.create_task(finish(pool))
+    turns = 0
+    while not polling.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert len(polling.result()) == 8
+    assert turns > 2
 
 
 def test_a_worker_stops_between_functions_when_its_time_is_up(rewards):
