@@ -1,6 +1,6 @@
-"""`python -m rltrain.main`: overrides -> typed config -> checks -> plan -> workers -> `Trainer.fit` -> summary.
+"""The command `python -m rltrain.main`: reads the config, checks it, starts the workers, trains and prints a summary.
 
-Only functions are defined here: a class would pickle as `__main__.X`.
+The module defines only functions: a class would be pickled as `__main__.X`, which workers cannot import.
 """
 
 import asyncio
@@ -39,16 +39,16 @@ if TYPE_CHECKING:  # all of these import torch, which takes seconds
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
 
-LONGEST = 4000  # characters of an error that are shown: it may repeat what was typed, or a row of the data
-FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; the last is that of Ctrl-C, SIGTERM has 143, SIGHUP 129
+LONGEST = 4000  # maximum length in characters of an error message, which may repeat the user's input or data
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; STOPPED is for Ctrl-C, while SIGTERM gives 143 and SIGHUP 129
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. Expected errors are one line on stderr."""
+    """Run the command line. Returns the exit status. Each expected error is printed as one line on stderr."""
     open_closed_streams()
     hide_in_logs()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for what the locale's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot encode every character
     console, verbose = Console(), False
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verbose:
             quiet()
         check(config)
-        ensure_home()  # after the check: '~' in a path is the user's own home, or refused
+        ensure_home()  # after the check, which refuses '~' in a path if the user has no home folder
         check_cache(config)
         with RunLock(config.trainer) as lock:
             return run(config, args.overrides, console, lock)
@@ -101,12 +101,12 @@ def set_threads(config: Config) -> None:
 
 
 def show(text: str) -> int:
-    """Print what the user asked for; returns the exit status. A reader that has seen enough, as `head`, is no error."""
+    """Print the text. Returns the exit status. It is no error if the reader, for example `head`, closes the pipe."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        outlive_readers()  # the interpreter writes the rest of its buffer when it exits
+        outlive_readers()  # at its exit, the interpreter writes the rest of its buffer
     return 0
 
 
@@ -118,10 +118,10 @@ def _system_error(error: OSError) -> str:
 
 
 def fail(message: str, status: int, *, verbose: bool) -> int:
-    """Say what went wrong on one line of stderr, after its traceback if that is wanted; returns the status."""
+    """Print an error on one line of stderr, and its traceback before it if `verbose`. Returns the status."""
     outlive_readers()
     if verbose:
-        print(redacted(_traceback()), file=sys.stderr)  # noqa: T201 (asked for)
+        print(redacted(_traceback()), file=sys.stderr)  # noqa: T201 (the user asked for it)
     print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
     return status
 
@@ -129,12 +129,12 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
 def _traceback() -> str:
     try:
         return traceback.format_exc()
-    except Exception as error:  # it looks for the source, and a function's file may have a name that no file can have
+    except Exception as error:  # the formatter opens the source file, whose name in a user's function may be invalid
         return f"Traceback that cannot be shown ({described(error)})"
 
 
 def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLock) -> int:
-    """Load the data, show the plan, start the workers, train, and say what came of it."""
+    """Load the data, print the plan, train, and print a summary. Returns the exit status."""
     from rltrain.monitoring.console import summary
     from rltrain.run.resume import beginning, require_usable
     from rltrain.trajectories.token_rewards import with_all_knobs
@@ -154,10 +154,10 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
     began = time.perf_counter()
     plan(config, console, len(prompts), len(val_prompts or ()))
     if warning := sandbox_warning(config):
-        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (one line; what a reward process says is dropped)
+        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (the output of reward processes is dropped)
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
     lock.take()
-    (output_dir / "config.yaml.partial").write_text(text, "utf-8")  # whole at any time: a killed run can go on
+    (output_dir / "config.yaml.partial").write_text(text, "utf-8")  # never incomplete, so a killed run can be resumed
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
     try:
         if local:
@@ -264,7 +264,7 @@ async def _train(
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
-    """Where this run saves its state, with fingerprints of what it reads."""
+    """Create the object that saves this run's checkpoints, with fingerprints of the sources that the run reads."""
     from rltrain.run.checkpoints import Checkpoints
     from rltrain.run.source_fingerprints import sources
 
@@ -280,13 +280,13 @@ def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
 async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Console) -> int:
     """Train from a checkpoint or the start. A signal saves another checkpoint and ends the run.
 
-    Returns the exit status. Raises ClusterLost when a daemon of Ray dies, after saving a checkpoint where the training
-    ranks still answer.
+    Returns the exit status. If a Ray daemon dies, the function saves a checkpoint, provided that the training ranks
+    still respond, and raises ClusterLost.
     """
     if checkpoint is not None:
         await trainer.restore(checkpoint)
     else:
-        trainer.tracker.restore(0, {})  # of a run that ended before its first checkpoint
+        trainer.tracker.restore(0, {})  # a run may have ended here before its first checkpoint
     try:
         await trainer.fit()
         return 0
@@ -299,12 +299,12 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
     except (RLTrainError, OSError):  # also a full disk
         with contextlib.suppress(RLTrainError):
-            await trainer.checkpoints.finish()  # what can be saved is
+            await trainer.checkpoints.finish()  # a save in progress can still be completed
         raise
 
 
 async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
-    """Save what can be saved without the daemon that died; returns from where a new start goes on."""
+    """Save a checkpoint if that is possible without the lost daemon. Returns from which step a new run can continue."""
     with contextlib.suppress(RLTrainError, OSError):
         if lost.can_save:
             await trainer.save()
@@ -314,14 +314,14 @@ async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
 
 
 def resolved_yaml(config: Config) -> str:
-    """The config as YAML, with the knobs of loss and estimator that keep their defaults."""
+    """Return the config as YAML, including the knobs of loss and estimator that have their default values."""
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     return to_yaml(with_all_knobs(config))
 
 
 def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
-    """The tokenizer, and the ids that end an answer; the built-in model's are known before it is made."""
+    """Return the tokenizer and the ids of end tokens. For the built-in model, they are known before it is made."""
     from rltrain.data.model_directory import check_vocabulary, end_token_ids, load_tokenizer
     from rltrain.data.model_weights import BUILTIN_MODEL
 
@@ -336,7 +336,7 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
 
 
 def model_directory(config: Config, display: "ConsoleDisplay | None") -> str:
-    """The model to start from; the built-in one is made on the spot the first time, with progress on the display."""
+    """Return the directory of the start model. The first use makes the built-in model, with progress on the display."""
     from rltrain.data.model_weights import BUILTIN_MODEL
 
     if config.model.path != BUILTIN_MODEL:
@@ -344,12 +344,12 @@ def model_directory(config: Config, display: "ConsoleDisplay | None") -> str:
     from rltrain.tasks.tiny_model import cached_start
 
     task = builtin_task(config)
-    assert display is not None, "where the built-in model may be made"
+    assert display is not None, "making the built-in model needs a display"
     return str(cached_start(task, on_step=display.progress_of(f"making the weak start for '{task.name}', once")))
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | None]:
-    """Training and validation prompts, with the reward functions' columns checked against them."""
+    """Load training and validation prompts. Raises ConfigError if they lack a column that a reward function reads."""
     from rltrain.data.model_directory import check_prompt_ids
     from rltrain.data.model_weights import BUILTIN_MODEL
     from rltrain.rewards.loading import check_columns, load_function
@@ -381,7 +381,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
 
 
 def plan(config: Config, console: Console, train_prompts: int, val_prompts: int) -> None:
-    """Show what is going to happen."""
+    """Print the plan of the run."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -416,7 +416,7 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
 
 
 def join_cluster(config: Config) -> None:
-    """Start Ray here, or join a running cluster, which must have a device for every rank."""
+    """Start Ray on this machine, or join a running cluster, which must have a device for every rank."""
     from workers.placement import connect
 
     resources = connect(config)

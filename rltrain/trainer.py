@@ -44,6 +44,7 @@ from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
 from workers.training.dispatch import PLAN_METRICS
 from workers.training.reference import ReferenceWorker
+from workers.training.shared_columns import CRITIC_UPDATE, FORWARD, log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -284,12 +285,12 @@ class Trainer:
     async def with_reference_log_probs(self, batch: DataProto, reference: WorkerGroup[ReferenceWorker]) -> DataProto:
         """Add `ref_log_probs`."""
         budget = self.config.actor.max_tokens_per_microbatch
-        return batch.union(await reference.rows(ReferenceWorker.compute_log_probs, batch, max_tokens=budget))
+        return batch.union(await reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=budget))
 
     async def with_values(self, batch: DataProto, critic: WorkerGroup[CriticWorker]) -> DataProto:
         """Add the critic's values."""
         states, budget = states_to_value(batch, self.config.algorithm), self.config.critic.max_tokens_per_microbatch
-        found = await critic.rows(CriticWorker.compute_values, states, max_tokens=budget)
+        found = await critic.rows(CriticWorker.compute_values, states, FORWARD, max_tokens=budget)
         return with_critic_values(batch, found, self.config.algorithm)
 
     async def update_critic(
@@ -298,7 +299,7 @@ class Trainer:
         """Update the critic; returns its metrics. Raises NumericsError if too many updates in a row were skipped."""
         with self.saved_batch(batch):
             budget = self.config.critic.max_tokens_per_microbatch
-            metrics = await critic.update(CriticWorker.update, batch, plan, budget)
+            metrics = await critic.update(CriticWorker.update, batch, CRITIC_UPDATE, plan, budget)
         return self.checked_update("critic", metrics, batch, plan)
 
     async def update_actor(self, batch: DataProto, plan: Sequence[list[int]]) -> dict[str, float]:
@@ -309,7 +310,8 @@ class Trainer:
         entropy_coef = self.entropy_controller.value
         with self.saved_batch(batch):
             budget = self.config.actor.max_tokens_per_microbatch
-            found = await self.actor.update(ActorWorker.update, batch, plan, budget, entropy_coef)
+            columns = update_columns(self.config.algorithm)
+            found = await self.actor.update(ActorWorker.update, batch, columns, plan, budget, entropy_coef)
         metrics = self.checked_update("actor", found, batch, plan)
         if self.config.algorithm.entropy_target is not None:
             metrics["actor/entropy_coef"] = entropy_coef
@@ -356,7 +358,9 @@ class Trainer:
         metrics: dict[str, float] = {}
         if self.needs_actor_pass or not self.engine_checked:
             budget = self.config.actor.max_tokens_per_microbatch
-            batch = batch.union(await self.actor.rows(ActorWorker.compute_log_probs, batch, max_tokens=budget))
+            columns = log_probs_columns(self.config.algorithm)
+            found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
+            batch = batch.union(found)
             metrics = log_prob_gap(batch)
             if batch.values("response_mask").any():  # a step without trained tokens says nothing of the engine
                 self.check_engine(metrics["rollout/log_prob_gap"])

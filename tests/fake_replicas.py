@@ -1,124 +1,245 @@
-"""Replicas of an engine whose processes die, start and are ready when told to, and a pool over them."""
+"""Rollout replicas whose processes die, become ready and answer when told to, and a pool over them."""
 
+import asyncio
+import concurrent.futures
+import math
 from types import SimpleNamespace
 
+from ray.exceptions import RayTaskError
+
+from rltrain.base.background_tasks import cancelled
 from rltrain.base.errors import SyncError, WorkerLost
-from workers.cluster.host_groups import Hosts
+from workers.cluster.liveness import Liveness
+from workers.cluster.processes import RayProcess, Role
 from workers.rollout import pool as pool_module
 from workers.rollout.messages import Completion, Request
 from workers.rollout.pool import RolloutPool
+from workers.rollout.replica import Building, Replica
 
-ACTOR = SimpleNamespace(hosts=SimpleNamespace(dead=dict))
+RANKS = [Role(SimpleNamespace(how_lost=""), "actor")]
+LOST_RANKS = [Role(SimpleNamespace(how_lost="is gone"), "actor")]
 
 
 def request(uid: int, number: int = 0) -> Request:
     return Request((uid, number), [1], 1.0, 4, 0)
 
 
-class Call:
-    """A call to one process: without an end until it is answered, and an error from its process's death on."""
-
-    def __init__(self, process, value=None, *, done=True):
-        self.process, self.value, self.done, self.error = process, value, done, None
+def of_worker(error: Exception) -> Exception:
+    """What Ray raises where a method of an actor has raised `error`."""
+    return RayTaskError("Host.call", "the worker's traceback", error).as_instanceof_cause()
 
 
-class Replica:
-    """One process of an engine."""
+async def settled() -> None:
+    """Run the event loop until every task waits for something that only the test can bring."""
+    await asyncio.sleep(0)
+    while asyncio.get_running_loop()._ready:
+        await asyncio.sleep(0)
 
-    def __init__(self, *, ready):
-        self.alive, self.version, self.keys, self.asleep = True, None, [], False
-        self.build, self.poll = Call(self, done=ready), None
+
+async def answers_of(pool: RolloutPool) -> list[Completion]:
+    """The answers that have arrived and were not returned yet."""
+    await settled()
+    polling = asyncio.ensure_future(pool.poll())
+    await settled()
+    if polling.done():
+        return polling.result()
+    await cancelled(polling)
+    return []
 
 
-class Replicas(Hosts):
-    """Replicas in this process."""
+async def keys_of(pool: RolloutPool) -> list[tuple[int, int]]:
+    return [answer.key for answer in await answers_of(pool)]
 
-    def __init__(self, size):
-        self.size, self.concurrent, self.meanwhile = size, True, None
-        self.replicas = [Replica(ready=True) for _ in range(size)]
-        self.reported: dict[int, str] = {}
+
+class Reply:
+    """The pending result of a call, in place of Ray's reference to it."""
+
+    def __init__(self) -> None:
+        self._outcome: concurrent.futures.Future = concurrent.futures.Future()
+        self._asked: list[concurrent.futures.Future] = []
+
+    @classmethod
+    def of(cls, value) -> "Reply":
+        reply = cls()
+        reply.give(value)
+        return reply
+
+    @property
+    def open(self) -> bool:
+        return not self._outcome.done()
+
+    def give(self, value=None) -> None:
+        self._outcome.set_result(value)
+        self._tell()
+
+    def fail(self, error: Exception) -> None:
+        self._outcome.set_exception(error)
+        self._tell()
+
+    def future(self) -> concurrent.futures.Future:
+        """Another future with the result. Who cancels it cancels nothing else, as with Ray."""
+        future = concurrent.futures.Future()
+        self._asked.append(future)
+        self._tell()
+        return future
+
+    def _tell(self) -> None:
+        if self._outcome.done():
+            for future in self._asked:
+                if future.set_running_or_notify_cancel():
+                    error = self._outcome.exception()
+                    future.set_result(self._outcome.result()) if error is None else future.set_exception(error)
+            self._asked = []
+
+
+class EngineProcess(RayProcess):
+    """One process of a replica. Calls reach its engine at once, and its engine answers when told to.
+
+    Attributes:
+        alive: Whether the process lives. Its death is known only when somebody has noticed it; see `die`.
+        built: The pending construction of the engine.
+        open: The last `poll`, which has no result until the engine says something.
+        patience: The patience of each `poll` so far.
+        keys: Keys of the unfinished requests.
+        finished: Keys of the answers that no `poll` has returned.
+    """
+
+    def __init__(self, number: int, replicas: "Replicas") -> None:
+        self.alive, self.version, self.asleep = True, None, False
+        self.keys, self.finished, self.patience = [], [], []
+        self.built, self.open = Reply(), None
+        self._replicas, self._number = replicas, number
+        remote = {
+            "introduce": lambda: Reply.of(None),
+            "build": lambda *_: self.built,
+            "call": lambda role, method, *arguments: self._called(method, arguments),
+        }
+        actor = SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in remote.items()})
+        super().__init__(actor, f"rollout replica {number}", replicas.liveness)
+
+    def _called(self, method, arguments):
+        self._replicas.told.append((self._number, method))
+        return getattr(self, f"take_{method}")(*arguments) if self.alive else Reply()
+
+    def take_submit(self, requests):
+        assert self.version is not None, "work before weights"
+        self.keys += [one.key for one in requests]
+        return Reply.of(None)
+
+    def take_poll(self, patience_s):
+        assert self.open is None or not self.open.open, "has a poll to answer already"
+        self.patience.append(patience_s)
+        self.open = Reply()
+        return self.open
+
+    def take_abort(self):
+        self.keys, self.finished = [], []
+        if self.open is not None and self.open.open:
+            self.say()
+        return Reply.of(None)
+
+    def take_sleep(self):
+        self.asleep = True
+        return Reply.of(True)
+
+    def take_close(self):
+        return Reply.of(None)
+
+    def finish(self, *keys) -> None:
+        """The engine finishes these answers, which the open poll does not have yet."""
+        for key in keys:
+            self.keys.remove(key)
+            self.finished.append(key)
+
+    def say(self) -> None:
+        """The engine answers the open poll with what is finished, be it nothing, as after the poll's patience."""
+        finished, self.finished = self.finished, []
+        self.open.give([Completion(key, [self._number], [-1.0], "stop", [self.version]) for key in finished])
+
+    def answer(self, *keys) -> None:
+        """The engine finishes these answers, and the open poll brings them."""
+        self.finish(*keys)
+        self.say()
+
+    def fail_poll(self) -> None:
+        self.open.fail(of_worker(SyncError("weights of two versions")))
+
+    def die(self) -> None:
+        """The process dies, and its death is noticed at once."""
+        self.alive = False
+        self.lose("is gone")
+
+    def kill(self) -> None:
+        self.alive = False
+        self.liveness.dismiss(self)
+
+
+class Replicas:
+    """The replicas of a pool.
+
+    Attributes:
+        processes: The present process of each replica.
+        started: Number of processes that were started.
+        told: The calls that reached the processes: (replica, method).
+        hold_builds: Whether engines are built only when a test gives the result of `built`.
+    """
+
+    def __init__(self, size: int, tasks) -> None:
+        self.liveness = Liveness(hang_timeout_s=math.inf, start_timeout_s=math.inf, tasks=tasks, here="here")
+        self.processes: list[EngineProcess | None] = [None] * size
         self.told: list[tuple[int, str]] = []
+        self.started, self.hold_builds = 0, False
+        self.all = [Replica(number, lambda number=number: self._start(number)) for number in range(size)]
+        self.hold_builds = True
 
-    def start(self, role, method, arguments, *, ranks=None):
-        ranks = range(self.size) if ranks is None else ranks
-        self.told += [(rank, method) for rank in ranks]
-        return [getattr(self, method)(self.replicas[rank], *own) for rank, own in zip(ranks, arguments, strict=True)]
+    def _start(self, number: int) -> Building:
+        self.processes[number] = process = EngineProcess(number, self)
+        self.started += 1
+        if not self.hold_builds:
+            process.built.give()
+        return Building(Role(process, "rollout"), [process.build("rollout", "module:Engine")])
 
-    def submit(self, replica, requests):
-        if replica.alive:
-            assert replica.version is not None, "work before weights"
-            replica.keys += [one.key for one in requests]
-        return Call(replica)
+    @property
+    def states(self):
+        return [replica.state for replica in self.all]
 
-    def poll(self, replica, patience_s):
-        replica.poll = Call(replica, [], done=False)
-        return replica.poll
+    @property
+    def versions(self):
+        return [process.version for process in self.processes]
 
-    def abort(self, replica):
-        replica.keys = []
-        if replica.poll:
-            replica.poll.done = True
-        return Call(replica)
+    @property
+    def keys(self):
+        return [process.keys for process in self.processes]
 
-    def sleep(self, replica):
-        replica.asleep = replica.alive
-        return Call(replica, replica.alive)
 
-    def say(self, rank, key):
-        """A replica answers this, in the poll that is open."""
-        replica = self.replicas[rank]
-        replica.keys.remove(key)
-        replica.poll.value = [Completion(key, [rank], [-1.0], "stop", [replica.version])]
-        replica.poll.done = True
-
-    def fail_poll(self, rank):
-        self.replicas[rank].poll.done, self.replicas[rank].poll.error = True, SyncError("weights of two versions")
-
-    def first(self, pending, timeout_s):
-        return [number for number, call in enumerate(pending) if call.done or not call.process.alive]
-
-    def wait(self, pending, **_):
-        for call in pending:
-            if not call.process.alive:
-                raise WorkerLost("a process died")
-            assert call.done, "waits for what does not come"
-            if call.error:
-                raise call.error
-        return [call.value for call in pending]
-
-    def dead(self, busy=()):
-        self.busy = list(busy)
-        return {n: "is gone" for n, replica in enumerate(self.replicas) if not replica.alive}
-
-    def replace(self, rank):
-        self.replicas[rank].alive = False
-        self.replicas[rank] = Replica(ready=False)
-        return self.replicas[rank].build
+async def give_weights(ranks, engines, version, *, check):
+    """In place of a weight sync: gives the weights to all engines, or ends with the first that is dead."""
+    for engine in engines:
+        await asyncio.sleep(0)
+        if not engine.process.alive:
+            engine.process.lose("is gone")
+            raise WorkerLost("a process died in the sync")
+        engine.process.version, engine.process.asleep = version, False
 
 
 def fail_syncs(monkeypatch, error):
     """From now on every sync raises this."""
 
-    def sync(*_, **__):
+    async def sync(*_, **__):
         raise error
 
     monkeypatch.setattr(pool_module, "sync", sync)
 
 
-def pool_of(size, monkeypatch, *, busy=False):
-    """A pool whose replicas have weights 0, maybe each work, and its hosts; `sync` gives weights to who is alive."""
-    hosts = Replicas(size)
-
-    def sync(actor, hosts, version, *, check, replicas):
-        for replica in replicas:
-            if not hosts.replicas[replica].alive:
-                raise WorkerLost("a process died in the sync")
-            hosts.replicas[replica].version = version
-
-    monkeypatch.setattr(pool_module, "sync", sync)
-    pool = RolloutPool(hosts, replace=hosts.replace)
-    pool.load(ACTOR, 0, check=True)
+async def pool_of(size, monkeypatch, tasks, *, busy=False):
+    """A pool whose replicas have weights 0 and maybe one request each, and its replicas."""
+    monkeypatch.setattr(pool_module, "sync", give_weights)
+    replicas = Replicas(size, tasks)
+    pool = RolloutPool(replicas.all, tasks)
+    await pool.start()
+    await pool.load(RANKS, 0, check=True)
     if busy:
         pool.submit([[request(uid)] for uid in range(size)])
-        pool.poll(0.0)
-    return pool, hosts
+    await settled()
+    replicas.told.clear()
+    return pool, replicas

@@ -39,6 +39,7 @@ from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
 from workers.training.reference import ReferenceWorker
 from workers.training.reward_model import RewardModelWorker
+from workers.training.shared_columns import SharedColumns
 from workers.training.worker_group import WorkerGroup
 
 ROLES = {
@@ -89,7 +90,10 @@ class Training:
         self, config: Config, paths: dict[str, str], spawns: Mapping[str, Callable[[int], WorkerProcess]]
     ) -> None:
         self.config, self.paths, self.spawns = config, paths, spawns
-        self.groups: dict[str, WorkerGroup[Any]] = {role: group_of(role, path, config) for role, path in paths.items()}
+        shared = SharedColumns()
+        self.groups: dict[str, WorkerGroup[Any]] = {
+            role: group_of(role, path, config, shared) for role, path in paths.items()
+        }
         self.processes: list[WorkerProcess] = []
         self._spawn()
 
@@ -459,13 +463,15 @@ async def _start_on_ray(
 _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
-def group_of(role: str, path: str, config: Config) -> WorkerGroup[Any]:
+def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
     """Return the worker group of a role, still without ranks.
 
-    Reward models do not split packs over ranks, so each of their ranks gets its own rows.
+    Reward models do not split packs over ranks, so each of their ranks gets its own rows. Their batches have columns of
+    their own; the batches of all other roles have columns in common.
     """
-    shares = 1 if role.startswith(REWARD_MODEL) else config.placement.sequence_ranks
-    return WorkerGroup([], work_of(role, path), sequence_ranks=shares)
+    if role.startswith(REWARD_MODEL):
+        return WorkerGroup([], work_of(role, path))
+    return WorkerGroup([], work_of(role, path), sequence_ranks=config.placement.sequence_ranks, shared=shared)
 
 
 def work_of(role: str, path: str) -> RowWork:

@@ -82,11 +82,14 @@ class Changes:
 
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
-        while not (found := condition()):
-            if self._next is None:
-                self._next = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._next)
-        return found
+        while True:
+            # Taken before the check, so that no notification is missed, also not one of a signal handler.
+            change = self._next
+            if change is None:
+                change = self._next = asyncio.get_running_loop().create_future()
+            if found := condition():
+                return found
+            await asyncio.shield(change)
 
 
 @contextlib.contextmanager

@@ -398,6 +398,10 @@ class DataProto:
                 raise KeyError(f"no column '{key}'; there are {', '.join(self.keys())}")
         return keys
 
+    def shares(self, other: "DataProto", key: str) -> bool:
+        """Return whether a tensor column of both batches has the same values in memory. No values are compared."""
+        return self._tensors[key].values is other._tensors[key].values
+
     def _same(self, other: "DataProto", key: str) -> bool:
         if key in self._tensors and key in other._tensors:
             return same(self._tensors[key], other._tensors[key])

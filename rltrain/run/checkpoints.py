@@ -280,6 +280,7 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._complete(save), name=f"checkpoint of step {step}")
+        await asyncio.sleep(0)  # the task must run first: a task that is cancelled before that cleans nothing up
 
     async def finish(self) -> None:
         """Wait for the end of the save in progress, if there is one. Raises WorkerLost if one of its ranks is lost."""

@@ -185,7 +185,11 @@ class Collector:
         }
 
     async def abort(self) -> None:
-        """Discard the results of all requests that the engines and reward workers are processing now."""
+        """Discard all groups, and the results of all requests that the engines and reward workers are processing now.
+
+        Only `load_state_dict` is allowed afterwards.
+        """
+        self.in_flight = []  # an engine that dies meanwhile must not make `_reissue` request its groups again
         await self.rollout.abort()
         self.rewards.abort()
 
@@ -195,7 +199,7 @@ class Collector:
         The engines and reward workers must have no work; see `abort`.
         """
         self.order.load_state_dict(state["order"])
-        self.in_flight, self.first_failure = [self.training], 0.0
+        self.in_flight, self.first_failure, self._failures_arrived = [self.training], 0.0, False
         self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
         self.step = _Step(places=0, refills=0, open=False)
         if (kept := state["step"]) is not None:
@@ -389,7 +393,7 @@ class Collector:
         )
 
     def _check_failures(self, groups: Sequence[Group], batch: DataProto) -> None:
-        self.first_failure = 0.0
+        self.first_failure, self._failures_arrived = 0.0, False
         results = [group.results[number] for group in groups for number in range(group.size)]
         failures = [result for result in results if result.failed]
         if not failures and all(score is None for result in results for score in result.scores):

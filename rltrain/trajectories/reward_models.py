@@ -23,6 +23,7 @@ from rltrain.settings.reward_config import RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
 from workers.training.reward_model import RewardModelWorker
+from workers.training.shared_columns import FORWARD
 from workers.training.worker_group import WorkerGroup
 
 
@@ -74,7 +75,7 @@ class RewardModel:
         tokens, nothing = jagged([list(row) for row in rows], torch.int64), jagged([[] for _ in rows], torch.int64)
         batch = DataProto.from_dict({"prompts": tokens, "responses": nothing})
         budget = max(self.max_tokens, *map(len, rows))
-        columns = await self.group.rows(RewardModelWorker.compute_scores, batch, max_tokens=budget)
+        columns = await self.group.rows(RewardModelWorker.compute_scores, batch, FORWARD, max_tokens=budget)
         scored = columns.batch["model_scores"].tolist()
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms import combine_rewards, overlong_penalty, required_columns, shape_scores, suppress_truncated
+from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RewardError, described
 from rltrain.batch.data_proto import DataProto
 from rltrain.rewards.loading import AGGREGATIONS, load_function, source_name
@@ -89,7 +90,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
     # The function gets copies, because it may change them in place.
     own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}
     try:
-        returned = _aggregation(path)(**own, weights=torch.tensor(weights))
+        with outside_event_loop():
+            returned = _aggregation(path)(**own, weights=torch.tensor(weights))
         totals = _numbers_by_row(returned, len(uid))
         if totals is None:
             shown = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__

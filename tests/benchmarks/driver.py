@@ -9,7 +9,9 @@ Times are CPU seconds of the driver, without the workers': a busy machine change
     python -m tests.benchmarks.driver
 """
 
+import asyncio
 import collections
+import functools
 import os
 import pickle
 import statistics
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +31,10 @@ from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from rltrain.trajectories.token_rewards import assign_rewards, choose_trained, estimate_advantages, kl_controller
 from tests.benchmarks.row import Row
-from workers.cluster.host_groups import Hosts, RayHosts
+from workers.cluster.processes import RayProcess, Role, Shared, results
 from workers.cluster.worker_process import Host
 from workers.training.dispatch import Minibatch, UpdateResult
+from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
 
 COMMAND = "python -m tests.benchmarks.driver"
@@ -66,48 +70,78 @@ class Idle:
         return UpdateResult(dict.fromkeys(SUMS, 0.0), {"policy_loss": 0.0}, tokens, steps)
 
 
-class PickledHosts(Hosts):
-    """Ranks in this process, whose arguments and results cross as with Ray: pickle 5, bytes into a store and out of it.
+@dataclass
+class Stored:
+    """A value as it lies in a store: pickled, its bytes copied once."""
 
-    Attributes:
-        elsewhere: CPU seconds spent on what the ranks' own processes would do.
-    """
+    stream: bytes
+    buffers: list[bytes]
 
-    def __init__(self, size: int) -> None:
-        self.size, self.role, self.elsewhere = size, Idle(), 0.0
-        self.concurrent, self.meanwhile = True, None
-
-    def share(self, value: Any) -> tuple[bytes, list[bytes]]:
-        """Pickled, its bytes copied once, as into Ray's store."""
+    @classmethod
+    def of(cls, value: Any) -> "Stored":
+        """Put a value."""
         import ray.cloudpickle
 
         buffers: list[pickle.PickleBuffer] = []
         stream = ray.cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        return stream, [bytes(buffer.raw()) for buffer in buffers]
+        return cls(stream, [bytes(buffer.raw()) for buffer in buffers])
 
-    def start(
-        self, role: str, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
-    ) -> list[Any]:
-        """Send what each rank gets, let it work, and keep what it would send."""
-        return [self._rank(method, shared, self.share(own)) for shared, *own in arguments]
+    def get(self) -> Any:
+        """Unpickle the value."""
+        return pickle.loads(self.stream, buffers=self.buffers)
 
-    def _rank(self, method: str, shared: Any, own: Any) -> Any:
+
+class PickledProcess:
+    """A rank in this process, whose arguments and results cross as with Ray: pickle 5, into a store and out of it.
+
+    Attributes:
+        elsewhere: CPU seconds spent on what the rank's own process would do.
+    """
+
+    concurrent, how_lost = True, ""
+
+    def __init__(self) -> None:
+        self.role, self.elsewhere = Idle(), 0.0
+
+    def share(self, value: Any) -> Any:
+        """Put a value into the store."""
+        return Stored.of(value)
+
+    def start(self, role: str, method: str, *args: Any) -> "Answered":
+        """Send what the rank gets, let it work, and keep what it would send."""
+        sent = [arg if isinstance(arg, Shared) else Stored.of(arg) for arg in args]
         begin = time.process_time()
-        result = self.share(getattr(self.role, method)(_fetch(shared), *_fetch(own)))
+        given = [joined(arg) if isinstance(arg, Shared) else arg.get() for arg in sent]
+        result = Stored.of(getattr(self.role, method)(*given))
         self.elsewhere += time.process_time() - begin
-        return result
-
-    def wait(self, pending: list[Any], **_: Any) -> list[Any]:
-        """Unpickle what the ranks sent."""
-        return [_fetch(sent) for sent in pending]
-
-    def first(self, pending: list[Any], timeout_s: float) -> list[int]:
-        """All have ended."""
-        return list(range(len(pending)))
+        return Answered(self, result)
 
 
-def _fetch(sent: tuple[bytes, list[bytes]]) -> Any:
-    return pickle.loads(sent[0], buffers=sent[1])
+def joined(shared: Shared) -> DataProto:
+    """A batch whose columns lie in the store in several parts."""
+    parts: list[DataProto] = [reference.get() for reference in shared.references]
+    return functools.reduce(lambda one, other: one.union(other), parts).select(shared.columns)
+
+
+@dataclass
+class Answered:
+    """A call that has ended; see `processes.Pending`. The driver unpickles what the rank has sent."""
+
+    process: PickledProcess
+    result: Stored
+
+    @property
+    def outcome(self) -> Any:
+        """What the rank has sent."""
+        return self.result.get()
+
+
+Ranks = Sequence[Role[Idle]]
+
+
+def pickled(count: int) -> Ranks:
+    """This many simulated ranks."""
+    return [Role(PickledProcess(), "idle") for _ in range(count)]
 
 
 def rollouts() -> DataProto:
@@ -138,12 +172,13 @@ def rollouts() -> DataProto:
 Clock = Callable[[str], Any]
 
 
-def step(batch: DataProto, hosts: Hosts, config: Config, clock: Clock) -> None:
+async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> None:
     """What the driver does in a step, phase by phase."""
-    group, budget = WorkerGroup(hosts, "idle"), 4 * LONGEST
+    group, budget = WorkerGroup(ranks), 4 * LONGEST  # a new one, whose columns nobody has put into the store yet
+    read, trained_on = log_probs_columns(config.algorithm), update_columns(config.algorithm)
     with clock("log-probs"):
-        batch = batch.union(group.rows("compute_ref_log_probs", batch, max_tokens=budget))
-        batch = batch.union(group.rows("compute_log_probs", batch, max_tokens=budget))
+        batch = batch.union(await group.rows(Idle.compute_ref_log_probs, batch, FORWARD, max_tokens=budget))
+        batch = batch.union(await group.rows(Idle.compute_log_probs, batch, read, max_tokens=budget))
     with clock("credit"):
         batch, _ = assign_rewards(batch, config, kl_controller(config.algorithm.kl_in_reward))
         batch, _ = estimate_advantages(batch, config.algorithm)
@@ -152,27 +187,29 @@ def step(batch: DataProto, hosts: Hosts, config: Config, clock: Clock) -> None:
         uids = batch.batch["uid"].tolist()
         plan = minibatches(uids, config.minibatches_per_epoch, config.trainer.epochs_per_step, seed=0, step=0)
     with clock("update"):
-        group.update(batch, plan, 0.0, max_tokens=budget)
+        await group.update(Idle.update, batch, trained_on, plan, budget, 0.0)
 
 
-def measured(hosts: Hosts, batch: DataProto, config: Config, rounds: int = ROUNDS) -> dict[str, float]:
+async def measured(ranks: Ranks, batch: DataProto, config: Config, rounds: int = ROUNDS) -> dict[str, float]:
     """Median CPU seconds of the driver in each phase and in all; the first step is not counted."""
     seen: dict[str, list[float]] = collections.defaultdict(list)
 
+    def elsewhere() -> float:
+        return sum(rank.process.elsewhere for rank in ranks if isinstance(rank.process, PickledProcess))
+
     @contextmanager
     def clock(phase: str) -> Iterator[None]:
-        begin, elsewhere = time.process_time(), getattr(hosts, "elsewhere", 0.0)
+        begin, before = time.process_time(), elsewhere()
         yield
-        spent = getattr(hosts, "elsewhere", 0.0) - elsewhere
-        seen[phase].append(time.process_time() - begin - spent)
+        seen[phase].append(time.process_time() - begin - (elsewhere() - before))
 
     for _ in range(rounds + 1):
-        step(batch, hosts, config, clock)
+        await step(batch, ranks, config, clock)
     phases = {phase: statistics.median(times[1:]) for phase, times in seen.items()}
     return phases | {"all": statistics.median([sum(times) for times in zip(*seen.values(), strict=True)][1:])}
 
 
-def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]]:
+async def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]]:
     """The same with true Ray actors."""
     import ray
 
@@ -181,8 +218,10 @@ def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]]:
     try:
         environment = {"OMP_NUM_THREADS": "1"}
         actors = [ray.remote(num_cpus=0)(Host).remote(environment) for _ in range(max(RAY_RANKS))]
-        ray.get([actor.build.remote("idle", "tests.benchmarks.driver:Idle") for actor in actors])
-        return {ranks: measured(RayHosts(actors[:ranks]), batch, config) for ranks in RAY_RANKS}
+        processes = [RayProcess(actor, f"idle rank {number}") for number, actor in enumerate(actors)]
+        await results([process.build("idle", "tests.benchmarks.driver:Idle") for process in processes])
+        ranks: Ranks = [Role(process, "idle") for process in processes]
+        return {count: await measured(ranks[:count], batch, config) for count in RAY_RANKS}
     finally:
         ray.shutdown()
 
@@ -205,8 +244,8 @@ def run() -> list[Row]:
     """The table is printed on the way; the row says what 256 ranks cost over one."""
     torch.set_num_threads(1)
     config, batch = compose(OVERRIDES)[0], rollouts()
-    simulated = {ranks: measured(PickledHosts(ranks), batch, config) for ranks in RANKS}
-    actors = on_ray(batch, config)
+    simulated = {ranks: asyncio.run(measured(pickled(ranks), batch, config)) for ranks in RANKS}
+    actors = asyncio.run(on_ray(batch, config))
     sys.stdout.write(
         table({str(n): t for n, t in simulated.items()} | {f"{n} (Ray)": t for n, t in actors.items()}) + "\n"
     )

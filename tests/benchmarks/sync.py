@@ -4,22 +4,25 @@ Gathering alone: each tensor's `full_tensor()` on both ranks, nothing kept. Load
 tensors that lie in its memory. The sync does both and what is between them, with and without the proofs of E5.
 """
 
+import asyncio
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.settings.compose import compose
+from rltrain.settings.schema import Config
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.benchmarks.row import Row
+from workers.cluster.processes import Pending, Role, results
 from workers.placement import Workers, connect, disconnect
 from workers.placement import start as start_workers
 from workers.sync.weight_sync import sync
@@ -92,44 +95,55 @@ def memory(host: Any, which: str) -> int:
 # The measurement
 
 
-def seconds(function: Callable[[], Any]) -> float:
+async def on(roles: Sequence[Role[Any]], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function in the process of each of these roles, on its host."""
+    processes: list[Any] = [role.process for role in roles]
+    return await results([Pending(one, one.actor.__ray_call__.remote(function, *args)) for one in processes])
+
+
+def engines(workers: Workers) -> list[Role[Any]]:
+    """The engine of each replica."""
+    return [replica.role for replica in workers.rollout.replicas]
+
+
+async def seconds(function: Callable[[], Awaitable[Any]]) -> float:
     """How long it takes."""
     begin = time.perf_counter()
-    function()
+    await function()
     return time.perf_counter() - begin
 
 
-def measure(workers: Workers) -> dict[str, list[float]]:
+async def measure(workers: Workers) -> dict[str, list[float]]:
     """Seconds by kind and round, the kinds in turn."""
-    ranks, engine = workers.actor.hosts.actors, workers.rollout.hosts.actors[0]
 
-    def send(check: bool) -> Callable[[], None]:
-        return lambda: sync(workers.actor, workers.rollout.hosts, 1, check=check)
+    def send(check: bool) -> Callable[[], Awaitable[None]]:
+        return lambda: sync(workers.actor.ranks, engines(workers), 1, check=check)
 
-    kinds = {
-        "gather": lambda: ray.get([rank.__ray_call__.remote(gather) for rank in ranks]),
+    kinds: dict[str, Callable[[], Awaitable[Any]]] = {
+        "gather": lambda: on(workers.actor.ranks, gather),
         "checked": send(True),
-        "load": lambda: ray.get(engine.__ray_call__.remote(reload)),
+        "load": lambda: on(engines(workers), reload),
         "unchecked": send(False),
     }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(ROUNDS + 1):  # the first warms up
         for kind, function in kinds.items():
-            taken = seconds(function)
+            taken = await seconds(function)
             if number:
                 found[kind].append(taken)
     for number in range(PAIRS):  # the checks are a small part, and each sync's time changes by more than that
         for kind in ("checked", "unchecked")[:: 1 if number % 2 else -1]:
-            found[kind].append(seconds(kinds[kind]))
+            found[kind].append(await seconds(kinds[kind]))
     return found
 
 
-def peak(workers: Workers) -> int:
+async def peak(workers: Workers) -> int:
     """Bytes that rank 0 takes more during a sync."""
-    rank = workers.actor.hosts.actors[0]
-    before = ray.get(rank.__ray_call__.remote(forget_peak))
-    sync(workers.actor, workers.rollout.hosts, 2, check=True)
-    return (ray.get(rank.__ray_call__.remote(memory, "VmHWM")) - before) * 1024
+    first = workers.actor.ranks[:1]
+    (before,) = await on(first, forget_peak)
+    await sync(workers.actor.ranks, engines(workers), 2, check=True)
+    (highest,) = await on(first, memory, "VmHWM")
+    return (highest - before) * 1024
 
 
 def rows(found: dict[str, list[float]], size: int, extra: int) -> list[Row]:
@@ -166,15 +180,20 @@ def run() -> list[Row]:
         size = make_model(Path(folder))
         connect(config)
         try:
-            workers = start_workers(config, folder, [1], needs_critic=False)
-            engine = workers.rollout.hosts.actors[0]
-            ray.get(engine.__ray_call__.remote(own_tensors, folder))
-            found = measure(workers)
-            extra = peak(workers)
-            workers.close()
+            found, extra = asyncio.run(measured(config, folder))
         finally:
             disconnect()
     return rows(found, size, extra)
+
+
+async def measured(config: Config, folder: str) -> tuple[dict[str, list[float]], int]:
+    """Seconds by kind and round, and the memory that rank 0 takes for a sync."""
+    async with (
+        BackgroundTasks() as tasks,
+        await start_workers(config, folder, [1], tasks, needs_critic=False) as workers,
+    ):
+        await on(engines(workers), own_tensors, folder)
+        return await measure(workers), await peak(workers)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ actor with its chunk, concatenate the results. Without verl the padded tensors a
     VERL_PATH=FOLDER python -m tests.benchmarks.wire
 """
 
+import asyncio
 import importlib.util
 import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from torch.nested import nested_tensor_from_jagged
 from rltrain.batch.data_proto import DataProto, offsets_of
 from rltrain.batch.row_assignment import balance
 from tests.benchmarks.row import Row
-from workers.cluster.host_groups import RayHosts
+from workers.cluster.processes import RayProcess, Role, results
 from workers.cluster.worker_process import Host
 from workers.training.dispatch import collect_rows
 
+Way = Callable[[], Awaitable[Any]]
 COMMAND = "VERL_PATH=FOLDER python -m tests.benchmarks.wire"
 ROWS, SLOTS, ACTORS, ROUNDS, HIDDEN = 512, 16_384, 8, 5, 13
 COLUMNS = {
@@ -80,33 +82,40 @@ def make_padded(batch: DataProto) -> dict[str, Tensor]:
     return padded
 
 
-def ours(hosts: RayHosts, batch: DataProto) -> DataProto:
+Ranks = Sequence[Role[Receiver]]
+
+
+async def ours(ranks: Ranks, batch: DataProto) -> DataProto:
     """Put once; every actor takes its rows, shared out by length; the new column comes back in the batch's order."""
-    plan = [[rows] for rows in balance(batch.lengths("responses").tolist(), list(range(len(batch))), hosts.size)]
-    shared = hosts.share(batch)
-    return collect_rows(hosts.call("receiver", "jagged", [(shared, part) for part in plan]), plan)
+    plan = [[rows] for rows in balance(batch.lengths("responses").tolist(), list(range(len(batch))), len(ranks))]
+    shared = ranks[0].process.share(batch)
+    calls = [rank.start(Receiver.jagged, shared, part) for rank, part in zip(ranks, plan, strict=True)]
+    return collect_rows(await results(calls), plan)
 
 
-def of_verl(hosts: RayHosts, batch: Any) -> Any:
+async def of_verl(ranks: Ranks, batch: Any) -> Any:
     """verl's `dispatch_nd_compute_dataproto` and `collect_nd_compute_dataproto`, for 8 data-parallel ranks."""
     from verl.utils.ray_utils import parallel_put
 
-    chunks = batch.chunk(chunks=hosts.size)
+    chunks = batch.chunk(chunks=len(ranks))
     sent = parallel_put(chunks, max_workers=max(1, min(len(chunks), os.cpu_count() or 1)))
-    return type(batch).concat(hosts.call("receiver", "verl", [(chunk,) for chunk in sent]))
+    calls = [rank.start(Receiver.verl, chunk) for rank, chunk in zip(ranks, sent, strict=True)]
+    return type(batch).concat(await results(calls))
 
 
-def of_tensors(hosts: RayHosts, padded: dict[str, Tensor]) -> Tensor:
+async def of_tensors(ranks: Ranks, padded: dict[str, Tensor]) -> Tensor:
     """The padded tensors, each actor's chunk pickled by Ray."""
-    parts: dict[str, tuple[Tensor, ...]] = {name: column.chunk(hosts.size) for name, column in padded.items()}
-    chunks = [{name: pieces[rank].clone() for name, pieces in parts.items()} for rank in range(hosts.size)]
-    return torch.cat(hosts.call("receiver", "tensors", [(hosts.share(chunk),) for chunk in chunks]))
+    parts: dict[str, tuple[Tensor, ...]] = {name: column.chunk(len(ranks)) for name, column in padded.items()}
+    chunks = [{name: pieces[number].clone() for name, pieces in parts.items()} for number in range(len(ranks))]
+    sent = [rank.process.share(chunk) for rank, chunk in zip(ranks, chunks, strict=True)]
+    calls = [rank.start(Receiver.tensors, chunk) for rank, chunk in zip(ranks, sent, strict=True)]
+    return torch.cat(await results(calls))
 
 
-def seconds(call: Callable[[], Any]) -> float:
+async def seconds(call: Way) -> float:
     """Wall clock of one call."""
     begin = time.perf_counter()
-    call()
+    await call()
     return time.perf_counter() - begin
 
 
@@ -116,7 +125,7 @@ def private_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak_bytes(call: Callable[[], Any]) -> int:
+async def peak_bytes(call: Way) -> int:
     """How far this process's own memory grows at most during a call, looked at every 2 ms."""
     start, ended, peaks = private_bytes(), threading.Event(), [0]
 
@@ -127,7 +136,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        call()
+        await call()
     finally:
         ended.set()
         thread.join()
@@ -142,7 +151,7 @@ def find_verl() -> bool:
     return importlib.util.find_spec("verl") is not None
 
 
-def start_actors() -> RayHosts:
+async def start_actors() -> Ranks:
     """8 actors that are ready."""
     import ray
 
@@ -153,34 +162,40 @@ def start_actors() -> RayHosts:
         object_store_memory=size,
     )  # fmt: skip
     actors = [ray.remote(num_cpus=0)(Host).remote({"OMP_NUM_THREADS": "1"}) for _ in range(ACTORS)]
-    ray.get([actor.build.remote("receiver", "tests.benchmarks.wire:Receiver") for actor in actors])
-    return RayHosts(actors)
+    processes = [RayProcess(actor, f"receiver {number}") for number, actor in enumerate(actors)]
+    await results([process.build("receiver", "tests.benchmarks.wire:Receiver") for process in processes])
+    return [Role(process, "receiver") for process in processes]
 
 
 def run() -> list[Row]:
     """The ways in turn, `ROUNDS` times after one that does not count."""
+    batch = make_batch()
+    padded = make_padded(batch)
+    times, peaks = asyncio.run(measured(batch, padded))
+    return [_row(batch, padded, {name: statistics.median(each[1:]) for name, each in times.items()}, peaks)]
+
+
+async def measured(batch: DataProto, padded: dict[str, Tensor]) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each round, and the driver's memory, of each way."""
     import ray
 
-    has_verl, batch = find_verl(), make_batch()
-    padded = make_padded(batch)
-    hosts = start_actors()
-    ways: dict[str, Callable[[], Any]] = {"ours": lambda: ours(hosts, batch)}
+    has_verl, ranks = find_verl(), await start_actors()
+    ways: dict[str, Way] = {"ours": lambda: ours(ranks, batch)}
     if has_verl:
         from verl import DataProto as VerlProto
 
         theirs = VerlProto.from_dict(padded)
-        ways["verl"] = lambda: of_verl(hosts, theirs)
+        ways["verl"] = lambda: of_verl(ranks, theirs)
     else:
-        ways["plain"] = lambda: of_tensors(hosts, padded)
+        ways["plain"] = lambda: of_tensors(ranks, padded)
     try:
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(ROUNDS + 1):
             for name, way in ways.items():
-                times[name].append(seconds(way))
-        peaks = {name: peak_bytes(way) for name, way in ways.items()}
+                times[name].append(await seconds(way))
+        return times, {name: await peak_bytes(way) for name, way in ways.items()}
     finally:
         ray.shutdown()
-    return [_row(batch, padded, {name: statistics.median(each[1:]) for name, each in times.items()}, peaks)]
 
 
 def _row(batch: DataProto, padded: dict[str, Tensor], times: dict[str, float], peaks: dict[str, int]) -> Row:

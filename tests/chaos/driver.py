@@ -78,12 +78,12 @@ class Noted(logging.Handler):
 
 
 def surround(owner: type, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Have these called around a method, with what it is called on."""
+    """Have these called around a coroutine method, with what it is called on."""
     original = getattr(owner, name)
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         before(self)
-        result = original(self, *args, **kwargs)
+        result = await original(self, *args, **kwargs)
         after(self)
         return result
 

@@ -1,16 +1,20 @@
 """Training ranks that several tests use: made once, as starting a process takes longer than what is tested in it."""
 
-import functools
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
-from workers.cluster.host_groups import Hosts, LocalHosts
+from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, WorkerProcess, results
 from workers.cluster.worker_process import Host
-from workers.placement import ROLES, build, meet, ray_hosts
+from workers.placement import ROLES, meet, spawner
+from workers.training.actor import ActorWorker
+from workers.training.reference import ReferenceWorker
+from workers.training.shared_columns import FORWARD, update_columns
 from workers.training.worker_group import WorkerGroup
 
 STEPS = 10
@@ -18,18 +22,34 @@ ENTROPY_COEF = 0.001
 LORA = "model.lora={rank:4,targets:[q_proj,v_proj,gate_proj,down_proj]}"
 SMALL = ["trainer.prompts_per_step=6", "trainer.prompts_per_minibatch=3", f"trainer.total_steps={STEPS}"]
 NUMBERS = itertools.count()
+LOG_PROBS = {"actor": ActorWorker.compute_log_probs, "reference": ReferenceWorker.compute_log_probs}
+MADE: dict[int, list[WorkerProcess]] = {}
 
 
-@functools.cache
-def hosts_of(ranks: int) -> Hosts:
+async def processes_of(ranks: int) -> list[WorkerProcess]:
     """This many ranks that have met, or this process for 0; roles of different configs live in them side by side."""
-    if ranks:
-        made = ray_hosts(config_of(), "training rank", ranks)
-        meet(made, config_of())
-        return made
-    here = LocalHosts(Host({}, verbose=True))
-    here.host.join(0, 1, None, 60.0)
-    return here
+    if ranks not in MADE:
+        if ranks:
+            spawn = spawner(config_of(), "training rank", ranks)
+            made: list[WorkerProcess] = [spawn(number) for number in range(ranks)]
+            await meet(made, config_of())
+        else:
+            here = LocalProcess(Host({}, verbose=True))
+            here.host.join(0, 1, None, 60.0)
+            made = [here]
+        MADE[ranks] = made
+    return MADE[ranks]
+
+
+async def built(processes: Sequence[WorkerProcess], role: str, path: str, *args: Any, **kwargs: Any) -> list[Role[Any]]:
+    """A new role in each of these processes."""
+    await results([process.build(role, path, *args, **kwargs) for process in processes])
+    return [Role(process, role) for process in processes]
+
+
+async def on(processes: Sequence[RayProcess], function: Callable[[Host], Any]) -> list[Any]:
+    """Call a function in each of these processes, on its host."""
+    return await results([Pending(process, process.actor.__ray_call__.remote(function)) for process in processes])
 
 
 def config_of(*overrides: str) -> Config:
@@ -61,23 +81,34 @@ def replayed(step: int) -> DataProto:
     return batch.with_values("responses", response_mask=mask, advantages=noise, rollout_log_probs=-noise.abs())
 
 
-def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
+async def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
     """New workers of these roles in ranks that may have others too."""
-    hosts, made = hosts_of(ranks), {}
+    processes, made = await processes_of(ranks), {}
     for role in roles:
-        name = f"{role} {next(NUMBERS)}"
-        hosts.wait(build(hosts, name, ROLES[role], config, start))
-        made[role] = WorkerGroup(hosts, name, sequence_ranks=config.placement.sequence_ranks)
+        own = await built(processes, f"{role} {next(NUMBERS)}", ROLES[role], config, start)
+        made[role] = WorkerGroup(own, sequence_ranks=config.placement.sequence_ranks)
     return made
 
 
-def prepared(workers: dict[str, WorkerGroup], step: int = 0) -> DataProto:
-    batch = replayed(step)
-    for role in ("actor", "reference"):
-        batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=8192))
+async def prepared(workers: dict[str, WorkerGroup], step: int = 0) -> DataProto:
+    return await with_log_probs(workers, replayed(step))
+
+
+async def with_log_probs(workers: dict[str, WorkerGroup], batch: DataProto, *, max_tokens: int = 8192) -> DataProto:
+    """The batch with the log-probs of each of these workers."""
+    for role in workers:
+        batch = batch.union(await workers[role].rows(LOG_PROBS[role], batch, FORWARD, max_tokens=max_tokens))
     return batch
 
 
-def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
-    weights = actor.wait(actor.start("weights"))[0]
+async def updated(
+    actor: WorkerGroup, batch: DataProto, plan: list[list[int]], *, max_tokens: int = 8192, config: Config | None = None
+) -> dict[str, float]:
+    """Metrics of an update of the actor, which gets only the columns that its config calls for."""
+    columns = update_columns((config or config_of()).algorithm)
+    return await actor.update(ActorWorker.update, batch, columns, plan, max_tokens, ENTROPY_COEF)
+
+
+async def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
+    weights = (await actor.call(ActorWorker.weights))[0]
     return {name: tensor.clone() for name, tensor in weights.items()}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import hosts_of, replayed, weights_of
+from ranks import LOG_PROBS, built, processes_of, replayed, weights_of
 from transformers import AutoModelForCausalLM
 
 from rltrain.algorithms import TOKEN_SELECTORS, required_columns
@@ -11,9 +11,10 @@ from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from rltrain.trajectories.token_rewards import with_random_draws
-from workers.cluster.host_groups import Hosts
-from workers.placement import ROLES, build
+from workers.placement import ROLES
+from workers.training.actor import ActorWorker
 from workers.training.dispatch import PLAN_METRICS
+from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -25,43 +26,39 @@ KNOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def hosts(ray_here) -> dict[int, Hosts]:
-    """One process, and two ranks; actors of different configs live in them side by side."""
-    return {1: hosts_of(0), 2: hosts_of(2)}
-
-
 def config_of(*overrides: str) -> Config:
     sizes = ["trainer.prompts_per_step=6", "trainer.prompts_per_minibatch=3", "actor.lr_schedule=constant"]
     return compose([*sizes, "rollout.temperature=0.8", *overrides])[0]
 
 
-def workers_of(hosts: Hosts, config: Config, path: str, roles=("actor",)) -> dict[str, WorkerGroup]:
-    for role in roles:
-        hosts.wait(build(hosts, role, ROLES[role], config, path))
-    return {role: WorkerGroup(hosts, role) for role in roles}
+async def workers_of(ranks: int, config: Config, path: str, roles=("actor",)) -> dict[str, WorkerGroup]:
+    """In one process, or in two ranks; actors of different configs live in them side by side."""
+    processes = await processes_of({1: 0, 2: 2}[ranks])
+    return {role: WorkerGroup(await built(processes, role, ROLES[role], config, path)) for role in roles}
 
 
 # Selectors
 
 
 @pytest.mark.parametrize("name", TOKEN_SELECTORS.names())
-def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(hosts, start, name):
+async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(start, name):
     """The old policy is moved a little: |log r|, which kl_cov penalises, has a kink at 0 that rounding decides."""
     knobs = [f"algorithm.loss.{text}" for text in KNOBS.get(name, [])]
     config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *knobs)
     found = []
     for ranks, budget in SPLITS:
-        actor, history = workers_of(hosts[ranks], config, start)["actor"], []
+        actor, history = (await workers_of(ranks, config, start))["actor"], []
         for step in range(2):
             batch = replayed(step)
-            batch = batch.union(actor.rows("compute_log_probs", batch, max_tokens=budget))
+            columns = log_probs_columns(config.algorithm)
+            batch = batch.union(await actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget))
             assert ("entropies" in batch) is ("entropies" in required_columns("grpo", name))
             moved = batch.values("old_log_probs") + 0.05 * batch.values("advantages").sign()
             batch = with_random_draws(batch.with_values("responses", old_log_probs=moved), config, step)
             plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
-            history.append(actor.update(batch, plan, 0.0, max_tokens=budget))
-        found.append((history, weights_of(actor)))
+            columns = update_columns(config.algorithm)
+            history.append(await actor.update(ActorWorker.update, batch, columns, plan, budget, 0.0))
+        found.append((history, await weights_of(actor)))
     first, weights = found[0]
     assert all(0 < step["selected_fraction"] < 1 for step in first)
     for history, others in found[1:]:
@@ -124,37 +121,41 @@ def expected(start):
 
 
 @pytest.mark.parametrize(("ranks", "budget"), SPLITS)
-def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(hosts, start, expected, ranks, budget):
+async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(start, expected, ranks, budget):
     kls, norms, model, _ = expected
-    workers = workers_of(hosts[ranks], config_of(*FULL), start, ("actor", "reference"))
+    config = config_of(*FULL)
+    workers = await workers_of(ranks, config, start, ("actor", "reference"))
     batch = replayed(0)
-    batch = batch.union(workers["reference"].rows("compute_log_probs", batch, max_tokens=budget))
+    batch = batch.union(await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=budget))
     assert "ref_log_probs" not in batch  # only the exact KL is on
-    updates = [workers["actor"].update(batch, [list(range(24))], 0.0, max_tokens=budget) for _ in range(2)]
+    actor, rows, columns = workers["actor"], [list(range(24))], update_columns(config.algorithm)
+    updates = [await actor.update(ActorWorker.update, batch, columns, rows, budget, 0.0) for _ in range(2)]
     assert kls[0] == pytest.approx(0, abs=1e-9)
     assert kls[1] > 1e-5
     for update, kl, norm in zip(updates, kls, norms, strict=True):
         assert update["ref_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-8)
         assert update["kl_loss"] == pytest.approx(update["ref_kl"], rel=1e-6, abs=1e-12)  # token-mean
         assert update["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    weights, plain = weights_of(workers["actor"]), dict(model.named_parameters())
+    weights, plain = await weights_of(workers["actor"]), dict(model.named_parameters())
     for key, tensor in weights.items():
         assert (tensor - plain[key].detach()).abs().max() < 1e-5, key
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_exact_kl_in_the_reward_is_that_of_all_logits(hosts, start, ranks):
+async def test_the_exact_kl_in_the_reward_is_that_of_all_logits(start, ranks):
     """After an update, so that it is not 0."""
     config = config_of("algorithm.kl_in_reward.kl_estimator=full", "algorithm.kl_in_reward.kl_coef=0.1", FULL[2])
-    workers = workers_of(hosts[ranks], config, start, ("actor", "reference"))
-    workers["actor"].update(replayed(0), [list(range(24))], 0.0, max_tokens=40)
+    workers = await workers_of(ranks, config, start, ("actor", "reference"))
+    actor, columns = workers["actor"], update_columns(config.algorithm)
+    await actor.update(ActorWorker.update, replayed(0), columns, [list(range(24))], 40, 0.0)
     batch = replayed(1)
-    batch = batch.union(workers["reference"].rows("compute_log_probs", batch, max_tokens=40))
+    batch = batch.union(await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=40))
     assert "ref_log_probs" not in batch
-    found = workers["actor"].rows("compute_log_probs", batch, max_tokens=40)
+    columns = log_probs_columns(config.algorithm)
+    found = await actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=40)
     assert sorted(found.keys()) == ["full_kl", "old_log_probs"]
     model, reference = (AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager") for _ in range(2))
-    model.load_state_dict(weights_of(workers["actor"]), strict=False)
+    model.load_state_dict(await weights_of(workers["actor"]), strict=False)
     kl = batch.union(found).padded("full_kl")
     assert float(kl.max()) > 1e-4
     for row in range(23):

@@ -4,22 +4,26 @@ import dataclasses
 import os
 
 import pytest
-import ray
 import torch
+from ranks import on
 
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID
 from workers.placement import start as start_workers
+from workers.training.actor import ActorWorker
+from workers.training.critic import CriticWorker
+from workers.training.reference import ReferenceWorker
+from workers.training.shared_columns import FORWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 
-def pids(group) -> list[int]:
-    return ray.get([actor.__ray_call__.remote(lambda host: os.getpid()) for actor in group.hosts.actors])
+def processes_of(group) -> list:
+    return [rank.process for rank in group.ranks]
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_roles_share_processes_or_have_their_own_and_compute_the_same(start, sampled_batch, shared):
+async def test_roles_share_processes_or_have_their_own_and_compute_the_same(start, sampled_batch, shared, tasks):
     """placement=colocated and placement=disaggregated, with all three training roles."""
     config, _ = compose(
         [
@@ -31,18 +35,18 @@ def test_roles_share_processes_or_have_their_own_and_compute_the_same(start, sam
         ]
     )
     config = dataclasses.replace(config, placement=dataclasses.replace(config.placement, share_ranks=shared))
-    workers = start_workers(config, start, [EOS_ID], needs_critic=True)
+    workers = await start_workers(config, start, [EOS_ID], tasks, needs_critic=True)
     try:
-        processes = {pid for group in (workers.actor, workers.reference, workers.critic) for pid in pids(group)}
-        assert len(processes) == (1 if shared else 3)
+        ranks = [one for group in (workers.actor, workers.reference, workers.critic) for one in processes_of(group)]
+        assert len(ranks) == 3
+        assert len(set(await on(ranks, lambda host: os.getpid()))) == (1 if shared else 3)
         batch = sampled_batch
-        old = workers.actor.rows("compute_log_probs", batch, max_tokens=64)
-        ref = workers.reference.rows("compute_log_probs", batch, max_tokens=4096)
-        values = workers.critic.rows("compute_values", batch, max_tokens=4096)
+        old = await workers.actor.rows(ActorWorker.compute_log_probs, batch, FORWARD, max_tokens=64)
+        ref = await workers.reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=4096)
+        values = await workers.critic.rows(CriticWorker.compute_values, batch, FORWARD, max_tokens=4096)
         assert torch.allclose(old.values("old_log_probs"), ref.values("ref_log_probs"), atol=1e-5)
         assert values.values("values").shape == old.values("old_log_probs").shape
     finally:
-        workers.close()
-        for group in (workers.actor, workers.reference, workers.critic, workers.rollout):
-            for actor in group.hosts.actors:
-                ray.kill(actor)
+        await workers.close()
+        for process in (*workers.training.processes, *(replica.role.process for replica in workers.rollout.replicas)):
+            process.kill()

@@ -2,31 +2,31 @@
 
 import pytest
 import torch
-from ranks import hosts_of
+from ranks import built, processes_of
 from transformers import AutoModelForSequenceClassification
 
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from rltrain.trajectories.reward_models import reward_models
-from workers.placement import ROLES, build, group_of
+from workers.placement import ROLES, group_of
+from workers.training.shared_columns import SharedColumns
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 
 
 @pytest.mark.parametrize(("ranks", "sequence_ranks"), [(0, 1), (2, 1), (2, 2)])
-def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, sequence_ranks):
+async def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, sequence_ranks):
     """Thirteen rows, and then one, for which the second rank has nothing to compute.
 
     Ranks that share out packs of the policy's do not share out these: each has the budget for its own.
     """
     placement = [f"placement.actor_ranks={max(1, ranks)}", f"placement.sequence_ranks={sequence_ranks}"]
     config, _ = compose([f"reward.models=[{reward_model}]", *placement])
-    hosts = hosts_of(ranks)
     role = "reward_model judge"
-    hosts.wait(build(hosts, role, ROLES["reward_model"], config, reward_model))
-    group = group_of(hosts, role, reward_model, config)
+    group = group_of(role, reward_model, config, SharedColumns())
+    group.ranks = await built(await processes_of(ranks), role, ROLES["reward_model"], config, reward_model)
     assert group.size == max(1, ranks)
     (made,) = reward_models(config, [group])
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(reward_model).eval(), char_tokenizer()
@@ -34,5 +34,5 @@ def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model,
         expected = [float(model(**tokenizer(p + r, return_tensors="pt")).logits[0, 0]) for p, r in SAMPLES]
     for count, budget in ((13, 8192), (13, 16), (1, 8192)):
         made.max_tokens = budget
-        found = made.scores([(Prompt(0, prompt, [1], {}), response) for prompt, response in SAMPLES[:count]])
+        found = await made.scores([(Prompt(0, prompt, [1], {}), response) for prompt, response in SAMPLES[:count]])
         assert found == pytest.approx(expected[:count], abs=1e-5)

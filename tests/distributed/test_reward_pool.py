@@ -1,5 +1,6 @@
 """The reward pool on Ray: golden scores, functions that misbehave, and what it costs."""
 
+import asyncio
 import os
 import time
 from dataclasses import replace
@@ -76,10 +77,10 @@ def request(number: int, response: str, **columns) -> RewardRequest:
     return RewardRequest((number // 8, number % 8), "p", response, columns)
 
 
-def finish(pool: RewardPool) -> list[RewardResult]:
+async def finish(pool: RewardPool) -> list[RewardResult]:
     results: list[RewardResult] = []
     while pool.pending:
-        results += pool.poll(60.0)
+        results += await pool.poll()
     return sorted(results, key=lambda result: result.key)
 
 
@@ -94,7 +95,7 @@ GOLDEN = [
 ]
 
 
-def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
+async def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
     config = function("final", "rltrain.rewards.final_answer:final_answer")
     requests = [request(i, r, answer=a, finish_reason=f) for i, (r, a, f, _) in enumerate(GOLDEN)]
     expected = [RewardResult(r.key, (score,)) for r, (*_, score) in zip(requests, GOLDEN, strict=True)]
@@ -103,10 +104,14 @@ def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
     in_actor = ray.get(actor.score.remote(requests))
     ray.kill(actor)
     with on_ray([config]) as pool:
+        assert pool._transport.idle() == []
+        async with asyncio.timeout(60.0):
+            assert await pool._transport.events() == [], "a started worker is news"
+        assert pool._transport.idle() == [0]
         pool.submit(requests)
-        assert ray.wait(list(pool.calls), timeout=60.0)[0], "a started worker is news"
-        in_pool = finish(pool)
-        assert not pool.calls
+        assert pool._transport.idle() == []
+        in_pool = await finish(pool)
+        assert pool._transport.idle() == [0]
     assert here == in_actor == in_pool == expected
 
 
@@ -114,12 +119,12 @@ ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # with it on, Ray itself impor
 
 
 @pytest.mark.parametrize("runtime_env", [None, {"env_vars": {ZERO_COPY: "1"}}], ids=["plain", "zero_copy"])
-def test_reward_processes_never_import_torch(functions, monkeypatch, runtime_env):
+async def test_reward_processes_never_import_torch(functions, monkeypatch, runtime_env):
     if runtime_env:
         monkeypatch.setenv(ZERO_COPY, "1")
     with on_ray(functions("where"), runtime_env=runtime_env) as pool:
         pool.submit([request(0, "torch"), request(1, "pid")])
-        torch, pid = (result.scores[0] for result in finish(pool))
+        torch, pid = (result.scores[0] for result in await finish(pool))
     assert torch == 0.0
     assert pid != os.getpid()
 
@@ -156,17 +161,19 @@ def state(pid: int) -> str:
         ("segfault", "ended its process (SIGSEGV)"),
     ],
 )
-def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_whole_again(functions, tmp_path, misdeed, said):
+async def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_whole_again(
+    functions, tmp_path, misdeed, said
+):
     log = tmp_path / "pids"
     with on_ray(functions("misbehave"), timeout_s=0.7) as pool:
         pool.submit([request(99, "0", log=str(log))])
-        finish(pool)
+        await finish(pool)
         start = time.monotonic()
         pool.submit(request(n, misdeed if n == 2 else str(n), log=str(log)) for n in range(6))
-        results = finish(pool)
+        results = await finish(pool)
         seconds = time.monotonic() - start
         pool.submit(request(n, str(n), log=str(log)) for n in range(20, 28))
-        after = finish(pool)
+        after = await finish(pool)
     bad = results.pop(2)
     assert (bad.key, bad.failed, bad.scores) == ((0, 2), True, (None,))
     assert bad.error.startswith(f"reward function 'misbehave' {said}")
@@ -177,24 +184,24 @@ def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_whole_aga
     assert survivors(log) == []
 
 
-def test_G2_a_slow_start_does_not_count_as_a_call_that_takes_too_long(functions, tmp_path):
+async def test_G2_a_slow_start_does_not_count_as_a_call_that_takes_too_long(functions, tmp_path):
     slow = tmp_path / "slow_start.py"
     slow.write_text("import time\ntime.sleep(1.5)\ndef score(response):\n    return float(response)\n")
     config = function("slow", f"{slow}:score")
     with on_ray([config], timeout_s=0.5) as pool:
         pool.submit([request(1, "4")])
-        assert finish(pool) == [RewardResult((0, 1), (4.0,))]
+        assert await finish(pool) == [RewardResult((0, 1), (4.0,))]
 
 
 # G3
 
 
-def test_G3_scores_belong_to_their_responses_while_workers_are_killed(functions):
+async def test_G3_scores_belong_to_their_responses_while_workers_are_killed(functions):
     with on_ray(functions("nap"), workers=2) as pool:
         pool.submit(request(n, str(n)) for n in range(150))
         results, kills = [], 0
         while pool.pending:
-            results += pool.poll(60.0)
+            results += await pool.poll()
             if len(results) > 30 * (kills + 1) and kills < 2:
                 ray.kill(pool._transport._slots[kills].actor)
                 kills += 1
@@ -205,31 +212,31 @@ def test_G3_scores_belong_to_their_responses_while_workers_are_killed(functions)
 # Ways of starting, and the price
 
 
-def test_a_worker_that_cannot_start_stops_the_run_with_its_reason(tmp_path):
+async def test_a_worker_that_cannot_start_stops_the_run_with_its_reason(tmp_path):
     path = tmp_path / "picky.py"
     path.write_text("import sys\nif 'ray' not in sys.modules:\n    raise OSError('no key')\ndef score(): ...\n")
     with on_ray([function("picky", f"{path}:score")]) as pool:
         pool.submit([request(1, "4")])
         with pytest.raises(WorkerError, match=r"did not start in 3 attempts: .*picky.py does not import .*no key"):
-            finish(pool)
+            await finish(pool)
 
 
-def test_the_runtime_env_reaches_the_workers(tmp_path):
+async def test_the_runtime_env_reaches_the_workers(tmp_path):
     path = tmp_path / "env.py"
     path.write_text("import os\ndef score():\n    return int(os.environ['RLTRAIN_TEST_SCORE'])\n")
     config = function("env", f"{path}:score")
     with on_ray([config], runtime_env={"env_vars": {"RLTRAIN_TEST_SCORE": "17"}}) as pool:
         pool.submit([request(1, "")])
-        assert finish(pool) == [RewardResult((0, 1), (17.0,))]
+        assert await finish(pool) == [RewardResult((0, 1), (17.0,))]
 
 
-def test_512_cheap_samples_cost_next_to_nothing(functions):
+async def test_512_cheap_samples_cost_next_to_nothing(functions):
     with on_ray(functions("number")) as pool:
         seconds = []
         for _ in range(4):
             start = time.monotonic()
             pool.submit(request(n, str(n), answer="7", finish_reason="stop") for n in range(512))
-            results = finish(pool)
+            results = await finish(pool)
             seconds.append(time.monotonic() - start)
             assert [r.scores for r in results] == [(float(n),) for n in range(512)]
     assert min(seconds[1:]) < 0.06  # 8 ms on two idle cores; the first one waits for the process
@@ -262,15 +269,15 @@ def slow(tmp_path):
 
 
 @pytest.mark.parametrize("names", [["hangs"], ["quick", "hangs"]])
-def test_other_samples_go_on_while_calls_hang_which_are_made_once_and_named(slow, tmp_path, names):
+async def test_other_samples_go_on_while_calls_hang_which_are_made_once_and_named(slow, tmp_path, names):
     log = tmp_path / "calls"
     with on_ray(slow(*names), spares=3, timeout_s=8.0) as pool:
         pool.submit([request(99, "0", log=str(log))])
-        finish(pool)
+        await finish(pool)
         pool.submit(request(n, str(n), log=str(log)) for n in range(48))
         results = []
         while pool.pending:
-            results += pool.poll(60.0)
+            results += await pool.poll()
     good, bad = results[:45], results[45:]
     own = (2.0,) * (len(names) - 1)
     assert sorted(r.scores for r in good) == [(*own, float(n)) for n in range(48) if n % 16 != 5], "a hang held them up"
@@ -282,40 +289,40 @@ def test_other_samples_go_on_while_calls_hang_which_are_made_once_and_named(slow
     assert 2 <= len({pid for _, pid in calls}) <= 4  # spare ones start only for hangs
 
 
-def test_without_spare_processes_a_hang_costs_its_own_sample_and_its_time_alone(slow, tmp_path):
+async def test_without_spare_processes_a_hang_costs_its_own_sample_and_its_time_alone(slow, tmp_path):
     with on_ray(slow("hangs"), timeout_s=2.0) as pool:
         pool.submit(request(n, str(n), log=str(tmp_path / "calls")) for n in range(16))
-        results = finish(pool)
+        results = await finish(pool)
     assert [r.key for r in results if r.failed] == [request(5, "").key]
     assert sorted(int(line.split()[0]) for line in (tmp_path / "calls").read_text().splitlines()) == [*range(16)]
 
 
-def test_a_hang_beside_an_async_function_is_found_sample_by_sample(slow, tmp_path):
+async def test_a_hang_beside_an_async_function_is_found_sample_by_sample(slow, tmp_path):
     with on_ray(slow("hangs", "patient"), spares=1, timeout_s=2.0) as pool:
         pool.submit(request(n, str(n), log=str(tmp_path / "calls")) for n in range(8))
-        results = finish(pool)
+        results = await finish(pool)
     assert [r.key for r in results if r.failed] == [request(5, "").key]
     assert [r.scores for r in results if not r.failed] == [(float(n), 3.0) for n in range(8) if n != 5]
 
 
-def test_a_spare_process_that_cannot_start_is_done_without(tmp_path):
+async def test_a_spare_process_that_cannot_start_is_done_without(tmp_path):
     (tmp_path / "once.py").write_text(
         f"import os, sys, time\nif 'ray' not in sys.modules:\n    os.mkdir('{tmp_path}/taken')\n"
         "def score(response):\n    if response == 'slow':\n        time.sleep(1.5)\n    return 1.0\n"
     )
     with on_ray([function("once", f"{tmp_path}/once.py:score")], spares=2, timeout_s=6.0) as pool:
         pool.submit([request(0, "slow"), *(request(n, "") for n in range(1, 6))])
-        assert [r.scores for r in finish(pool)] == [(1.0,)] * 6
+        assert [r.scores for r in await finish(pool)] == [(1.0,)] * 6
 
 
-def test_G3_a_worker_killed_with_calls_in_several_of_its_processes_costs_no_sample(slow, tmp_path):
+async def test_G3_a_worker_killed_with_calls_in_several_of_its_processes_costs_no_sample(slow, tmp_path):
     with on_ray(slow("hangs"), spares=2, timeout_s=3.0) as pool:
         pool.submit(request(n, str(n), log=str(tmp_path / "calls")) for n in range(40))
         results = []
         while len(results) < 15:
-            results += pool.poll(60.0)
+            results += await pool.poll()
         ray.kill(pool._transport._slots[0].actor)
         while pool.pending:
-            results += pool.poll(60.0)
+            results += await pool.poll()
     assert sorted(r.key for r in results) == sorted(request(n, "").key for n in range(40))
     assert {r.key for r in results if r.failed} == {request(n, "").key for n in (5, 21, 37)}

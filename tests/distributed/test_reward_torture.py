@@ -1,5 +1,6 @@
 """G2: whatever a reward function does to its process, it gets its status in time and leaves nothing behind."""
 
+import asyncio
 import importlib.util
 import time
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 import ray
 
 from rltrain.settings.compose import compose
@@ -14,7 +16,7 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, RewardResult
 from workers.reward.pool import RewardPool
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 FILE = Path(__file__).with_name("torture_rewards.py")
 SPEC = importlib.util.spec_from_file_location("torture_rewards", FILE)
@@ -30,8 +32,8 @@ def session(ray_here):
     return Path(ray._private.worker._global_node.get_session_dir_path())
 
 
-@pytest.fixture(scope="module")
-def pool(session):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(session):
     function = RewardFunctionConfig(
         name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, kwargs={}
     )
@@ -44,10 +46,10 @@ def request(number: int, **columns) -> RewardRequest:
     return RewardRequest((0, number), "p", "r" * number, columns)
 
 
-def finish(pool: RewardPool) -> list[RewardResult]:
+async def finish(pool: RewardPool) -> list[RewardResult]:
     results: list[RewardResult] = []
     while pool.pending:
-        results += pool.poll(60.0)
+        results += await pool.poll()
     return sorted(results, key=lambda result: result.key)
 
 
@@ -77,17 +79,17 @@ def is_reward_process(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("deed", TORTURE.DEEDS)
-def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(pool, session, deed):
+async def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(pool, session, deed):
     _, fails, said = TORTURE.DEEDS[deed]
     pool.submit([request(1)])
-    assert finish(pool) == [RewardResult((0, 1), (1.0,))]
+    assert await finish(pool) == [RewardResult((0, 1), (1.0,))]
     logs = sum(path.stat().st_size for path in session.rglob("*") if path.is_file())
     start = time.monotonic()
     pool.submit([request(n, deed=deed if n == 2 else None) for n in range(1, 5)])
-    results = finish(pool)
+    results = await finish(pool)
     seconds = time.monotonic() - start
     pool.submit([request(n) for n in range(10, 20)])
-    assert finish(pool) == [RewardResult((0, n), (float(n),)) for n in range(10, 20)]
+    assert await finish(pool) == [RewardResult((0, n), (float(n),)) for n in range(10, 20)]
     bad = results.pop(1)
     assert results == [RewardResult((0, n), (float(n),)) for n in (1, 3, 4)]
     if fails:
@@ -99,13 +101,13 @@ def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(pool, ses
     until = time.monotonic() + 5.0
     started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # the process, and spare ones used so far
     while (left := (left_behind(), len(children_of_the_pool()))) != ([], started) and time.monotonic() < until:
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
     assert left == ([], started)
     grown = sum(path.stat().st_size for path in session.rglob("*") if path.is_file()) - logs
     assert grown < 1 << 20
 
 
-def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
+async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
     path = tmp_path / "helper.py"
     path.write_text(
         "import subprocess, sys\n"
@@ -120,11 +122,11 @@ def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
     ) as pool:
         for number in range(3):
             pool.submit([request(number)])
-            assert finish(pool)[0].scores == (1.0,)
+            assert (await finish(pool))[0].scores == (1.0,)
     assert [text for text in left_behind() if "sleep" in text] == []
 
 
-def test_closing_the_pool_ends_a_call_that_runs_and_all_that_it_started(session):
+async def test_closing_the_pool_ends_a_call_that_runs_and_all_that_it_started(session):
     function = RewardFunctionConfig(
         name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, kwargs={}
     )
@@ -133,10 +135,14 @@ def test_closing_the_pool_ends_a_call_that_runs_and_all_that_it_started(session)
         replace(compose([])[0].reward, functions=[function], timeout_s=60.0), workers=1, start_timeout_s=60.0
     ) as pool:
         pool.submit([request(1)])
-        finish(pool)
+        await finish(pool)
         pool.submit([request(1, deed="fork and hang")])
+        polling = asyncio.create_task(pool.poll())
         until = time.monotonic() + 10.0
-        while len(children_of_the_pool()) < len(others) + 15 and time.monotonic() < until:
-            pool.poll(0.05)
+        while len(children_of_the_pool()) <= len(others) + 15 and time.monotonic() < until:
+            await asyncio.sleep(0.05)
         assert len(children_of_the_pool()) > len(others) + 15
+        assert not polling.done()
+    async with asyncio.timeout(10.0):
+        assert await polling == []
     assert {process.pid for process in children_of_the_pool()} == others

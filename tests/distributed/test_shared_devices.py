@@ -12,20 +12,21 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
-import functools, json, os, sys, time
+import asyncio, functools, json, os, sys, time
 import ray
 from rltrain.settings.compose import compose
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import WorkerError
 from rltrain.tasks.tokenizer import EOS_ID
 from workers import placement
-from workers.placement import connect, ray_hosts, shared_devices
+from workers.placement import connect, shared_devices, spawner
 
 ray.init = functools.partial(ray.init, num_gpus=2)
 TWO = ["rollout=hf", "placement.actor_ranks=2", "placement.rollout_replicas=2"]
 
-def gpus(hosts):
+def gpus(processes):
     ask = lambda host: (ray.get_gpu_ids(), os.environ["CUDA_VISIBLE_DEVICES"])
-    answers = ray.get([actor.__ray_call__.remote(ask) for actor in hosts.actors], timeout=100)
+    answers = ray.get([process.actor.__ray_call__.remote(ask) for process in processes], timeout=100)
     assert all(len(ids) == 1 and visible == str(ids[0]) for ids, visible in answers), answers
     return [ids[0] for ids, _ in answers]
 
@@ -41,11 +42,15 @@ said = {}
 """
 PAIRS = """
 devices = shared_devices(config)
-replicas = ray_hosts(config, "rollout replica", 2, devices=devices)
-ranks = ray_hosts(config, "training rank", 2, devices=devices)
+new_replica = spawner(config, "rollout replica", 2, devices=devices)
+new_rank = spawner(config, "training rank", 2, devices=devices)
+replicas, ranks = [[spawn(number) for number in range(2)] for spawn in (new_replica, new_rank)]
 said["replicas"], said["ranks"] = gpus(replicas), gpus(ranks)
-for hosts, killed in ((ranks, [1]), (replicas, [0, 1]), (ranks, [1, 0])):
-    hosts.renew(killed)
+for processes, spawn, killed in ((ranks, new_rank, [1]), (replicas, new_replica, [0, 1]), (ranks, new_rank, [1, 0])):
+    for number in killed:
+        processes[number].kill()
+    for number in killed:
+        processes[number] = spawn(number)
 said["replicas later"], said["ranks later"] = gpus(replicas), gpus(ranks)
 devices.free()
 said["free"] = free()
@@ -61,17 +66,23 @@ said["own"] = shared_devices(compose([*TWO, "placement.share_ranks=false"])[0])
 """
 RUN = """
 start = sys.argv[1]
-try:
-    placement.start(config, start + ".none", [EOS_ID], needs_critic=False)
-except WorkerError as error:
-    said["error"] = str(error)
-said["free after an error"] = free()
-workers = placement.start(config, start, [EOS_ID], needs_critic=False)
-said["replicas"], said["ranks"] = gpus(workers.rollout.hosts), gpus(workers.actor.hosts)
-workers.restart_training()
-said["ranks later"] = gpus(workers.actor.hosts)
-workers.close()
-said["free"] = free()
+
+async def run():
+    async with BackgroundTasks() as tasks:
+        try:
+            await placement.start(config, start + ".none", [EOS_ID], tasks, needs_critic=False)
+        except WorkerError as error:
+            said["error"] = str(error)
+    said["free after an error"] = free()
+    async with BackgroundTasks() as tasks:
+        async with await placement.start(config, start, [EOS_ID], tasks, needs_critic=False) as workers:
+            said["replicas"] = gpus([replica.role.process for replica in workers.rollout.replicas])
+            said["ranks"] = gpus([rank.process for rank in workers.actor.ranks])
+            await workers.restart_training()
+            said["ranks later"] = gpus([rank.process for rank in workers.actor.ranks])
+    said["free"] = free()
+
+asyncio.run(run())
 """
 
 

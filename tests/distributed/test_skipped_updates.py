@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ranks import ENTROPY_COEF, config_of, group, prepared, weights_of
+from ranks import config_of, group, prepared, updated, weights_of
 
 from rltrain.base.errors import NumericsError
 from rltrain.batch.data_proto import DataProto
@@ -21,8 +21,8 @@ def poisoned(batch: DataProto, row: int, value: float = math.inf) -> DataProto:
     return batch.with_values("responses", advantages=advantages)
 
 
-def update(workers: dict[str, WorkerGroup], batch: DataProto) -> dict[str, float]:
-    return workers["actor"].update(batch, HALVES, ENTROPY_COEF, max_tokens=8192)
+async def update(workers: dict[str, WorkerGroup], batch: DataProto) -> dict[str, float]:
+    return await updated(workers["actor"], batch, HALVES)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -31,50 +31,50 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_skipped_update_leaves_weights_and_moments_bitwise_alone_and_the_schedule_goes_on(start, ranks, value):
+async def test_a_skipped_update_leaves_weights_and_moments_bitwise_alone_and_the_schedule_goes_on(start, ranks, value):
     """Steps 1, 2 and 4 of four, with step 3 skipped, are bitwise three steps at the rates of 1, 2 and 4."""
-    workers = group(config_of(), start, ranks)
-    rates = [update(workers, prepared(workers))["lr"]]
-    before = weights_of(workers["actor"])
-    batch = prepared(workers, 1)
+    workers = await group(config_of(), start, ranks)
+    rates = [(await update(workers, await prepared(workers)))["lr"]]
+    before = await weights_of(workers["actor"])
+    batch = await prepared(workers, 1)
     both = poisoned(poisoned(batch, 3, value), 15, value)
-    metrics = update(workers, both)
+    metrics = await update(workers, both)
     assert metrics["skipped_updates"] == 2
     assert metrics["lr"] < rates[0]
     assert math.isnan(metrics["grad_norm"])
     assert math.isnan(metrics["policy_loss"])
-    assert same(before, weights_of(workers["actor"]))
-    after = update(workers, batch)
+    assert same(before, await weights_of(workers["actor"]))
+    after = await update(workers, batch)
     assert after["skipped_updates"] == 0
     assert after["lr"] < metrics["lr"]
     assert all(math.isfinite(number) for number in after.values())
-    assert not same(before, weights_of(workers["actor"]))
+    assert not same(before, await weights_of(workers["actor"]))
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_the_other_mini_batch_of_a_step_is_trained_on_as_if_the_skipped_one_were_not_there(start, ranks):
+async def test_the_other_mini_batch_of_a_step_is_trained_on_as_if_the_skipped_one_were_not_there(start, ranks):
     config = config_of("actor.lr_schedule=constant")
-    workers, others = group(config, start, ranks), group(config, start, ranks)
-    metrics = update(workers, poisoned(prepared(workers), 3))
-    alone = others["actor"].update(prepared(others), HALVES[1:], ENTROPY_COEF, max_tokens=8192)
-    assert same(weights_of(workers["actor"]), weights_of(others["actor"]))
+    workers, others = await group(config, start, ranks), await group(config, start, ranks)
+    metrics = await update(workers, poisoned(await prepared(workers), 3))
+    alone = await updated(others["actor"], await prepared(others), HALVES[1:])
+    assert same(await weights_of(workers["actor"]), await weights_of(others["actor"]))
     assert metrics["skipped_updates"] == 1
     # The comparison with the old policy is made on the first mini-batch, and is not there where that was skipped.
     for name in ("policy_loss", "grad_norm", "grad_norm_max", "entropy", "ref_kl"):
         assert metrics[name] == alone[name], name
 
 
-def test_too_many_skipped_updates_in_a_row_stop_the_run_and_those_between_good_ones_do_not(start):
-    workers = group(config_of("trainer.max_skipped_updates=1"), start, 2)
+async def test_too_many_skipped_updates_in_a_row_stop_the_run_and_those_between_good_ones_do_not(start):
+    workers = await group(config_of("trainer.max_skipped_updates=1"), start, 2)
     for step in range(3):
-        assert update(workers, poisoned(prepared(workers, step), 3))["skipped_updates"] == 1
-    before = weights_of(workers["actor"])
-    batch = poisoned(poisoned(prepared(workers), 3), 15)
+        assert (await update(workers, poisoned(await prepared(workers, step), 3)))["skipped_updates"] == 1
+    before = await weights_of(workers["actor"])
+    batch = poisoned(poisoned(await prepared(workers), 3), 15)
     with pytest.raises(
         NumericsError, match=r"^2 updates in a row, up to optimizer step 8, .*max_skipped_updates=1; look"
     ):
-        update(workers, batch)
-    assert same(before, weights_of(workers["actor"]))
+        await update(workers, batch)
+    assert same(before, await weights_of(workers["actor"]))
 
 
 def test_a_loss_that_is_not_finite_is_enough_though_its_gradient_is(start, process_group):

@@ -4,17 +4,20 @@ import fcntl
 import os
 
 import pytest
-import ray
+import pytest_asyncio
+from ranks import on
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import SyncError, WorkerLost
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
-from workers.sync import weight_sync
+from workers.rollout.worker import RolloutWorker
 from workers.sync.memory import FOLDER, PREFIX
+from workers.sync.weight_sync import sync
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.asyncio(loop_scope="module")]
 REQUEST = Request((0, 0), char_tokenizer()("2299907=")["input_ids"], 0.0, 8, 0)
 BUCKET_BYTES = 40_000  # of a model of some 1 MB: fused layers lie in two buckets, and room is used many times
 
@@ -58,28 +61,33 @@ def failing(action: str):
     return patch
 
 
-def on(hosts, function, ranks=None):
-    actors = hosts.actors if ranks is None else [hosts.actors[rank] for rank in ranks]
-    ray.get([actor.__ray_call__.remote(function) for actor in actors])
+def processes(group):
+    return [rank.process for rank in group.ranks]
 
 
-@pytest.fixture(scope="module")
-def workers(ray_here, start):
+def engines(workers):
+    return [replica.role for replica in workers.rollout.replicas]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(ray_here, start):
     config, _ = compose(["placement.actor_ranks=2", "placement.rollout_replicas=2", "placement.share_ranks=true"])
-    made = start_workers(config, start, [EOS_ID], needs_critic=False)
-    on(made.actor.hosts, small_buckets)
-    yield made
-    made.close()
+    async with (
+        BackgroundTasks() as tasks,
+        await start_workers(config, start, [EOS_ID], tasks, needs_critic=False) as made,
+    ):
+        await on(processes(made.actor), small_buckets)
+        yield made
 
 
-def answers(workers) -> list[tuple[list[int], list[float]]]:
+async def answers(workers) -> list[tuple[list[int], list[float]]]:
     """What each replica says."""
-    hosts, found = workers.rollout.hosts, []
-    for replica in range(hosts.size):
-        hosts.call("rollout", "submit", [([REQUEST],)], ranks=[replica])
+    found = []
+    for engine in engines(workers):
+        await engine.call(RolloutWorker.submit, [REQUEST])
         got: list = []
         while not got:
-            got = hosts.call("rollout", "poll", [(5.0,)], ranks=[replica])[0]
+            got = await engine.call(RolloutWorker.poll, 5.0)
         found.append((got[0].token_ids, got[0].log_probs))
     return found
 
@@ -101,37 +109,37 @@ def is_abandoned(path) -> bool:
         return False
 
 
-def test_E5_E6_both_ways_leave_every_engine_with_the_weights_of_all_ranks(workers, nothing_left):
-    before = answers(workers)
-    on(workers.actor.hosts, shaken)
-    weight_sync.sync(workers.actor, workers.rollout.hosts, 1, check=True, share=True)
-    shared = answers(workers)
-    weight_sync.sync(workers.actor, workers.rollout.hosts, 2, check=True, share=False)
-    called = answers(workers)
+async def test_E5_E6_both_ways_leave_every_engine_with_the_weights_of_all_ranks(workers, nothing_left):
+    before = await answers(workers)
+    await on(processes(workers.actor), shaken)
+    await sync(workers.actor.ranks, engines(workers), 1, check=True, share=True)
+    shared = await answers(workers)
+    await sync(workers.actor.ranks, engines(workers), 2, check=True, share=False)
+    called = await answers(workers)
     assert shared[0] == shared[1] == called[0] == called[1]
     assert shared[0][1] != before[0][1]
 
 
-def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next_sync_mends_them(workers, nothing_left):
-    expected = answers(workers)
-    on(workers.actor.hosts, failing("raise"), ranks=[1])
-    on(workers.actor.hosts, shaken)
+async def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next_sync_mends_them(workers, nothing_left):
+    expected = await answers(workers)
+    await on(processes(workers.actor)[1:], failing("raise"))
+    await on(processes(workers.actor), shaken)
     with pytest.raises(SyncError, match="weight sync 3 broke off: a worker failed: RuntimeError: a bug"):
-        weight_sync.sync(workers.actor, workers.rollout.hosts, 3, check=True)
-    hosts = workers.rollout.hosts
-    hosts.call("rollout", "submit", [([REQUEST],)], ranks=[0])  # may be on its way when a sync fails
+        await sync(workers.actor.ranks, engines(workers), 3, check=True)
+    engine = engines(workers)[0]
+    await engine.call(RolloutWorker.submit, [REQUEST])  # may be on its way when a sync fails
     with pytest.raises(SyncError, match="weight sync 3 failed"):
-        hosts.call("rollout", "poll", [(0.1,)], ranks=[0])
-    weight_sync.sync(workers.actor, hosts, 4, check=True)
-    (late,) = hosts.call("rollout", "poll", [(60.0,)], ranks=[0])[0]
-    now = answers(workers)
+        await engine.call(RolloutWorker.poll, 0.1)
+    await sync(workers.actor.ranks, engines(workers), 4, check=True)
+    (late,) = await engine.call(RolloutWorker.poll, 60.0)
+    now = await answers(workers)
     assert (late.token_ids, late.log_probs) == now[0] == now[1]
     assert now[0][1] != expected[0][1]
 
 
-def test_the_death_of_a_rank_is_named_and_leaves_no_file(workers, nothing_left):
-    on(workers.actor.hosts, failing("die"), ranks=[0])
+async def test_the_death_of_a_rank_is_named_and_leaves_no_file(workers, nothing_left):
+    await on(processes(workers.actor)[:1], failing("die"))
     with pytest.raises(WorkerLost, match=r"training rank 0 \(pid .* is gone"):
-        weight_sync.sync(workers.actor, workers.rollout.hosts, 5, check=True)
+        await sync(workers.actor.ranks, engines(workers), 5, check=True)
     with pytest.raises(SyncError, match="weight sync 5 failed"):
-        workers.rollout.hosts.call("rollout", "poll", [(0.1,)], ranks=[1])
+        await engines(workers)[1].call(RolloutWorker.poll, 0.1)

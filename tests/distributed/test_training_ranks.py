@@ -1,55 +1,60 @@
 """Sharded training over gloo ranks: any number of ranks and any token budget learns the same."""
 
+import asyncio
 import dataclasses
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
-from ranks import ENTROPY_COEF, LORA, STEPS, config_of, group, prepared, replayed, weights_of
+from ranks import LOG_PROBS, LORA, STEPS, config_of, group, prepared, replayed, updated, weights_of, with_log_probs
 
 from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.schema import Config
+from workers.training.actor import ActorWorker
+from workers.training.critic import CriticWorker
 from workers.training.dispatch import PLAN_METRICS
+from workers.training.shared_columns import CRITIC_UPDATE, FORWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 
-def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+async def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of every step, and the weights at the end."""
-    workers, history = group(config, start, ranks), []
+    workers, history = await group(config, start, ranks), []
     budget = config.actor.max_tokens_per_microbatch
     for step in range(STEPS):
-        batch = replayed(step)
-        for role in ("actor", "reference"):
-            batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=budget))
+        batch = await with_log_probs(workers, replayed(step), max_tokens=budget)
         plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
-        history.append(workers["actor"].update(batch, plan, ENTROPY_COEF, max_tokens=budget))
-    weights = workers["actor"].wait(workers["actor"].start("weights"))[0]
-    return history, {name: tensor.clone() for name, tensor in weights.items()}
+        history.append(await updated(workers["actor"], batch, plan, max_tokens=budget))
+    return history, await weights_of(workers["actor"])
 
 
-@pytest.fixture(scope="module")
-def one_rank(ray_here, start):
-    return train(config_of(), start, 0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_rank(ray_here, start):
+    return await train(config_of(), start, 0)
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(2, 8192), (4, 8192), (2, 40), (0, 40)])
-def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_and_weights(one_rank, start, ranks, budget):
+async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_and_weights(
+    one_rank, start, ranks, budget
+):
     """Ten steps on replayed rollouts: losses, KL, entropy, clip fractions and the norm of the full gradient."""
-    same(train(config_of(f"actor.max_tokens_per_microbatch={budget}"), start, ranks), one_rank)
+    same(await train(config_of(f"actor.max_tokens_per_microbatch={budget}"), start, ranks), one_rank)
 
 
 @pytest.mark.parametrize(("ranks", "sequence_ranks", "budget"), [(2, 2, 8192), (4, 2, 20), (4, 4, 8192)])
-def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(one_rank, start, ranks, sequence_ranks, budget):
+async def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(
+    one_rank, start, ranks, sequence_ranks, budget
+):
     """The model has 4 heads over 2 key-value heads, which 4 ranks get a copy each of."""
     config = config_of(
         f"placement.actor_ranks={ranks}", f"placement.sequence_ranks={sequence_ranks}",
         f"actor.max_tokens_per_microbatch={budget}",
     )  # fmt: skip
-    same(train(config, start, ranks), one_rank)
+    same(await train(config, start, ranks), one_rank)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +62,13 @@ def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(one_rank, st
     [(4, "placement.shard_ranks=2"), (2, "placement.shard_ranks=1"), (0, "model.activation_checkpointing=true"),
      (2, "model.activation_checkpointing=true")],
 )  # fmt: skip
-def test_copies_of_the_model_and_activations_computed_again_change_nothing(one_rank, start, ranks, override):
-    same(train(config_of(f"placement.actor_ranks={ranks or 1}", override), start, ranks), one_rank)
+async def test_copies_of_the_model_and_activations_computed_again_change_nothing(one_rank, start, ranks, override):
+    same(await train(config_of(f"placement.actor_ranks={ranks or 1}", override), start, ranks), one_rank)
 
 
-@pytest.fixture(scope="module")
-def one_rank_with_adapters(ray_here, start):
-    return train(config_of(LORA), start, 0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_rank_with_adapters(ray_here, start):
+    return await train(config_of(LORA), start, 0)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +76,9 @@ def one_rank_with_adapters(ray_here, start):
     [(2, []), (2, ["placement.sequence_ranks=2"]), (4, ["placement.shard_ranks=2"]),
      (2, ["model.activation_checkpointing=true", "actor.max_tokens_per_microbatch=40"])],
 )  # fmt: skip
-def test_A2_A3_F2_adapters_learn_the_same_on_any_number_of_ranks(one_rank_with_adapters, start, ranks, overrides):
+async def test_A2_A3_F2_adapters_learn_the_same_on_any_number_of_ranks(one_rank_with_adapters, start, ranks, overrides):
     config = config_of(LORA, f"placement.actor_ranks={ranks}", *overrides)
-    same(train(config, start, ranks), one_rank_with_adapters)
+    same(await train(config, start, ranks), one_rank_with_adapters)
     assert any(step["grad_norm"] > 0 for step in one_rank_with_adapters[0])
 
 
@@ -141,48 +146,46 @@ def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start,
         assert (moved - (expected - before)).abs().max() < 0.02 * (expected - before).abs().max()
 
 
-def test_D7_the_reference_never_changes_and_step_0_has_kl_zero(one_rank, start):
+async def test_D7_the_reference_never_changes_and_step_0_has_kl_zero(one_rank, start):
     config = config_of()
-    workers = group(config, start, 0)
+    workers = await group(config, start, 0)
     batch = replayed(0)
-    before = workers["reference"].rows("compute_log_probs", batch, max_tokens=8192)
-    old = workers["actor"].rows("compute_log_probs", batch, max_tokens=8192)
+    before = await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=8192)
+    old = await workers["actor"].rows(LOG_PROBS["actor"], batch, FORWARD, max_tokens=8192)
     assert torch.equal(before.values("ref_log_probs"), old.values("old_log_probs"))
     whole = batch.union(old).union(before)
     plan = minibatches(whole.batch["uid"].tolist(), 2, 1, seed=0, step=0)
-    workers["actor"].update(whole, plan, ENTROPY_COEF, max_tokens=8192)
-    after = workers["reference"].rows("compute_log_probs", batch, max_tokens=8192)
+    await updated(workers["actor"], whole, plan)
+    after = await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=8192)
     assert torch.equal(before.values("ref_log_probs"), after.values("ref_log_probs"))
-    moved = workers["actor"].rows("compute_log_probs", batch, max_tokens=8192)
+    moved = await workers["actor"].rows(LOG_PROBS["actor"], batch, FORWARD, max_tokens=8192)
     assert not torch.equal(moved.values("old_log_probs"), old.values("old_log_probs"))
 
 
-def test_D1_old_log_probs_of_other_weights_are_caught_before_the_first_step(start):
+async def test_D1_old_log_probs_of_other_weights_are_caught_before_the_first_step(start):
     from rltrain.base.errors import LogProbError
 
-    workers = group(config_of(), start, 0)
-    batch = replayed(0)
-    for role in ("actor", "reference"):
-        batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=8192))
+    workers = await group(config_of(), start, 0)
+    batch = await prepared(workers)
     wrong = batch.with_values("responses", old_log_probs=batch.values("old_log_probs") + 0.01)
     with pytest.raises(LogProbError, match=r"moved by 0\.01 nats"):
-        workers["actor"].update(wrong, [list(range(24))], ENTROPY_COEF, max_tokens=8192)
+        await updated(workers["actor"], wrong, [list(range(24))])
 
 
-def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
+async def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
     config = config_of("algorithm=ppo")
     histories = []
     for ranks in (0, 2):
-        critic = group(config, start, ranks, roles=("critic",))["critic"]
+        critic = (await group(config, start, ranks, roles=("critic",)))["critic"]
         history = []
         for step in range(4):
             batch = replayed(step)
-            values = critic.rows("compute_values", batch, max_tokens=8192)
+            values = await critic.rows(CriticWorker.compute_values, batch, FORWARD, max_tokens=8192)
             if step == 0:
                 assert float(values.values("values").abs().max()) == 0.0
             batch = batch.union(values)
             batch = batch.with_values("responses", returns=torch.ones(len(values.values("values"))))
-            history.append(critic.update(batch, [list(range(24))] * 2, max_tokens=60))
+            history.append(await critic.update(CriticWorker.update, batch, CRITIC_UPDATE, [list(range(24))] * 2, 60))
         histories.append(history)
     losses = [step["value_loss"] for step in histories[0]]
     assert losses == sorted(losses, reverse=True)
@@ -191,32 +194,32 @@ def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start):
             assert name in PLAN_METRICS or there[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_A6_a_mini_batch_in_which_nothing_is_trained_leaves_the_weights_alone_and_the_schedule_goes_on(start):
-    workers = group(config_of(), start, 0)
+async def test_A6_a_mini_batch_in_which_nothing_is_trained_leaves_the_weights_alone_and_the_schedule_goes_on(start):
+    workers = await group(config_of(), start, 0)
     rows = [list(range(24))]
-    first = workers["actor"].update(prepared(workers), rows, ENTROPY_COEF, max_tokens=8192)
-    before = weights_of(workers["actor"])
-    batch = prepared(workers, 1)
+    first = await updated(workers["actor"], await prepared(workers), rows)
+    before = await weights_of(workers["actor"])
+    batch = await prepared(workers, 1)
     empty = batch.with_values("responses", response_mask=torch.zeros_like(batch.values("response_mask")))
-    second = workers["actor"].update(empty, rows, ENTROPY_COEF, max_tokens=8192)
+    second = await updated(workers["actor"], empty, rows)
     assert second["grad_norm"] == 0
     assert second["lr"] < first["lr"]
-    for name, tensor in weights_of(workers["actor"]).items():
+    for name, tensor in (await weights_of(workers["actor"])).items():
         assert torch.equal(tensor, before[name]), name
 
 
-def test_D1_dropout_in_a_models_config_is_off_and_odd_generation_defaults_are_kept_as_they_are(start, tmp_path):
+async def test_D1_dropout_in_a_models_config_is_off_and_odd_generation_defaults_are_kept_as_they_are(start, tmp_path):
     for file in Path(start).iterdir():
         shutil.copy(file, tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
     odd = json.dumps({"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": 3})
     (tmp_path / "generation_config.json").write_text(odd)
-    workers = group(config_of(), str(tmp_path), 0)
-    metrics = workers["actor"].update(prepared(workers), [list(range(24))], ENTROPY_COEF, max_tokens=8192)
+    workers = await group(config_of(), str(tmp_path), 0)
+    metrics = await updated(workers["actor"], await prepared(workers), [list(range(24))])
     assert metrics["same_policy_gap"] < 1e-6
-    workers["actor"].wait(workers["actor"].start("save_state", str(tmp_path / "saved")))
-    while workers["actor"].wait(workers["actor"].start("saved_state"))[0] is None:
-        time.sleep(0.01)
+    await workers["actor"].call(ActorWorker.save_state, str(tmp_path / "saved"))
+    while await workers["actor"].call(ActorWorker.saved_state) == [None]:
+        await asyncio.sleep(0.01)
     assert (tmp_path / "saved" / "model" / "generation_config.json").read_text() == odd
     assert (tmp_path / "saved" / "model" / "model.safetensors").is_file()

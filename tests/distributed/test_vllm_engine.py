@@ -1,18 +1,20 @@
 """vLLM behind the engine interface, in a process of its own as in a run: sections E and B of the invariants."""
 
+import asyncio
 import itertools
 import json
 import os
 import shutil
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 import ray
 import torch
+from ranks import built, on
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -20,10 +22,11 @@ from rltrain.base.errors import ConfigError, SyncError, WorkerLost
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trajectories.prompt_groups import stream_seed
-from workers.cluster.host_groups import RayHosts
 from workers.cluster.leftovers import shared_files
-from workers.placement import build, ray_hosts
+from workers.cluster.processes import Role
+from workers.placement import ENGINE, spawner
 from workers.rollout.messages import Completion, Request
+from workers.rollout.worker import RolloutWorker
 from workers.sync.buckets import Bucket, join
 from workers.sync.sender import Sender
 
@@ -33,28 +36,27 @@ WEIGHTS = "model.safetensors"
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
 
 
-def engine(path: str, *overrides: str) -> RayHosts:
+async def new_engine(path: str, *overrides: str) -> Role[RolloutWorker]:
     config, _ = compose(list(overrides))
-    hosts = ray_hosts(config, "rollout replica", 1)
-    hosts.wait(build(hosts, "rollout", "workers.rollout.worker:RolloutWorker", config, path, [EOS_ID]))
-    return hosts
+    process = spawner(config, "rollout replica", 1)(0)
+    return (await built([process], "rollout", ENGINE, config, path, [EOS_ID], threaded=True))[0]
 
 
-@pytest.fixture(scope="module")
-def hosts(ray_here, start, tmp_path_factory):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(ray_here, start, tmp_path_factory):
     """An engine whose model directory asks for a sampling of its own, which must not be followed (E2)."""
     path = tmp_path_factory.mktemp("opinionated") / "model"
     shutil.copytree(start, path)
     opinion = {"temperature": 0.1, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.7, "eos_token_id": EOS_ID}
     (path / "generation_config.json").write_text(json.dumps(opinion))
-    return engine(str(path))
+    return await new_engine(str(path))
 
 
-def answers(hosts: RayHosts, requests: list[Request]) -> dict[tuple[int, int], Completion]:
-    hosts.call("rollout", "submit", [(requests,)])
+async def answers(engine: Role[RolloutWorker], requests: list[Request]) -> dict[tuple[int, int], Completion]:
+    await engine.call(RolloutWorker.submit, requests)
     found: dict[tuple[int, int], Completion] = {}
     while len(found) < len(requests):
-        found |= {answer.key: answer for answer in hosts.call("rollout", "poll", [(5.0,)])[0]}
+        found |= {answer.key: answer for answer in await engine.call(RolloutWorker.poll, 5.0)}
     return found
 
 
@@ -67,12 +69,12 @@ def buckets(model: torch.nn.Module, version: int = 1) -> list[Bucket]:
     return [join([sender.write(number, None)]) for number in range(len(sender.plan))]
 
 
-def load(hosts: RayHosts, sent: list[Bucket]) -> None:
+async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:
     name = f"sync {next(NUMBERS)}"
-    hosts.call("rollout", "start_load", [(name, sent[0].version)])
+    await engine.call(RolloutWorker.start_load, name, sent[0].version)
     for bucket in sent:
-        hosts.call("rollout", "load_bucket", [(name, None, bucket)])
-    hosts.call("rollout", "finish_load", [(name, None)])
+        await engine.call(RolloutWorker.load_bucket, name, None, bucket)
+    await engine.call(RolloutWorker.finish_load, name, None)
 
 
 def disguised(sent: list[Bucket], name: str, factor: float) -> list[Bucket]:
@@ -101,18 +103,18 @@ def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completi
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
-def test_E1_engine_log_probs_are_log_softmax_of_logits_over_temperature(hosts, start, temperature):
+async def test_E1_engine_log_probs_are_log_softmax_of_logits_over_temperature(engine, start, temperature):
     model = AutoModelForCausalLM.from_pretrained(start)
-    load(hosts, buckets(model))
+    await load(engine, buckets(model))
     asked = requests(16, temperature=temperature)
-    got = answers(hosts, asked)
+    got = await answers(engine, asked)
     for request in asked:
         expected = trainer_log_probs(model, request, got[request.key])
         assert torch.allclose(torch.tensor(got[request.key].log_probs).double(), expected, atol=1e-4)
 
 
-def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the_models_own(hosts):
-    settings = hosts.call("rollout", "settings", [(Request((0, 0), PROMPT, 0.7, 5, 42),)])[0]
+async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the_models_own(engine):
+    settings = await engine.call(RolloutWorker.settings, Request((0, 0), PROMPT, 0.7, 5, 42))
     expected = {
         "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "max_tokens": 5, "min_tokens": 0, "seed": 42, "stop_token_ids": [EOS_ID],
@@ -120,9 +122,9 @@ def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the_model
     assert {name: settings[name] for name in expected} == expected
 
 
-def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_answer(hosts):
+async def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_answer(engine):
     odd = [0, EOS_ID, 7, 127, 50]  # ids that no text encodes to
-    got = answers(hosts, requests(64, prompt=odd))
+    got = await answers(engine, requests(64, prompt=odd))
     assert all(len(a.token_ids) == len(a.log_probs) == len(a.versions) for a in got.values())
     for answer in got.values():
         ended = answer.token_ids[-1] == EOS_ID
@@ -132,29 +134,29 @@ def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_a
     assert {a.finish_reason for a in got.values()} == {"stop", "length"}
 
 
-def test_E5_a_bucket_with_one_corrupted_byte_is_refused(hosts, start):
+async def test_E5_a_bucket_with_one_corrupted_byte_is_refused(engine, start):
     bad = buckets(shaken(start, 0.01))
     bad[0].data = bad[0].data.copy()
     bad[0].data[1234] ^= 0x40
     with pytest.raises(SyncError, match=r"the bytes of 'model.embed_tokens.weight' are not those"):
-        load(hosts, bad)
+        await load(engine, bad)
 
 
-def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
+async def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
     """vLLM's own reload leaves a tied head stale on CPU; without our second step the check must see it."""
-    victim = engine(start)
+    victim = await new_engine(start)
 
     def forget_heads(host):
         from workers.rollout import vllm_worker
 
         vllm_worker.repack_heads = lambda model: None
 
-    ray.get(victim.actors[0].__ray_call__.remote(forget_heads))
+    await on([victim.process], forget_heads)
     with pytest.raises(SyncError, match=r"does not compute with the actor's 'lm_head.weight'"):
-        load(victim, buckets(shaken(start, 0.05)))
+        await load(victim, buckets(shaken(start, 0.05)))
 
 
-def test_E5_wrong_weights_in_any_single_tensor_are_caught(hosts, start):
+async def test_E5_wrong_weights_in_any_single_tensor_are_caught(engine, start):
     good = buckets(AutoModelForCausalLM.from_pretrained(start))
     names = [name for bucket in good for name in bucket.probes()]
     model = AutoModelForCausalLM.from_pretrained(start)
@@ -165,20 +167,20 @@ def test_E5_wrong_weights_in_any_single_tensor_are_caught(hosts, start):
             continue
         bad = disguised(buckets(AutoModelForCausalLM.from_pretrained(start), version=3), name, 1e-3)
         with pytest.raises(SyncError, match="|".join([name, *(alias for alias in tied if tied[alias] == name)])):
-            load(hosts, bad)
-    load(hosts, good)
+            await load(engine, bad)
+    await load(engine, good)
 
 
-def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_weights(hosts, start, tmp_path):
+async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_weights(engine, start, tmp_path):
     new = shaken(start, 0.05, seed=5)
     new.save_pretrained(tmp_path)
     for file in Path(start).iterdir():
         if not (tmp_path / file.name).exists():
             shutil.copy(file, tmp_path)
     asked = [*requests(8, seed=3), Request((1, 0), PROMPT, 0.0, 16, 0)]
-    before = answers(hosts, asked)  # fills the prefix cache with the old weights' keys and values
-    load(hosts, buckets(new, version=6))
-    synced, fresh = answers(hosts, asked), answers(engine(str(tmp_path)), asked)
+    before = await answers(engine, asked)  # fills the prefix cache with the old weights' keys and values
+    await load(engine, buckets(new, version=6))
+    synced, fresh = await answers(engine, asked), await answers(await new_engine(str(tmp_path)), asked)
     assert {k: a.token_ids for k, a in synced.items()} == {k: a.token_ids for k, a in fresh.items()}
     for key, answer in synced.items():
         assert torch.allclose(torch.tensor(answer.log_probs), torch.tensor(fresh[key].log_probs), atol=1e-5)
@@ -186,14 +188,14 @@ def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_weight
     assert any(before[key].token_ids != answer.token_ids for key, answer in synced.items())
 
 
-def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(hosts, start):
+async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(engine, start):
     """Loaded between two known steps: versions, log-probs and random streams; nothing of the prefix cache survives."""
     models = {20: AutoModelForCausalLM.from_pretrained(start), 21: shaken(start, 0.05, seed=11)}
     same = AutoModelForCausalLM.from_pretrained(start)
     asked = [*requests(24, temperature=1.5, seed=8), *requests(1, temperature=0.6, uid=1)]
 
-    def interrupted(sent):
-        load(hosts, buckets(models[20], version=20))
+    async def interrupted(sent):
+        await load(engine, buckets(models[20], version=20))
 
         def scenario(host):
             engine = host.roles["rollout"].engine
@@ -209,12 +211,12 @@ def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_fur
             return {answer.key: answer for answer in found}
 
         # In the engine's own thread, which has nothing to do.
-        run = hosts.actors[0].__ray_call__.remote(lambda host: host.roles["rollout"]._run(lambda: scenario(host)))
-        return ray.get(run)
+        run = on([engine.process], lambda host: host.roles["rollout"]._run(lambda: scenario(host)))
+        return (await run)[0]
 
-    undisturbed, with_same = interrupted(None), interrupted(buckets(same, version=22))
+    undisturbed, with_same = await interrupted(None), await interrupted(buckets(same, version=22))
     assert {k: a.token_ids for k, a in with_same.items()} == {k: a.token_ids for k, a in undisturbed.items()}
-    found = interrupted(buckets(models[21], version=21))
+    found = await interrupted(buckets(models[21], version=21))
     assert set(found) == {request.key for request in asked}
     assert any(found[key].token_ids != undisturbed[key].token_ids for key in found)
     for request in asked:
@@ -224,7 +226,7 @@ def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_fur
         assert answer.versions == [20] * before + [21] * (len(answer.versions) - before)
         check_each_token(models, request, answer)
     assert any(0 < answer.versions.count(20) < len(answer.versions) for answer in found.values())
-    again = answers(hosts, asked)  # the prompt's keys and values of the old weights are gone
+    again = await answers(engine, asked)  # the prompt's keys and values of the old weights are gone
     for request in asked:
         assert set(again[request.key].versions) == {21}
         check_each_token(models, request, again[request.key])
@@ -237,33 +239,33 @@ def check_each_token(models: dict[int, torch.nn.Module], request: Request, answe
     assert answer.log_probs == pytest.approx(expected, abs=1e-4)
 
 
-def test_E8_samples_have_their_own_streams_and_a_seed_reproduces_them(hosts):
-    first, again = answers(hosts, requests(32)), answers(hosts, requests(32))
-    other = answers(hosts, requests(32, seed=1))
+async def test_E8_samples_have_their_own_streams_and_a_seed_reproduces_them(engine):
+    first, again = await answers(engine, requests(32)), await answers(engine, requests(32))
+    other = await answers(engine, requests(32, seed=1))
     texts = [tuple(a.token_ids) for a in first.values()]
     assert len(set(texts)) > 20
     assert texts == [tuple(again[key].token_ids) for key in first]
     assert sum(first[key].token_ids == other[key].token_ids for key in first) < 8
 
 
-def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(hosts):
+async def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(engine):
     prompts = char_tokenizer()("0123456789012345")["input_ids"]
-    got = answers(hosts, [r for uid in range(20) for r in requests(40, uid=uid, prompt=prompts)])
+    got = await answers(engine, [r for uid in range(20) for r in requests(40, uid=uid, prompt=prompts)])
     assert len(got) == 800
 
 
-def weights_in_the_middle(hosts: RayHosts, models: dict[int, torch.nn.Module]) -> None:
+async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, torch.nn.Module]) -> None:
     """E6 and E7 where nobody knows at which token the weights come: some time it is in the middle of answers."""
     first, second = (buckets(model, version=version) for version, model in models.items())
     for attempt in range(20):
         asked = requests(16, temperature=1.5, seed=attempt)
-        load(hosts, first)
-        hosts.call("rollout", "submit", [(asked,)])
-        time.sleep(0.01 * (attempt + 1))
-        load(hosts, second)
+        await load(engine, first)
+        await engine.call(RolloutWorker.submit, asked)
+        await asyncio.sleep(0.01 * (attempt + 1))
+        await load(engine, second)
         found: dict[tuple[int, int], Completion] = {}
         while len(found) < len(asked):
-            found |= {answer.key: answer for answer in hosts.call("rollout", "poll", [(5.0,)])[0]}
+            found |= {answer.key: answer for answer in await engine.call(RolloutWorker.poll, 5.0)}
         for request in asked:
             check_each_token(models, request, found[request.key])
         if any(len(set(answer.versions)) == 2 for answer in found.values()):
@@ -271,29 +273,31 @@ def weights_in_the_middle(hosts: RayHosts, models: dict[int, torch.nn.Module]) -
     pytest.fail("no answer had tokens of two versions")
 
 
-def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_one_in_process(hosts, ray_here, start):
+async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_one_in_process(
+    engine, ray_here, start
+):
     """AsyncLLM with two tensor-parallel shards: the path for GPUs, run here on the CPU."""
-    apart = engine(start, "rollout.vllm.process=async", "rollout.vllm.tensor_parallel_size=2")
+    apart = await new_engine(start, "rollout.vllm.process=async", "rollout.vllm.tensor_parallel_size=2")
     new = shaken(start, 0.05, seed=9)
     asked = requests(8, seed=2)
-    for target in (hosts, apart):
-        load(target, buckets(new, version=8))
-    here, there = answers(hosts, asked), answers(apart, asked)
+    for target in (engine, apart):
+        await load(target, buckets(new, version=8))
+    here, there = await answers(engine, asked), await answers(apart, asked)
     assert {k: a.token_ids for k, a in here.items()} == {k: a.token_ids for k, a in there.items()}
-    weights_in_the_middle(apart, {30: new, 31: shaken(start, 0.05, seed=12)})
+    await weights_in_the_middle(apart, {30: new, 31: shaken(start, 0.05, seed=12)})
     bad = buckets(new, version=9)
     disguised(bad, "model.layers.1.self_attn.k_proj.weight", 1.0)
     with pytest.raises(SyncError, match=r"k_proj"):
-        load(apart, bad)
-    family = psutil.Process(ray.get(apart.actors[0].__ray_call__.remote(lambda host: os.getpid()))).children(True)
+        await load(apart, bad)
+    family = psutil.Process((await on([apart.process], lambda host: os.getpid()))[0]).children(True)
     # Whatever ends them, they leave nothing in shared memory: what they have mapped there has no name any more.
     assert shared_by(family, "psm_", " (deleted)")
     assert shared_by(family, "vllm_dist_", " (deleted)")
     assert shared_files([process.pid for process in family]) == set()
     next(process for process in family if process.cmdline()[0] == "VLLM::EngineCore").kill()
     with pytest.raises(WorkerLost, match=r"lost its engine: VLLM::EngineCore \(pid \d+\) is gone"):
-        load(apart, buckets(new, version=10))
-    ray.kill(apart.actors[0])
+        await load(apart, buckets(new, version=10))
+    ray.kill(apart.process.actor)
 
 
 def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypatch):
@@ -322,13 +326,15 @@ def shared_by(processes: list[psutil.Process], prefix: str, suffix: str) -> list
 # What it does not start on
 
 
-def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_are_refused_in_one_line(start, tmp_path):
+async def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_are_refused_in_one_line(
+    start, tmp_path
+):
     tensors = load_file(f"{start}/model.safetensors")
     lacking, bare = (shutil.copytree(start, tmp_path / name) for name in ("lacking", "bare"))
     save_file({name: tensors[name] for name in tensors if "layers.1.mlp.down" not in name}, lacking / WEIGHTS)
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, bare / WEIGHTS)
     with pytest.raises(ConfigError, match=rf"^model.path={lacking}: its weights lack model.layers.1.mlp.down_proj.wei"):
-        engine(str(lacking))  # vLLM alone would say nothing
+        await new_engine(str(lacking))  # vLLM alone would say nothing
     AutoModelForCausalLM.from_pretrained(bare)  # transformers knows them
     with pytest.raises(ConfigError, match=rf"^model.path={bare}: vLLM does not start on it \(ValueError: .*hf$"):
-        engine(str(bare))
+        await new_engine(str(bare))

@@ -1,5 +1,6 @@
 """Whatever lies in a checkpoint, and whatever `trainer.resume` names, is gone on from or refused in one line."""
 
+import asyncio
 import copy
 import dataclasses
 import functools
@@ -50,12 +51,8 @@ STATE = {
 class Rank:
     """One rank that writes one tensor at once."""
 
-    def start(self, method, *arguments):
-        return [(method, *arguments)]
-
-    def wait(self, pending):
-        ((method, *arguments),) = pending
-        return getattr(self, method)(*arguments)
+    async def call(self, method, *arguments):
+        return getattr(self, method.__name__)(*arguments)
 
     def save_state(self, url):
         self.folder = Folder(url)
@@ -90,10 +87,14 @@ def run(here_once):
     for name, content in history.items():
         (folder / name).write_bytes(content)
     starts = {name: FileStart(folder / name, len(content)) for name, content in history.items()}
-    for step in STEPS:
-        state = {"step": step, "incarnation": 1} | STATE
-        checkpoints.start(step, 1, {"actor": Rank()}, state, history=starts, metrics={})
-        checkpoints.finish()
+
+    async def save():
+        for step in STEPS:
+            state = {"step": step, "incarnation": 1} | STATE
+            await checkpoints.start(step, 1, {"actor": Rank()}, state, history=starts, metrics={})
+            await checkpoints.finish()
+
+    asyncio.run(save())
     (folder / "config.yaml").write_text(checkpoints.config)
     return folder
 

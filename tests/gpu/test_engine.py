@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -11,11 +12,12 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, VOCAB_SIZE, char_tokenizer
 from rltrain.trajectories.prompt_groups import stream_seed
-from workers.cluster.host_groups import RayHosts
+from workers.cluster.processes import Role, results
 from workers.models.fsdp import device
 from workers.models.packed_forward import load_model, pack, policy_output, to_device
-from workers.placement import build, ray_hosts
+from workers.placement import ENGINE, spawner
 from workers.rollout.messages import Completion, Request
+from workers.rollout.worker import RolloutWorker
 from workers.sync.buckets import join
 from workers.sync.sender import Sender
 
@@ -50,49 +52,47 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def engine(path: str) -> RayHosts:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folder, ray_here):
     """One replica on the device that it shares with this process."""
     config, _ = compose(SMALL)
-    hosts = ray_hosts(config, "rollout replica", 1)
-    hosts.wait(build(hosts, "rollout", "workers.rollout.worker:RolloutWorker", config, path, [EOS_ID]))
-    return hosts
-
-
-@pytest.fixture(scope="module")
-def hosts(folder, ray_here):
-    made = engine(folder)
+    process = spawner(config, "rollout replica", 1)(0)
+    await results([process.build("rollout", ENGINE, config, folder, [EOS_ID], threaded=True)])
+    made: Role[RolloutWorker] = Role(process, "rollout")
     yield made
-    made.call("rollout", "close", [()])
+    await made.call(RolloutWorker.close)
 
 
-def load(hosts: RayHosts, model: torch.nn.Module, version: int = 1, *, spoil: bool = False) -> None:
+async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int = 1, *, spoil: bool = False) -> None:
     """A whole sync with its checks."""
     sender, name = Sender(model.to(device()), version=version, dtype="bfloat16", check=True), f"sync {next(NUMBERS)}"
-    hosts.call("rollout", "start_load", [(name, version)])
+    await engine.call(RolloutWorker.start_load, name, version)
     for number in range(len(sender.plan)):
         bucket = join([sender.write(number, None)])
         if spoil:
             for piece in bucket.pieces:
                 if piece.name.endswith("layers.1.mlp.down_proj.weight"):
                     object.__setattr__(piece, "probe", piece.probe + abs(piece.probe).max())
-        hosts.call("rollout", "load_bucket", [(name, None, bucket)])
-    hosts.call("rollout", "finish_load", [(name, None)])
+        await engine.call(RolloutWorker.load_bucket, name, None, bucket)
+    await engine.call(RolloutWorker.finish_load, name, None)
 
 
-def answers(hosts: RayHosts, *, temperature: float, count: int = 16) -> dict[tuple[int, int], Completion]:
+async def answers(
+    engine: Role[RolloutWorker], *, temperature: float, count: int = 16
+) -> dict[tuple[int, int], Completion]:
     requests = [Request((0, n), PROMPT, temperature, 32, stream_seed(0, 0, n)) for n in range(count)]
-    hosts.call("rollout", "submit", [(requests,)])
+    await engine.call(RolloutWorker.submit, requests)
     found: dict[tuple[int, int], Completion] = {}
     while len(found) < count:
-        found |= {answer.key: answer for answer in hosts.call("rollout", "poll", [(5.0,)])[0]}
+        found |= {answer.key: answer for answer in await engine.call(RolloutWorker.poll, 5.0)}
     return found
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_E1_engine_and_trainer_agree_in_bfloat16_on_the_gpu(hosts, folder, temperature):
+async def test_E1_engine_and_trainer_agree_in_bfloat16_on_the_gpu(engine, folder, temperature):
     model = load_model(AutoModelForCausalLM, folder).eval()
-    load(hosts, model)
-    got = list(answers(hosts, temperature=temperature).values())
+    await load(engine, model)
+    got = list((await answers(engine, temperature=temperature)).values())
     columns = {"prompts": [PROMPT] * len(got), "responses": [answer.token_ids for answer in got]}
     batch = DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in columns.items()})
     with torch.no_grad():
@@ -105,38 +105,38 @@ def test_E1_engine_and_trainer_agree_in_bfloat16_on_the_gpu(hosts, folder, tempe
     assert float((ours - theirs).mean().abs()) < 5e-3
 
 
-def test_E5_a_sync_to_the_gpu_engine_passes_its_checks_and_one_with_other_weights_does_not(hosts):
-    load(hosts, model_of(1))
+async def test_E5_a_sync_to_the_gpu_engine_passes_its_checks_and_one_with_other_weights_does_not(engine):
+    await load(engine, model_of(1))
     with pytest.raises(SyncError, match="down_proj"):
-        load(hosts, model_of(1), spoil=True)
-    load(hosts, model_of(1))
-    assert answers(hosts, temperature=1.0)
+        await load(engine, model_of(1), spoil=True)
+    await load(engine, model_of(1))
+    assert await answers(engine, temperature=1.0)
 
 
-def test_E6_an_engine_that_slept_gives_its_memory_back_and_answers_as_a_fresh_one(hosts, tmp_path):
+async def test_E6_an_engine_that_slept_gives_its_memory_back_and_answers_as_a_fresh_one(engine, tmp_path):
     model = model_of(2)
-    load(hosts, model, 3)
-    before, awake = answers(hosts, temperature=0.0), torch.cuda.mem_get_info()[0]
-    assert hosts.call("rollout", "sleep", [()]) == [True]
+    await load(engine, model, 3)
+    before, awake = await answers(engine, temperature=0.0), torch.cuda.mem_get_info()[0]
+    assert await engine.call(RolloutWorker.sleep) is True
     freed, whole = torch.cuda.mem_get_info()[0] - awake, torch.cuda.mem_get_info()[1]
     assert freed > 0.15 * whole, "the cache alone was more"
     held = torch.full((int(0.8 * freed) // 4,), 7.0, device=device())  # what a training rank does meanwhile
     assert float(held[-1]) == 7.0
     del held
     torch.cuda.empty_cache()
-    load(hosts, model, 4)
-    after = answers(hosts, temperature=0.0)
+    await load(engine, model, 4)
+    after = await answers(engine, temperature=0.0)
     assert {key: answer.token_ids for key, answer in after.items()} == {k: a.token_ids for k, a in before.items()}
     assert {version for answer in after.values() for version in answer.versions} == {4}
 
 
-def test_E6_weights_that_came_while_it_slept_are_those_that_it_answers_with(hosts, tmp_path):
-    load(hosts, model_of(2))
-    hosts.call("rollout", "sleep", [()])
-    load(hosts, model_of(5), 6)
-    slept = answers(hosts, temperature=0.0)
-    load(hosts, model_of(2))
-    load(hosts, model_of(5), 6)
-    assert {key: a.token_ids for key, a in answers(hosts, temperature=0.0).items()} == {
+async def test_E6_weights_that_came_while_it_slept_are_those_that_it_answers_with(engine, tmp_path):
+    await load(engine, model_of(2))
+    await engine.call(RolloutWorker.sleep)
+    await load(engine, model_of(5), 6)
+    slept = await answers(engine, temperature=0.0)
+    await load(engine, model_of(2))
+    await load(engine, model_of(5), 6)
+    assert {key: a.token_ids for key, a in (await answers(engine, temperature=0.0)).items()} == {
         key: a.token_ids for key, a in slept.items()
     }

@@ -1,14 +1,16 @@
 """Groups in flight across steps: the staleness bound, dynamic sampling, evaluations, strays; with fakes that dawdle."""
 
+import asyncio
 import random
 
 import pytest
-from test_trainer import FakeGroup
+from test_trainer import FakeGroup, FakeTracker
 
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
+from tests.collecting import collect
 from tests.fakes import Immortal, NoCheckpoints
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
@@ -22,21 +24,29 @@ class Engines(Immortal):
 
     def __init__(self, seed=0, most=3):
         self.random, self.most = random.Random(seed), most
-        self.waiting, self.asked, self.polls, self.version = [], [], 0, 0
-        self.sleep = lambda: None
+        self.waiting, self.lost, self.asked, self.polls, self.version = [], set(), [], 0, 0
 
     def submit(self, groups):
         new = [request for group in groups for request in group]
         self.waiting, self.asked = self.waiting + new, self.asked + [request.key for request in new]
 
-    def load(self, actor, version, *, check):
+    async def load(self, ranks, version, *, check):
         self.version = version
 
     @property
     def pending(self):
-        return len(self.waiting)
+        return len(self.waiting) + len(self.lost)
 
-    def poll(self, timeout_s):
+    def lose(self, uids):
+        """An engine dies with the unfinished answers of these groups."""
+        self.waiting, self.lost = [one for one in self.waiting if one.key[0] not in uids], self.lost | uids
+
+    def take_lost(self):
+        taken, self.lost = self.lost, set()
+        return taken
+
+    async def poll(self):
+        await asyncio.sleep(0)
         self.polls += 1
         self.random.shuffle(self.waiting)
         count = self.random.randint(0, self.most)
@@ -62,7 +72,8 @@ class Judges:
     def pending(self):
         return len(self.waiting)
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
         self.random.shuffle(self.waiting)
         count = self.random.randint(0, self.most)
         done, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -85,32 +96,45 @@ def settings(*overrides, staleness=1, steps=8):
     )[0]  # fmt: skip
 
 
-def collector(config, *, seed=0, score=varied, engines=None, judges=None) -> Collector:
-    made = Collector(config, rollout=engines or Engines(seed), rewards=judges or Judges(score, seed), prompts=PROMPTS)
-    made.shipped = {}
-    ship = made.groups.ship
+@pytest.fixture
+def collector(tasks):
+    """Makes collectors that receive answers and scores, and that note which version each group was shipped with."""
 
-    def recorded(version):
-        """Every group that is shipped will be young enough when its step comes: its place in the queue says which."""
-        fresh = ship(version)
-        queue = sorted(made.groups.groups)
-        for group in fresh:
-            made.shipped.setdefault(group.uid, version)
-            at_step = (made.groups.used + queue.index(group.uid)) // P
-            assert at_step - made.shipped[group.uid] <= config.trainer.max_staleness
-            assert at_step < config.trainer.total_steps, "no step would use it"
-        return fresh
+    def make(config, *, seed=0, score=varied, engines=None, judges=None) -> Collector:
+        engines, judges = engines or Engines(seed), judges or Judges(score, seed)
+        made = Collector(config, rollout=engines, rewards=judges, prompts=PROMPTS, tasks=tasks)
+        made.shipped = {}
+        ship = made.groups.ship
 
-    made.groups.ship = recorded
-    return made
+        def recorded(version):
+            """Every group that is shipped will be young enough at its step: its place in the queue says at which."""
+            fresh = ship(version)
+            queue = sorted(made.groups.groups)
+            for group in fresh:
+                made.shipped.setdefault(group.uid, version)
+                at_step = (made.groups.used + queue.index(group.uid)) // P
+                assert at_step - made.shipped[group.uid] <= config.trainer.max_staleness
+                assert at_step < config.trainer.total_steps, "no step would use it"
+            return fresh
+
+        made.groups.ship = recorded
+        made.start()
+        return made
+
+    return make
 
 
-def step(made, version, *, looks=4):
+async def turns(count):
+    """Somebody trains: the engines and the judges are looked at so often."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def step(made, version, *, looks=4):
     """One step, with so many looks at what there is while somebody trains; returns the batch."""
     made.rollout.version = version
-    batch = made.collect(version)
-    for _ in range(looks):
-        made.advance()
+    batch = await collect(made, version)
+    await turns(looks)
     return batch
 
 
@@ -127,22 +151,20 @@ def facts(batch):
 
 @pytest.mark.parametrize("batches", [0, 2])
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-def test_no_token_trained_on_is_older_than_allowed_whatever_dawdles_or_dies_and_nothing_is_left_over(
-    staleness, batches
+async def test_no_token_trained_on_is_older_than_allowed_whatever_dawdles_or_dies_and_nothing_is_left_over(
+    staleness, batches, collector
 ):
     steps, ages = 5, set()
     config = settings(f"algorithm.dynamic_sampling={batches}", staleness=staleness, steps=steps)
     for seed in range(3 if not batches else 1):
         made, dice, order = collector(config, seed=seed, score=every_third_is_flat), random.Random(seed), []
         for version in range(steps):
-            batch = step(made, version, looks=dice.randint(0, 12))
+            batch = await step(made, version, looks=dice.randint(0, 12))
             order += batch.batch["uid"].unique().tolist()
             ages |= {version - made.shipped[uid] for uid in batch.batch["uid"].tolist()}
             behind = version - batch.values("policy_version")
             assert 0 <= int(behind.min()) <= int(behind.max()) <= staleness
-            if lost := {key[0] for r in made.rollout.waiting if dice.random() < 0.2 for key in [r.key]}:
-                made.rollout.waiting = [r for r in made.rollout.waiting if r.key[0] not in lost]  # an engine dies
-                made.groups.reissue(lost)
+            made.rollout.lose({request.key[0] for request in made.rollout.waiting if dice.random() < 0.2})
         assert order == sorted(set(order))
         assert (made.groups.groups, made.rollout.pending, made.rewards.pending) == ({}, 0, 0)
         assert len(order) + made.groups.dropped == len(made.shipped)  # all that was generated was used or judged flat
@@ -152,17 +174,17 @@ def test_no_token_trained_on_is_older_than_allowed_whatever_dawdles_or_dies_and_
         assert max(ages) == min(staleness, steps - 1)  # the bound is reached
 
 
-def test_a_group_that_is_too_old_stops_the_run_instead_of_being_trained_on():
+async def test_a_group_that_is_too_old_stops_the_run_instead_of_being_trained_on(collector):
     made = collector(settings(staleness=1))
-    step(made, 0)
+    await step(made, 0)
     with pytest.raises(AssertionError, match="a group of version 0 is too old for 2"):
-        made.answers(2)
+        await made.answers(2)
 
 
-def test_the_last_steps_ask_for_nothing_that_no_step_would_use():
+async def test_the_last_steps_ask_for_nothing_that_no_step_would_use(collector):
     made, asked = collector(settings(staleness=3, steps=5)), []
     for version in range(5):
-        step(made, version)
+        await step(made, version)
         asked.append(len(made.rollout.asked) // G)
     assert asked == [4 * P, 5 * P, 5 * P, 5 * P, 5 * P]
 
@@ -170,11 +192,12 @@ def test_the_last_steps_ask_for_nothing_that_no_step_would_use():
 # Dynamic sampling
 
 
-def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_later_steps_to_them():
+async def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_later_steps_to_them(collector):
     """Groups 3 to 5, of step 1, are flat, and finished long before step 0 is."""
 
     class LaterFirst(Engines):
-        def poll(self, timeout_s):
+        async def poll(self):
+            await asyncio.sleep(0)
             last = max(self.waiting, key=lambda request: request.key)
             self.waiting.remove(last)
             return [self.answer(last.key)]
@@ -182,7 +205,7 @@ def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_later_s
     config = settings("algorithm.dynamic_sampling=2")
     judges = Judges(lambda uid, n: 7.0 if uid in (3, 4, 5) else varied(uid, n), most=99)
     made = collector(config, engines=LaterFirst(), judges=judges)
-    first, second = step(made, 0, looks=99), step(made, 1, looks=0)
+    first, second = await step(made, 0, looks=99), await step(made, 1, looks=0)
     told = [
         [batch.meta_info[name] for name in ("rollout/groups_dropped", "rollout/groups_missing")]
         for batch in (first, second)
@@ -195,12 +218,12 @@ def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_later_s
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("batches", [1, 2])
-def test_every_group_that_was_generated_counts_once_in_the_mean_over_all(staleness, batches):
+async def test_every_group_that_was_generated_counts_once_in_the_mean_over_all(staleness, batches, collector):
     for seed in range(2):
         config = settings(f"algorithm.dynamic_sampling={batches}", staleness=staleness, steps=5)
         made, total, count = collector(config, seed=seed, score=every_third_is_flat), 0.0, 0
         for version in range(5):
-            batch = step(made, version, looks=seed * 9)
+            batch = await step(made, version, looks=seed * 9)
             groups = len(batch) // G + int(batch.meta_info["rollout/groups_dropped"])
             total, count = total + groups * batch.meta_info["reward/mean_generated"], count + groups
         each = [(every_third_is_flat(uid, 0) + every_third_is_flat(uid, 1)) / 2 for uid in made.shipped]
@@ -208,12 +231,13 @@ def test_every_group_that_was_generated_counts_once_in_the_mean_over_all(stalene
 
 
 @pytest.mark.parametrize("batches", [0, 1, 2])
-def test_which_groups_are_trained_on_does_not_depend_on_speeds_or_staleness(batches):
+async def test_which_groups_are_trained_on_does_not_depend_on_speeds_or_staleness(batches, collector):
     found = set()
     for seed, staleness in [(0, 0), (1, 1), (2, 2)]:
         config = settings(f"algorithm.dynamic_sampling={batches}", staleness=staleness, steps=3)
         made = collector(config, seed=seed, score=every_third_is_flat)
-        found.add(tuple(tuple(facts(step(made, version, looks=6 * seed))) for version in range(3)))
+        batches_of_run = [await step(made, version, looks=6 * seed) for version in range(3)]
+        found.add(tuple(tuple(facts(batch)) for batch in batches_of_run))
     assert len(found) == 1
 
 
@@ -222,23 +246,23 @@ def test_which_groups_are_trained_on_does_not_depend_on_speeds_or_staleness(batc
 
 @pytest.mark.parametrize("batches", [0, 2])
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, batches):
+async def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, batches, collector):
     config = settings(f"algorithm.dynamic_sampling={batches}", staleness=staleness, steps=3)
 
-    def run(evaluations):
+    async def run(evaluations):
         made = collector(config, engines=Engines(most=1), score=every_third_is_flat)
         seen, answers, beside_some = [], [], False
         for version in range(3):
-            seen.append(facts(step(made, version, looks=0)))
+            seen.append(facts(await step(made, version, looks=0)))
             in_flight = set(made.groups.groups)
             beside_some |= bool(in_flight)
             for greedy in [False, True][:evaluations]:
-                answers.append(facts(made.evaluate(PROMPTS[30:35], greedy=greedy)))
+                answers.append(facts(await made.evaluate(PROMPTS[30:35], greedy=greedy)))
             assert set(made.groups.groups) == in_flight
         assert made.in_flight == [made.training]
         return seen, answers, sorted(key for key in made.rollout.asked if key[0] >= 0), beside_some
 
-    alone, beside = run(0), run(2)
+    alone, beside = await run(0), await run(2)
     assert (beside[0], beside[2]) == (alone[0], alone[2])
     assert all(answers == beside[1][0] for answers in beside[1])
     assert [text for _, _, text, _ in beside[1][0]] == [f"prompt {n}" for n in range(30, 35)]
@@ -248,14 +272,14 @@ def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, batche
 # Strays
 
 
-def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_were_change_nothing():
+async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_were_change_nothing(collector):
     class Stray(Engines):
         """Sends everything again that it ever sent, and answers that nobody asked for."""
 
         sent = ()
 
-        def poll(self, timeout_s):
-            found = super().poll(timeout_s)
+        async def poll(self):
+            found = await super().poll()
             self.sent = [*self.sent, *found]
             again = [Completion(c.key, [49], [-9.0], "length", [0], "again") for c in self.sent if c.key[0] >= 0]
             return found + again + [self.answer((uid, 0)) for uid in (-99, 999)]
@@ -263,20 +287,21 @@ def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_wer
     class StrayJudges(Judges):
         sent = ()
 
-        def poll(self, timeout_s):
-            found = super().poll(timeout_s)
+        async def poll(self):
+            found = await super().poll()
             self.sent = [*self.sent, *found]
             again = [result.key for result in self.sent if result.key[0] >= 0]
             return found + [RewardResult(key, (-77.0,)) for key in (*again, (-99, 0), (999, 0))]
 
-    def run(engines, judges):
+    async def run(engines, judges):
         made = collector(settings(staleness=2, steps=4), engines=engines, judges=judges)
         seen = []
         for version in range(4):
-            seen += [facts(step(made, version)), facts(made.evaluate(PROMPTS[30:33], greedy=True))]
+            batch, evaluated = await step(made, version), await made.evaluate(PROMPTS[30:33], greedy=True)
+            seen += [facts(batch), facts(evaluated)]
         return seen, sorted(judges.asked)
 
-    clean, stray = run(Engines(), Judges(varied)), run(Stray(), StrayJudges(varied))
+    clean, stray = await run(Engines(), Judges(varied)), await run(Stray(), StrayJudges(varied))
     assert stray == clean  # also: no answer is judged twice
     assert len(clean[1]) == 4 * P * G + 4 * 3
 
@@ -285,73 +310,68 @@ def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_wer
 
 
 class Busy(FakeGroup):
-    """A role that computes for a while: so often may the driver look at other things. Notes what the scores were."""
+    """A role that computes for a while, with so many looks at other things. Notes whether there were scores."""
 
     def __init__(self, role, log, looks, **columns):
         super().__init__(role, log, **columns)
-        self.looks = looks
+        self.looks, self.computing = looks, asyncio.Event()
 
-    def meanwhile(self, function):
-        self.look = function
-
-    def rows(self, method, batch, *, max_tokens):
-        self.log.append(f"{method}, scored: {'scores' in batch}")
-        for _ in range(self.looks):
-            self.look()
+    async def rows(self, method, batch, columns, *, max_tokens):
+        self.log.append(f"{method.__name__}, scored: {'scores' in batch}")
+        self.computing.set()
+        await turns(self.looks)
         columns = {name: batch.values("rollout_log_probs") for name in self.columns}
         return batch.with_values("responses", **columns).select(list(columns))
 
-    def update(self, batch, plan, *arguments, max_tokens):
-        for _ in range(self.looks):
-            self.look()
-        return super().update(batch, plan, *arguments, max_tokens=max_tokens)
+    async def update(self, *arguments):
+        await turns(self.looks)
+        return await super().update(*arguments)
 
 
 def trainer(config, made, *, looks):
     log = []
     actor = Busy("actor", log, looks, old_log_probs=-1.0)
     return Trainer(
-        config, collector=made, actor=actor, reference=None, critic=None, tracker=None,
-        checkpoints=NoCheckpoints(), val_prompts=[],
+        config, collector=made, actor=actor, reference=None, critic=None, tracker=FakeTracker([]),
+        checkpoints=NoCheckpoints(), val_prompts=[], tasks=made.tasks,
     ), log  # fmt: skip
 
 
-def test_slow_rewards_are_waited_for_only_when_all_else_is_computed():
-    """The judges score nothing before the actor's log-probs are there: who waited earlier would wait forever."""
+async def test_slow_rewards_are_waited_for_only_when_all_else_is_computed(collector):
+    """The judges score nothing before the actor's log-probs are asked for: who waited earlier would wait forever."""
 
     class Patient(Judges):
-        def poll(self, timeout_s):
-            self.polls = getattr(self, "polls", 0) + 1
-            assert self.polls < 1000, "waits for scores, and the log-probs are not asked for"
-            return super().poll(timeout_s) if log else []
+        async def poll(self):
+            await trained.actor.computing.wait()
+            return await super().poll()
 
     config = settings()
     made = collector(config, judges=Patient(varied))
     trained, log = trainer(config, made, looks=0)
-    _, batch = trained.train_step()
+    _, batch = await asyncio.wait_for(trained.train_step(), 10.0)
     assert log[0] == "compute_log_probs, scored: False"
     assert batch.batch["scores"].tolist() == [varied(uid, n) for uid in range(P) for n in range(G)]
 
 
-def test_the_next_steps_answers_are_sampled_and_scored_while_the_actor_trains():
+async def test_the_next_steps_answers_are_sampled_and_scored_while_the_actor_trains(collector):
     config = settings(steps=3)
     made = collector(config, engines=Engines(most=1))
     trained, _ = trainer(config, made, looks=60)
-    trained.train_step()
+    await trained.train_step()
     assert (made.rollout.pending, made.rewards.pending) == (0, 0)
-    polls = made.rollout.polls
-    batch = made.answers(1)
-    assert made.rollout.polls == polls  # nothing was left to wait for
+    with pytest.raises(StopIteration) as end:
+        made.answers(1).send(None)  # the first step of the coroutine is its last one: nothing is left to wait for
+    batch = end.value.value
     assert batch.batch["uid"].unique().tolist() == [3, 4, 5]
     assert set(batch.values("policy_version").tolist()) == {0}
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_the_age_of_the_tokens_is_among_the_metrics_and_each_group_is_trained_on_once(staleness):
+async def test_the_age_of_the_tokens_is_among_the_metrics_and_each_group_is_trained_on_once(staleness, collector):
     config, seen = settings(staleness=staleness, steps=4), []
     trained, _ = trainer(config, collector(config), looks=40)
     for version in range(4):
-        metrics, batch = trained.train_step()
+        metrics, batch = await trained.train_step()
         seen += batch.batch["uid"].unique().tolist()
         behind = [version - sampled for sampled in batch.values("policy_version").tolist()]
         assert metrics["rollout/staleness_max"] == max(behind) <= staleness
@@ -359,14 +379,38 @@ def test_the_age_of_the_tokens_is_among_the_metrics_and_each_group_is_trained_on
     assert seen == list(range(4 * P))
 
 
-def test_what_breaks_while_the_actor_computes_stops_the_run():
-    class Dying(Engines):
-        def poll(self, timeout_s):
-            if log:
-                raise RuntimeError("an engine died")
-            return [self.answer(self.waiting.pop(0).key)]
+class Dying(Engines):
+    """Engines that answer the groups of the first step, and die when the actor computes."""
 
-    config = settings()
-    trained, log = trainer(config, collector(config, engines=Dying()), looks=1)
+    def __init__(self):
+        super().__init__()
+        self.computing = asyncio.Event()
+
+    async def poll(self):
+        await asyncio.sleep(0)
+        if self.waiting[0].key[0] < P:
+            return [self.answer(self.waiting.pop(0).key)]
+        await self.computing.wait()
+        raise RuntimeError("an engine died")
+
+
+async def test_what_breaks_while_the_actor_computes_ends_the_wait_for_scores(collector):
+    class Silent(Judges):
+        async def poll(self):
+            await asyncio.Event().wait()
+
+    config, engines = settings(), Dying()
+    trained, log = trainer(config, collector(config, engines=engines, judges=Silent(varied)), looks=4)
+    trained.actor.computing = engines.computing
     with pytest.raises(RuntimeError, match="an engine died"):
-        trained.train_step()
+        await asyncio.wait_for(trained.train_step(), 10.0)
+    assert log == ["compute_log_probs, scored: False"]
+
+
+async def test_what_breaks_while_the_actor_computes_ends_the_run_after_a_step_that_has_all_it_needs(collector):
+    config, engines = settings(), Dying()
+    trained, log = trainer(config, collector(config, engines=engines), looks=20)
+    trained.actor.computing = engines.computing
+    with pytest.raises(RuntimeError, match="an engine died"):
+        await asyncio.wait_for(trained.fit(), 10.0)
+    assert (trained.step, len(trained.tracker.steps), len(log)) == (1, 1, 2)

@@ -1,14 +1,18 @@
 """Engines die under the collector, training ranks under the trainer: what is trained on stays the same."""
 
+import asyncio
 import random
 
 import pytest
-from test_async_loop import PROMPTS, Busy, G, Judges, P, collector, facts, settings, step, varied
+import test_async_loop
+from test_async_loop import PROMPTS, Busy, G, Judges, P, facts, settings, step, varied
 from test_async_loop import Engines as Dawdling
 
 from rltrain.base.errors import WorkerError, WorkerLost
 from rltrain.trainer import Trainer
 from tests.fakes import FakeCheckpoints
+
+collector = test_async_loop.collector  # the fixture
 
 
 class Mortal(Dawdling):
@@ -16,69 +20,64 @@ class Mortal(Dawdling):
 
     def __init__(self, seed=0, deaths=0.0):
         super().__init__(seed)
-        self.deaths, self.fate, self.lost, self.mended, self.keys = deaths, random.Random(seed + 1), set(), 0, []
-
-    @property
-    def pending(self):
-        return len(self.waiting) + len(self.lost)
+        self.deaths, self.fate, self.keys = deaths, random.Random(seed + 1), []
 
     def submit(self, groups):
         self.keys.append([[request.key for request in group] for group in groups])
         super().submit(groups)
 
-    def mend(self):
-        self.mended += 1
-
-    def poll(self, timeout_s):
+    async def poll(self):
         if self.waiting and self.fate.random() < self.deaths:
-            gone = {request.key[0] for request in self.waiting if self.fate.random() < 0.5}
-            self.lost |= gone
-            self.waiting = [request for request in self.waiting if request.key[0] not in gone]
-        return super().poll(timeout_s)
-
-    def take_lost(self):
-        taken, self.lost = self.lost, set()
-        return taken
+            self.lose({request.key[0] for request in self.waiting if self.fate.random() < 0.5})
+        return await super().poll()
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_what_dies_with_an_engine_is_asked_for_again_and_trained_on_once(staleness, seed):
-    def run(deaths):
+async def test_what_dies_with_an_engine_is_asked_for_again_and_trained_on_once(staleness, seed, collector):
+    async def run(deaths):
         made = collector(settings(staleness=staleness, steps=5), engines=Mortal(seed, deaths), seed=seed)
         seen = []
         for version in range(5):
-            seen.append(facts(step(made, version)))
+            seen.append(facts(await step(made, version)))
             if version == 2:
-                seen.append(facts(made.evaluate(PROMPTS[:4], greedy=False)))
+                seen.append(facts(await made.evaluate(PROMPTS[:4], greedy=False)))
         assert made.in_flight == [made.training]
         return seen, made.rollout
 
-    (calm, quiet), (troubled, dying) = run(0.0), run(0.4)
+    (calm, quiet), (troubled, dying) = await run(0.0), await run(0.4)
     assert troubled == calm
     assert len(dying.asked) > len(quiet.asked)
 
 
+class Told(Mortal):
+    """Answers only what a test puts into `answers`."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = asyncio.Queue()
+
+    async def poll(self):
+        return await self.answers.get()
+
+
 @pytest.mark.parametrize(("deterministic", "again"), [("false", [(0, 1)]), ("true", [(0, 0), (0, 1)])])
-def test_only_what_is_missing_is_asked_for_again_or_a_whole_batch_where_rounding_depends_on_it(deterministic, again):
-    made = collector(settings(f"trainer.deterministic={deterministic}", staleness=0), engines=Mortal())
+async def test_only_what_is_missing_is_asked_for_again_or_a_whole_batch_where_rounding_depends_on_it(
+    deterministic, again, collector
+):
+    made = collector(settings(f"trainer.deterministic={deterministic}", staleness=0), engines=Told())
+    engines = made.rollout
     made._draw(0)
-    made.rollout.waiting = [one for one in made.rollout.waiting if one.key != (0, 1)]
-    made.rollout.poll = lambda timeout_s: [made.rollout.answer((0, 0))]
-    made._pump()
-    made.rollout.lost = {0}
-    made._pump()
-    assert made.rollout.keys[-1] == [again]
-
-
-def test_replicas_get_weights_only_while_the_training_ranks_have_nothing_to_do():
-    made = collector(settings(), engines=Mortal())
-    made.answers(0)
-    mended = made.rollout.mended
-    assert mended
-    for _ in range(10):
-        made.advance()
-    assert made.rollout.mended == mended
+    async with asyncio.timeout(20):
+        engines.answers.put_nowait([engines.answer((0, 0))])
+        while not made.groups.groups[0].completions:
+            await asyncio.sleep(0)
+        assert len(engines.keys) == 1
+        engines.lose({0})
+        engines.answers.put_nowait([])
+        while len(engines.keys) == 1:
+            await asyncio.sleep(0)
+    assert engines.keys[1:] == [[again]]
 
 
 class Doomed(Busy):
@@ -88,18 +87,17 @@ class Doomed(Busy):
         super().__init__("actor", log, 3, old_log_probs=-1.0)
         self.deaths, self.tries = deaths, 0
 
-    def start(self, method, *args):
-        assert method == "load_state"
+    async def call(self, method, url):
+        assert method.__name__ == "load_state"
+        self.log.append("load_state")
         return []
 
-    def wait(self, pending):
-        return pending
-
-    def update(self, batch, plan, *arguments, max_tokens):
+    async def update(self, *arguments):
         self.tries += 1
         if self.tries in self.deaths:
+            self.log.append("actor dies in the update")
             raise WorkerLost("actor.update: training rank 0 is gone")
-        return super().update(batch, plan, *arguments, max_tokens=max_tokens)
+        return await super().update(*arguments)
 
 
 class Notes:
@@ -128,19 +126,21 @@ class Notes:
         return False
 
 
-def fitted(deaths, limit=3):
-    """What a run of three steps trained on, and how often its ranks were restarted."""
-    config, restarts, notes = settings(f"trainer.max_restarts={limit}", steps=3), [], Notes()
-    made = collector(config, engines=Aborting(), judges=AbortingJudges(varied))
-    Trainer(
-        config, collector=made, actor=Doomed([], deaths), reference=None, critic=None, tracker=notes,
-        checkpoints=FakeCheckpoints([]), val_prompts=[], restart=lambda: restarts.append(1),
-    ).fit()  # fmt: skip
-    return notes.steps, len(restarts)
-
-
 class Aborting(Mortal):
-    def abort(self):
+    """Notes when it may not pass on the actor's weights and when it gets new ones."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    async def hold_weights(self):
+        self.log.append("hold weights")
+
+    async def load(self, ranks, version, *, check):
+        self.log.append(f"load {version}")
+        await super().load(ranks, version, check=check)
+
+    async def abort(self):
         self.waiting, self.lost = [], set()
 
 
@@ -149,15 +149,33 @@ class AbortingJudges(Judges):
         self.waiting = []
 
 
+async def fitted(collector, deaths, limit=3, steps=3):
+    """What a run trained on, how often its ranks were restarted, and what happened."""
+    log: list[str] = []
+    config, notes = settings(f"trainer.max_restarts={limit}", steps=steps), Notes()
+    made = collector(config, engines=Aborting(log), judges=AbortingJudges(varied))
+
+    async def restart():
+        log.append("restart")
+
+    await Trainer(
+        config, collector=made, actor=Doomed(log, deaths), reference=None, critic=None, tracker=notes,
+        checkpoints=FakeCheckpoints([]), val_prompts=[], tasks=made.tasks, restart=restart,
+    ).fit()  # fmt: skip
+    return notes.steps, log.count("restart"), log
+
+
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr("rltrain.run.recovery.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("rltrain.run.recovery.PAUSES_S", (0.0,))
 
 
 @pytest.mark.parametrize("deaths", [(1,), (2,), (3,), (2, 3, 5)])
-def test_after_a_training_ranks_death_each_step_is_trained_on_once_and_with_the_same_groups(at_once, deaths):
-    calm, _ = fitted(())
-    troubled, restarts = fitted(deaths)
+async def test_after_a_training_ranks_death_each_step_is_trained_on_once_and_with_the_same_groups(
+    at_once, deaths, collector
+):
+    calm, _, _ = await fitted(collector, ())
+    troubled, restarts, _ = await fitted(collector, deaths)
     assert troubled == calm
     assert [step for step, _ in calm] == [1, 2, 3]
     assert len({uid for _, rows in calm for uid, *_ in rows}) == 3 * P
@@ -165,6 +183,19 @@ def test_after_a_training_ranks_death_each_step_is_trained_on_once_and_with_the_
     assert restarts == len(deaths)
 
 
-def test_after_too_many_deaths_the_run_ends(at_once):
+async def test_after_too_many_deaths_the_run_ends(at_once, collector):
     with pytest.raises(WorkerError, match=r"restarted 2 times, and trainer\.max_restarts=2"):
-        fitted((1, 2, 3, 4), limit=2)
+        await fitted(collector, (1, 2, 3, 4), limit=2)
+
+
+async def test_replicas_get_no_weights_from_the_beginning_of_an_update_or_restart_until_the_next_sync(
+    at_once, collector
+):
+    _, _, log = await fitted(collector, (1,), steps=1)
+    budget = settings().actor.max_tokens_per_microbatch
+    passes = "compute_log_probs, scored: False"
+    assert log == [
+        "load 0", passes, "hold weights", "actor dies in the update",
+        "hold weights", "restart", "load_state",
+        "load 0", passes, "hold weights", f"actor update {budget}", "load 1",
+    ]  # fmt: skip

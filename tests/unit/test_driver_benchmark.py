@@ -1,10 +1,10 @@
 """The benchmark of the driver's work fakes the ranks: it must go on speaking their language."""
 
 from rltrain.settings.compose import compose
-from tests.benchmarks.driver import OVERRIDES, PickledHosts, measured, rollouts
+from tests.benchmarks.driver import OVERRIDES, measured, pickled, rollouts
 
 
-def test_simulated_ranks_take_the_calls_of_a_step_and_the_driver_accepts_what_they_return():
-    phases = measured(PickledHosts(2), rollouts(), compose(OVERRIDES)[0], rounds=1)
+async def test_simulated_ranks_take_the_calls_of_a_step_and_the_driver_accepts_what_they_return():
+    phases = await measured(pickled(2), rollouts(), compose(OVERRIDES)[0], rounds=1)
     assert list(phases) == ["log-probs", "credit", "mini-batches", "update", "all"]
     assert all(seconds >= 0 for seconds in phases.values())

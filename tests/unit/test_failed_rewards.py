@@ -1,5 +1,7 @@
 """Rewards that fail, seen from the loop: the run ends, says why, and what was trained is kept."""
 
+import asyncio
+
 import pytest
 
 from rltrain.base.errors import EstimatorError, NumericsError, RewardError
@@ -20,7 +22,8 @@ class Engines(Immortal):
         self.requests = [request for group in groups for request in group]
         self.pending = len(self.requests)
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
         self.pending = 0
         return [Completion(request.key, [2], [-1.0], "stop", [0]) for request in self.requests]
 
@@ -30,26 +33,31 @@ class BrokenJudges:
 
     def submit(self, requests):
         self.keys = [request.key for request in requests]
+        self.pending = len(self.keys)
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
+        self.pending = 0
         return [RewardResult(key, (None,), failed=True, error="TypeError: no answer") for key in self.keys]
 
 
-def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named():
+async def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named(tasks):
     config, _ = compose([*BASE, "reward.max_failed_fraction=0.5"])
     prompts = [Prompt(n, "1+1=", [1], {}) for n in range(4)]
-    made, log = trainer(collector=Collector(config, rollout=Engines(), rewards=BrokenJudges(), prompts=prompts))
+    collector = Collector(config, rollout=Engines(), rewards=BrokenJudges(), prompts=prompts, tasks=tasks)
+    collector.start()
+    made, log = trainer(collector=collector)
     with pytest.raises(RewardError) as caught:
-        made.fit()
+        await made.fit()
     assert "100% of the rewards failed, 4 of 4, above reward.max_failed_fraction=0.5" in str(caught.value)
     assert "TypeError: no answer (4 x, first in prompt group 0, sample 0); all samples: /run/1" in str(caught.value)
     assert "actor update 1111" not in log
 
 
 @pytest.mark.parametrize(("failing", "saved"), [(0, []), (2, ["save actor 2"])])
-def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(failing, saved):
+async def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(failing, saved):
     class Fails(FakeCollector):
-        def evaluate(self, prompts, *, greedy):
+        async def evaluate(self, prompts, *, greedy):
             if made.step == failing:
                 error = RewardError("all of them failed")
                 error.batch = samples(0)
@@ -59,13 +67,13 @@ def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(failing
     made, log = trainer(collector=Fails([]), val=[Prompt(0, "", [1], {})])
     made.log = log
     with pytest.raises(RewardError, match=rf"^all of them failed; all samples: /run/{failing + 1}") as caught:
-        made.fit()
+        await made.fit()
     assert [line for line in log if line.startswith("save ")] == saved
     assert ("step 2 is saved, and trainer.resume=auto goes on from it" in str(caught.value)) == bool(saved)
 
 
 @pytest.mark.parametrize("error", [EstimatorError("it raised KeyError"), NumericsError("3 of 4 are not finite")])
-def test_what_fails_between_the_scores_and_the_update_loses_nothing_that_was_trained(monkeypatch, error):
+async def test_what_fails_between_the_scores_and_the_update_loses_nothing_that_was_trained(monkeypatch, error):
     def fails(batch, algorithm):
         if made.step:
             raise error
@@ -74,6 +82,6 @@ def test_what_fails_between_the_scores_and_the_update_loses_nothing_that_was_tra
     made, log = trainer()
     monkeypatch.setattr("rltrain.trainer.estimate_advantages", fails)
     with pytest.raises(type(error), match=f"^{error}; step 1 is saved, and trainer.resume=auto goes on from it$"):
-        made.fit()
+        await made.fit()
     assert [line for line in log if line.startswith("save ")] == ["save actor 1"]
     assert log.count("actor update 1111") == 1

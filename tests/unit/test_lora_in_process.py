@@ -14,6 +14,7 @@ from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from workers.placement import start as start_workers
+from workers.training.actor import ActorWorker
 
 STEPS = 12
 BASE = [
@@ -27,41 +28,45 @@ def score(response):
 """
 
 
-def trainer(model, tmp_path, *overrides) -> Trainer:
+async def trainer(model, tmp_path, tasks, *overrides) -> Trainer:
     (tmp_path / "odd.py").write_text(REWARD)
     config = compose([*BASE, f"reward.functions=[{tmp_path / 'odd.py'}:score]", *overrides])[0]
-    workers = start_workers(config, model, [EOS_ID], needs_critic=False)
+    workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=False)
     prompts = load_prompts(
         config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
     )
+    collector = Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, tasks=tasks)
+    collector.start()
     made = Trainer(
-        config, collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts),
-        actor=workers.actor, reference=workers.reference, critic=workers.critic, tracker=None,
-        checkpoints=Checkpoints(Folder(str(tmp_path / "checkpoints")), "", keep=0, best=None), val_prompts=[],
+        config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
+        tracker=None, checkpoints=Checkpoints(Folder(str(tmp_path / "checkpoints")), "", keep=0, best=None),
+        val_prompts=[], tasks=tasks,
     )  # fmt: skip
-    made.sync_weights()
+    await made.sync_weights()
     return made
 
 
 @pytest.mark.parametrize("override", ["model.activation_checkpointing=false", "algorithm.kl_loss.kl_loss_coef=0.01"])
-def test_reward_rises_with_adapters_alone_and_engine_and_actor_agree_in_each_step(start, tmp_path, override):
-    made = trainer(start, tmp_path, "model.lora={rank:4}", override)
+async def test_reward_rises_with_adapters_alone_and_engine_and_actor_agree_in_each_step(
+    start, tmp_path, tasks, override
+):
+    made = await trainer(start, tmp_path, tasks, "model.lora={rank:4}", override)
     history = []
     for _ in range(STEPS):
-        metrics, _ = made.train_step()
+        metrics, _ = await made.train_step()
         history.append(metrics)
     rewards = [metrics["reward/mean"] for metrics in history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     assert max(metrics["actor/engine_gap"] for metrics in history) < 1e-5
     if "kl_loss" in override:  # the reference has no adapters
         assert history[0]["actor/ref_kl"] < 1e-6 < history[-1]["actor/ref_kl"]
-    made.checkpoints.start(STEPS, 0, made.trained(), made.state_dict(), history={}, metrics={})
-    made.checkpoints.finish()
+    await made.checkpoints.start(STEPS, 0, made.trained(), made.state_dict(), history={}, metrics={})
+    await made.checkpoints.finish()
     folder = tmp_path / "checkpoints" / f"step_{STEPS}" / "model"
     assert sorted(file.name for file in folder.iterdir() if file.is_dir()) == ["adapter"]
     saved = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     base = dict(AutoModelForCausalLM.from_pretrained(Path(start)).named_parameters())
-    weights = made.actor.wait(made.actor.start("weights"))[0]
+    (weights,) = await made.actor.call(ActorWorker.weights)
     assert all(torch.equal(saved[name], weights[name]) for name in base)
     moved = {name.rpartition(".")[0].rpartition(".")[2] for name in base if not torch.equal(saved[name], base[name])}
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -1,17 +1,17 @@
 """Engines and training ranks that take turns on one device (invariant E6): fakes that refuse every other order."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from rltrain.base.errors import SyncError, WorkerError
+from rltrain.base.errors import SyncError
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
-from workers.cluster.host_groups import Hosts
-from workers.rollout.messages import Request
+from tests.fakes import FakeCheckpoints
+from workers.cluster.processes import Pending, Role
+from workers.rollout.messages import Completion, Request
 from workers.rollout.pool import RolloutPool
+from workers.rollout.replica import Building, Replica
 from workers.sync.buckets import Bucket, Piece, Place
 from workers.sync.receiver import Receiver
 from workers.sync.sender import Offer
@@ -63,26 +63,39 @@ class Engine:
         self.device.log.append("answer")
 
 
-class OneReplica(Hosts):
-    """A rollout worker that is its receiver and its engine, called at once."""
+class Process:
+    """A process whose methods are called at once, under the names of the role's methods."""
+
+    concurrent, how_lost = True, ""
+
+    def start(self, role, method, *args):
+        return Pending(self, getattr(self, method)(*args))
+
+    async def unless_lost(self, awaitable):
+        return await awaitable
+
+
+class OneReplica(Process):
+    """A rollout worker that is its receiver and its engine."""
 
     def __init__(self, engine):
-        self.size, self.concurrent, self.meanwhile = 1, True, None
-        self.engine, self.receiver = engine, Receiver()
-
-    def start(self, role, method, arguments, *, ranks=None):
-        return [getattr(self, method)(*own) for own in arguments]
-
-    def wait(self, pending, **_):
-        return pending
+        self.engine, self.receiver, self.answers = engine, Receiver(), []
 
     def sleep(self):
         return self.receiver.sleep(self.engine)
 
     def submit(self, requests):
         assert self.receiver.whole
-        for _ in requests:
+        for request in requests:
             self.engine.answer()
+            self.answers.append(Completion(request.key, [2], [-1.0], "stop", [0]))
+
+    def poll(self, patience_s):
+        answers, self.answers = self.answers, []
+        return answers
+
+    def close(self):
+        """The engine has no processes of its own."""
 
     def start_load(self, sync, version):
         return self.receiver.start(self.engine, sync, version) and None
@@ -97,30 +110,19 @@ class OneReplica(Hosts):
         self.receiver.give_up(sync, reason)
 
 
-class Actor:
+class Actor(Process):
     """A training rank on the device; also the group of it."""
 
-    role, hosts = "actor", SimpleNamespace(dead=dict)
-
     def __init__(self, device):
-        self.device, self.version = device, 0
+        self.device, self.version, self.ranks = device, 0, [Role(self, "actor")]
 
-    def meanwhile(self, function):
-        pass
-
-    def rows(self, method, batch, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens):
         self.device.train("log-probs")
         return batch.with_values("responses", old_log_probs=torch.full((4,), -1.0)).select(["old_log_probs"])
 
-    def update(self, batch, plan, *arguments, max_tokens):
+    async def update(self, method, batch, columns, plan, max_tokens, *arguments):
         self.device.train("update")
         return {"loss": 0.5}
-
-    def start(self, method, *args):
-        return [getattr(self, method)(*args)]
-
-    def wait(self, pending, **_):
-        return pending
 
     def start_export(self, path, version, check):
         self.version = version
@@ -137,11 +139,11 @@ class Collector:
     """Asks the pool, and makes up the answers."""
 
     def __init__(self, pool):
-        self.rollout, self.advance, self.state_dict, self.models = pool, lambda: None, dict, []
+        self.rollout, self.state_dict = pool, dict
 
-    def answers(self, version):
+    async def answers(self, version):
         self.rollout.submit([[REQUEST]])
-        self.rollout.running[0].clear()
+        assert [answer.key for answer in await self.rollout.poll()] == [REQUEST.key]
         return DataProto.from_dict(
             {"prompts": jagged([[1]] * 4, torch.int64), "responses": jagged([[2]] * 4, torch.int64),
              "rollout_log_probs": jagged([[-1.0]] * 4, torch.float32),
@@ -154,32 +156,38 @@ class Collector:
             {"finish_reason": ["stop"] * 4},
         )  # fmt: skip
 
-    def scored(self, batch):
+    async def scored(self, batch):
         return batch
 
     def take(self):
         """It has no groups."""
 
-    def evaluate(self, prompts, *, greedy):
-        return self.answers(0)
+    async def evaluate(self, prompts, *, greedy):
+        return await self.answers(0)
 
 
 class Silent:
-    """A tracker and checkpoints that say nothing."""
+    """A tracker that says nothing."""
 
     def __getattr__(self, name):
         return lambda *args, **named: None
 
 
-def trainer(device, *overrides, engine=None, val=()):
+async def pool_of(engine, tasks, *, sleeps):
+    pool = RolloutPool([Replica(0, lambda: Building(Role(OneReplica(engine), "rollout")))], tasks, sleeps=sleeps)
+    await pool.start()
+    return pool
+
+
+async def trainer(tasks, device, *overrides, engine=None, val=()):
     config, _ = compose(
         ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=1", "rollout.samples_per_prompt=2",
          "trainer.total_steps=2", *overrides]
     )  # fmt: skip
-    pool = RolloutPool(OneReplica(engine or Engine(device)), sleeps=config.takes_turns)
+    pool = await pool_of(engine or Engine(device), tasks, sleeps=config.takes_turns)
     return Trainer(
         config, collector=Collector(pool), actor=Actor(device), reference=None, critic=None, tracker=Silent(),
-        checkpoints=Silent(), val_prompts=val,
+        checkpoints=FakeCheckpoints([]), val_prompts=val, tasks=tasks,
     )  # fmt: skip
 
 
@@ -188,9 +196,9 @@ def one_part(monkeypatch):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
 
 
-def test_E6_a_run_answers_awake_trains_while_the_engine_sleeps_and_wakes_it_in_stages_around_the_sync():
+async def test_E6_a_run_answers_awake_trains_while_the_engine_sleeps_and_wakes_it_in_stages_around_the_sync(tasks):
     device = Device()
-    trainer(device, val=["a prompt"]).fit()
+    await (await trainer(tasks, device, val=["a prompt"])).fit()
     step = ["answer", "sleep", "log-probs", "update", "wake the weights"]
     evaluation = ["answer", "answer"]
     assert device.log == [
@@ -199,48 +207,51 @@ def test_E6_a_run_answers_awake_trains_while_the_engine_sleeps_and_wakes_it_in_s
     ]  # fmt: skip
 
 
-def test_an_evaluation_while_the_engine_sleeps_wakes_it_with_the_actors_weights():
+async def test_an_evaluation_while_the_engine_sleeps_wakes_it_with_the_actors_weights(tasks):
     device = Device()
-    made = trainer(device, val=["a prompt"])
-    made.sync_weights()
-    made.collector.rollout.sleep()
-    made.evaluate()
+    made = await trainer(tasks, device, val=["a prompt"])
+    await made.sync_weights()
+    await made.collector.rollout.sleep()
+    await made.evaluate()
     assert device.log[-5:] == ["sleep", "wake the weights", "wake the cache with 0", "answer", "answer"]
     assert not made.collector.rollout.asleep
 
 
-def test_a_sync_that_fails_leaves_the_engine_to_be_woken_by_the_next():
+async def test_a_sync_that_fails_leaves_the_engine_to_be_woken_by_the_next(tasks):
     device = Device()
-    made = trainer(device, engine=Engine(device, fails_once=True))
+    made = await trainer(tasks, device, engine=Engine(device, fails_once=True))
     with pytest.raises(SyncError, match="not the sender's"):
-        made.sync_weights()
-    made.sync_weights()
+        await made.sync_weights()
+    await made.sync_weights()
     made.collector.rollout.submit([[REQUEST]])
     assert device.log == ["wake the weights", "wake the weights", "wake the cache with 0", "answer"]
 
 
-def test_engines_that_sleep_are_asked_for_nothing_and_those_that_answer_do_not_sleep():
+async def test_engines_that_sleep_are_asked_for_nothing_and_those_that_answer_do_not_sleep(tasks):
     device = Device()
-    pool = trainer(device).collector.rollout
+    made = await trainer(tasks, device)
+    await made.sync_weights()
+    pool = made.collector.rollout
     pool.submit([[REQUEST]])
     with pytest.raises(AssertionError, match="unfinished answers must not sleep"):
-        pool.sleep()
-    pool.running[0].clear()
-    pool.sleep()
-    pool.sleep()
+        await pool.sleep()
+    assert [answer.key for answer in await pool.poll()] == [REQUEST.key]
+    await pool.sleep()
+    await pool.sleep()
     with pytest.raises(AssertionError, match="no weights to answer with"):
         pool.submit([[REQUEST]])
-    assert device.log == ["answer", "sleep"]
+    assert device.log == ["wake the weights", "wake the cache with 0", "answer", "sleep"]
 
 
-def test_an_engine_that_keeps_its_memory_is_asked_once_to_sleep():
+async def test_an_engine_that_keeps_its_memory_is_asked_once_to_sleep(tasks):
     device = Device()
     device.sleeps = False
     engine, asked = Engine(device), []
-    pool = RolloutPool(OneReplica(engine), sleeps=True)
+    pool = await pool_of(engine, tasks, sleeps=True)
+    await pool.load([Role(Actor(device), "actor")], 0, check=True)
     engine.sleep = lambda: asked.append("sleep") or False
-    pool.sleep()
-    pool.sleep()
+    await pool.sleep()
+    await pool.sleep()
     pool.submit([[REQUEST]])
     assert (asked, pool.asleep) == (["sleep"], False)
 
@@ -248,14 +259,16 @@ def test_an_engine_that_keeps_its_memory_is_asked_once_to_sleep():
 @pytest.mark.parametrize(
     "overrides", [["trainer.max_staleness=1"], ["placement=inprocess", "rollout=hf"], ["placement.share_ranks=false"]]
 )
-def test_engines_that_have_devices_of_their_own_or_never_stop_are_not_asked_to_sleep(overrides):
+async def test_engines_that_have_devices_of_their_own_or_never_stop_are_not_asked_to_sleep(tasks, overrides):
     device = Device()
-    made = trainer(device, *overrides)
-    made.collector.rollout.sleep()
+    made = await trainer(tasks, device, *overrides)
+    await made.collector.rollout.sleep()
     assert device.log == []
     assert compose([])[0].takes_turns
 
 
-def test_the_fakes_refuse_to_train_beside_an_engine_that_is_awake():
-    with pytest.raises((AssertionError, WorkerError), match="beside an engine that is awake"):
-        trainer(Device(), "trainer.max_staleness=1").train_step()
+async def test_the_fakes_refuse_to_train_beside_an_engine_that_is_awake(tasks):
+    made = await trainer(tasks, Device(), "trainer.max_staleness=1")
+    await made.sync_weights()
+    with pytest.raises(AssertionError, match="beside an engine that is awake"):
+        await made.train_step()

@@ -77,12 +77,12 @@ class FakeGroup:
         self.ranks = [Role(LocalProcess(None), role)]
         self.updates, self.arguments, self.entropies = [], [], []
 
-    async def rows(self, method, batch, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens):
         self.log.append(f"{self.role} {method.__name__} {max_tokens}")
         values = {name: torch.full((4,), value) for name, value in self.columns.items()}
         return batch.with_values("responses", **values).select(list(values))
 
-    async def update(self, method, batch, plan, max_tokens, *arguments):
+    async def update(self, method, batch, columns, plan, max_tokens, *arguments):
         self.log.append(f"{self.role} {method.__name__} {max_tokens}")
         self.updates.append((batch, plan))
         self.arguments.append(arguments)
@@ -174,15 +174,15 @@ class Slow(FakeGroup):
             self.computing.set()
             await self.judges.second_step.wait()
 
-    async def rows(self, method, batch, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens):
         await self.compute(method)
         if self.role == "judge":
             return DataProto.from_dict({"model_scores": torch.zeros(len(batch))})
-        return await super().rows(method, batch, max_tokens=max_tokens)
+        return await super().rows(method, batch, columns, max_tokens=max_tokens)
 
-    async def update(self, method, batch, plan, max_tokens, *arguments):
+    async def update(self, method, batch, columns, plan, max_tokens, *arguments):
         await self.compute(method)
-        return await super().update(method, batch, plan, max_tokens, *arguments)
+        return await super().update(method, batch, columns, plan, max_tokens, *arguments)
 
 
 @pytest.mark.parametrize(

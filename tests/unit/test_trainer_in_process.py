@@ -18,6 +18,9 @@ from tests.fakes import NoCheckpoints
 from workers.models.fsdp import full
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
+from workers.training.actor import ActorWorker
+from workers.training.shared_columns import log_probs_columns, update_columns
+from workers.training.worker_group import WorkerGroup
 
 BASE = [
     "placement=inprocess", "rollout=hf", "trainer.prompts_per_step=4", "rollout.samples_per_prompt=4",
@@ -39,31 +42,32 @@ def reward(tmp_path_factory):
     return f"reward.functions=[{{name: parity, path: '{file}:score', weight: 1.0}}]"
 
 
-def trainer(model, *overrides) -> Trainer:
+async def trainer(tasks, model, *overrides) -> Trainer:
     config = compose([*BASE, *overrides])[0]
     critic = config.algorithm.advantage_estimator == "gae"
-    workers = start_workers(config, model, [EOS_ID], needs_critic=critic)
+    workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=critic)
     prompts = load_prompts(
         config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
     )
+    collector = Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, tasks=tasks)
+    collector.start()
     made = Trainer(
-        config, collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts),
-        actor=workers.actor, reference=workers.reference, critic=workers.critic, tracker=None,
-        checkpoints=NoCheckpoints(), val_prompts=[],
+        config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
+        tracker=None, checkpoints=NoCheckpoints(), val_prompts=[], tasks=tasks,
     )  # fmt: skip
-    made.sync_weights()
+    await made.sync_weights()
     return made
 
 
-def weights(made: Trainer) -> dict[str, torch.Tensor]:
-    weights = made.actor.wait(made.actor.start("weights"))[0]
+async def weights(made: Trainer) -> dict[str, torch.Tensor]:
+    (weights,) = await made.actor.call(ActorWorker.weights)
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def run(made: Trainer, steps: int):
+async def run(made: Trainer, steps: int):
     """Metrics and batches of the steps, and the weights after them."""
-    history = [made.train_step() for _ in range(steps)]
-    return [metrics for metrics, _ in history], [batch for _, batch in history], weights(made)
+    history = [await made.train_step() for _ in range(steps)]
+    return [metrics for metrics, _ in history], [batch for _, batch in history], await weights(made)
 
 
 # One optimizer step on all
@@ -78,23 +82,25 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_D1_one_step_on_policy_learns_the_same_with_and_without_the_actors_pass(start, reward, name, monkeypatch):
+async def test_D1_one_step_on_policy_learns_the_same_with_and_without_the_actors_pass(
+    tasks, start, reward, name, monkeypatch
+):
     asked = []
-    rows = Trainer.rows
+    rows = WorkerGroup.rows
 
-    def counted(self, group, method, batch):
-        asked.append(group is self.actor)
-        return rows(self, group, method, batch)
+    async def counted(self, method, *arguments, **named):
+        asked.append(self is made.actor)
+        return await rows(self, method, *arguments, **named)
 
-    monkeypatch.setattr(Trainer, "rows", counted)
+    monkeypatch.setattr(WorkerGroup, "rows", counted)
     found = []
     for forced in (False, True):
-        made = trainer(start, reward, *VARIANTS[name])
-        before = weights(made)
+        made = await trainer(tasks, start, reward, *VARIANTS[name])
+        before = await weights(made)
         assert made.needs_actor_pass is False
         made.needs_actor_pass = forced
         asked.clear()
-        metrics, batches, after = run(made, 3)
+        metrics, batches, after = await run(made, 3)
         assert sum(asked) == (3 if forced else 1)
         found.append((metrics, batches, after))
         assert any(not torch.equal(before[key], tensor) for key, tensor in after.items())
@@ -112,11 +118,13 @@ def test_D1_one_step_on_policy_learns_the_same_with_and_without_the_actors_pass(
 
 
 @pytest.mark.parametrize(("batches", "groups"), [(1, range(1, 4)), (4, [4])])
-def test_no_group_without_spread_reaches_an_update(start, reward, batches, groups):
-    made = trainer(start, reward, f"algorithm.dynamic_sampling={batches}", "trainer.prompts_per_minibatch=2")
+async def test_no_group_without_spread_reaches_an_update(tasks, start, reward, batches, groups):
+    made = await trainer(
+        tasks, start, reward, f"algorithm.dynamic_sampling={batches}", "trainer.prompts_per_minibatch=2"
+    )
     dropped = 0
     for _ in range(3):
-        metrics, batch = made.train_step()
+        metrics, batch = await made.train_step()
         uid, valid = batch.batch["uid"], batch.batch["valid"]
         assert not bool(zero_spread(uid, batch.batch["scores"], valid).any())
         assert len(uid.unique()) in groups
@@ -128,17 +136,17 @@ def test_no_group_without_spread_reaches_an_update(start, reward, batches, group
     assert dropped > 0
 
 
-def test_switched_off_groups_without_spread_are_among_the_batch(start, reward):
-    _, batches, _ = run(trainer(start, reward), 3)
+async def test_switched_off_groups_without_spread_are_among_the_batch(tasks, start, reward):
+    _, batches, _ = await run(await trainer(tasks, start, reward), 3)
     assert any(bool(zero_spread(b.batch["uid"], b.batch["scores"], b.batch["valid"]).any()) for b in batches)
 
 
-def test_a_step_whose_groups_all_score_the_same_moves_no_weight(start, tmp_path):
+async def test_a_step_whose_groups_all_score_the_same_moves_no_weight(tasks, start, tmp_path):
     (tmp_path / "constant.py").write_text("def score(response):\n    return 1.0\n")
     constant = f"reward.functions=[{{name: c, path: '{tmp_path}/constant.py:score', weight: 1.0}}]"
-    made = trainer(start, constant, "algorithm.dynamic_sampling=2", "algorithm.entropy_coef=0.1")
-    before = weights(made)
-    (metrics,), (batch,), after = run(made, 1)
+    made = await trainer(tasks, start, constant, "algorithm.dynamic_sampling=2", "algorithm.entropy_coef=0.1")
+    before = await weights(made)
+    (metrics,), (batch,), after = await run(made, 1)
     assert len(batch) == 4
     assert not bool(batch.values("response_mask").any())
     assert metrics["rollout/groups_dropped"] == 7
@@ -149,21 +157,18 @@ def test_a_step_whose_groups_all_score_the_same_moves_no_weight(start, tmp_path)
 # The loop
 
 
-def sequential(model, steps, *overrides):
+async def sequential(tasks, model, steps, *overrides):
     """Sample, score, train, send the weights: one after the other, without trainer, collector, pools and credit."""
     config = compose([*BASE, *overrides])[0]
-    workers = start_workers(config, model, [EOS_ID], needs_critic=False)
-    engine, samples, budget = (
-        workers.rollout.hosts.host.roles["rollout"].engine,
-        4,
-        config.actor.max_tokens_per_microbatch,
-    )
+    workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=False)
+    engine = workers.rollout.replicas[0].role.process.host.roles["rollout"].engine
+    samples, budget = 4, config.actor.max_tokens_per_microbatch
     prompts = load_prompts(
         config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
     )
     trained = []
     for step in range(steps):
-        current = workers.actor.wait(workers.actor.start("weights"))[0]
+        current = (await workers.actor.call(ActorWorker.weights))[0]
         with torch.no_grad():
             for name, parameter in engine.model.named_parameters():
                 parameter.copy_(current[name])
@@ -191,21 +196,24 @@ def sequential(model, steps, *overrides):
         )
         mask = batch.padded("response_mask")
         if step == 0:  # where the engine is checked the actor's own pass is the old policy
-            batch = batch.union(workers.actor.rows("compute_log_probs", batch, max_tokens=budget))
+            columns = log_probs_columns(config.algorithm)
+            batch = batch.union(
+                await workers.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
+            )
         at_the_end = torch.nn.functional.one_hot(mask.sum(-1) - 1, mask.size(1)) * scores[:, None]
         valid = torch.ones(len(keys), dtype=torch.bool)
         advantages, _ = ADVANTAGE_ESTIMATORS.get("grpo")(at_the_end, mask, batch.batch["uid"], valid)
         batch = batch.with_values("responses", advantages=advantages[mask])
         plan = minibatches(batch.batch["uid"].tolist(), 1, 1, seed=0, step=step)
-        workers.actor.update(batch, plan, 0.0, max_tokens=budget)
+        await workers.actor.update(ActorWorker.update, batch, update_columns(config.algorithm), plan, budget, 0.0)
         trained.append((batch, scores))
-    return trained, workers.actor.wait(workers.actor.start("weights"))[0]
+    return trained, (await workers.actor.call(ActorWorker.weights))[0]
 
 
-def test_E7_at_staleness_zero_a_run_is_bitwise_a_plain_sequential_loop(start, reward):
+async def test_E7_at_staleness_zero_a_run_is_bitwise_a_plain_sequential_loop(tasks, start, reward):
     settings = [reward, "trainer.deterministic=true", "trainer.seed=0", "data.shuffle=false", "rollout.temperature=1.0"]
-    _, batches, after = run(trainer(start, *settings), 3)
-    expected, weights_after = sequential(start, 3, *settings)
+    _, batches, after = await run(await trainer(tasks, start, *settings), 3)
+    expected, weights_after = await sequential(tasks, start, 3, *settings)
     for step, (batch, (plain, scores)) in enumerate(zip(batches, expected, strict=True)):
         assert torch.equal(batch.values("responses"), plain.values("responses"))
         assert torch.equal(batch.batch["scores"], scores)
@@ -213,15 +221,13 @@ def test_E7_at_staleness_zero_a_run_is_bitwise_a_plain_sequential_loop(start, re
         assert set(batch.values("policy_version").tolist()) == {step}
     assert set(after) == set(weights_after)
     assert all(torch.equal(tensor, weights_after[name]) for name, tensor in after.items())
-    assert any(
-        not torch.equal(tensor, other)
-        for tensor, other in zip(after.values(), weights(trainer(start, *settings)).values(), strict=True)
-    )
+    untrained = await weights(await trainer(tasks, start, *settings))
+    assert any(not torch.equal(tensor, other) for tensor, other in zip(after.values(), untrained.values(), strict=True))
 
 
-def test_with_staleness_one_every_group_is_trained_on_once_and_none_is_older_than_a_version(start, reward):
-    made = trainer(start, reward, "trainer.max_staleness=1", "trainer.total_steps=4")
-    metrics, batches, _ = run(made, 4)
+async def test_with_staleness_one_every_group_is_trained_on_once_and_none_is_older_than_a_version(tasks, start, reward):
+    made = await trainer(tasks, start, reward, "trainer.max_staleness=1", "trainer.total_steps=4")
+    metrics, batches, _ = await run(made, 4)
     assert [uid for batch in batches for uid in batch.batch["uid"].unique().tolist()] == list(range(16))
     ages = [step - batch.values("policy_version") for step, batch in enumerate(batches)]
     assert all(0 <= int(age.min()) <= int(age.max()) <= 1 for age in ages)
@@ -233,8 +239,8 @@ def test_with_staleness_one_every_group_is_trained_on_once_and_none_is_older_tha
 # Every feature at once, and greedy baselines
 
 
-def test_a_greedy_baseline_is_scored_for_each_prompt(start, reward):
-    _, batches, _ = run(trainer(start, reward, "algorithm.advantage_estimator=remax"), 2)
+async def test_a_greedy_baseline_is_scored_for_each_prompt(tasks, start, reward):
+    _, batches, _ = await run(await trainer(tasks, start, reward, "algorithm.advantage_estimator=remax"), 2)
     for batch in batches:
         assert len(batch) == 16
         baselines = batch.batch["baseline_rewards"].view(4, 4)
@@ -243,7 +249,7 @@ def test_a_greedy_baseline_is_scored_for_each_prompt(start, reward):
         assert torch.allclose(batch.padded("advantages")[:, 0], expected)
 
 
-def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(start, reward):
+async def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(tasks, start, reward):
     """The value is that of transformers' own forward pass over the whole answer, with the weights before the step."""
     settings = [
         "algorithm=ppo",
@@ -254,14 +260,14 @@ def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(start, rewar
         "algorithm.advantage_normalization.std_level=null",
         "rollout.max_response_length=4",
     ]
-    made = trainer(start, reward, *settings)
-    made.train_step()  # before it every value is 0
-    (critic,) = (host.roles["critic"] for host in [made.critic.hosts.host])
+    made = await trainer(tasks, start, reward, *settings)
+    await made.train_step()  # before it every value is 0
+    (critic,) = (rank.process.host.roles["critic"] for rank in made.critic.ranks)
     copy = AutoModelForTokenClassification.from_pretrained(start, num_labels=1)
     copy.score = torch.nn.Linear(copy.config.hidden_size, 1, bias=False)
     copy.load_state_dict({name: full(tensor.detach()).clone() for name, tensor in critic.model.state_dict().items()})
     copy.eval()
-    _, batch = made.train_step()
+    _, batch = await made.train_step()
     reasons = batch.non_tensor_batch["finish_reason"].tolist()
     assert set(reasons) == {"length", "stop"}
     for row, reason in enumerate(reasons):
@@ -276,7 +282,7 @@ def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(start, rewar
     assert batch.batch["bootstrap_values"].abs().max() > 0.01
 
 
-def test_features_go_together(start, reward):
+async def test_features_go_together(tasks, start, reward):
     settings = [
         "loss_mode=top_entropy", "suppress_truncated=true", "mask_truncated=true", "dynamic_sampling=3",
         "entropy_target=0.1", "reward_normalization.std_level=batch", "advantage_normalization.std_level=group",
@@ -285,8 +291,8 @@ def test_features_go_together(start, reward):
         "rejection.kl_estimator=k3", "rejection.upper=1.0",
     ]  # fmt: skip
     updates = ["trainer.prompts_per_minibatch=2", "trainer.epochs_per_step=2"]
-    made = trainer(start, reward, *(f"algorithm.{text}" for text in settings), *updates)
-    metrics, batches, _ = run(made, 2)
+    made = await trainer(tasks, start, reward, *(f"algorithm.{text}" for text in settings), *updates)
+    metrics, batches, _ = await run(made, 2)
     assert all(value == value and abs(value) < float("inf") for step in metrics for value in step.values())
     assert {"full_kl", "ref_hidden", "entropies"} <= set(batches[0].keys())
     assert metrics[0]["actor/correction_weight_mean"] == pytest.approx(1, abs=0.1)  # engine and actor agree

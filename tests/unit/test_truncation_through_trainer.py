@@ -3,6 +3,7 @@
 Engines, reward workers and (but for one test) the models are fakes; collector, credit and trainer are real.
 """
 
+import asyncio
 import dataclasses
 import itertools
 
@@ -10,16 +11,18 @@ import pytest
 import torch
 
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.data.prompts import Prompt
 from rltrain.settings.algorithm_config import NormalizationConfig
 from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from tests.fakes import Immortal, NoCheckpoints
-from workers.cluster.host_groups import LocalHosts
+from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
+from workers.training.actor import ActorWorker
 from workers.training.worker_group import WorkerGroup
 
 PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
@@ -30,8 +33,7 @@ class Engines(Immortal):
     """Answer n to every prompt has LENGTHS[n] tokens; those in `cut` ended at the limit."""
 
     def __init__(self, cut):
-        self.cut, self.waiting, self.load = cut, [], lambda actor, version, *, check: None
-        self.sleep = lambda: None
+        self.cut, self.waiting = cut, []
 
     def submit(self, groups):
         self.waiting += [request for group in groups for request in group]
@@ -40,7 +42,8 @@ class Engines(Immortal):
     def pending(self):
         return len(self.waiting)
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
         requests, self.waiting = self.waiting, []
         return [self.answer(request.key) for request in requests]
 
@@ -54,12 +57,17 @@ class Judges:
     """Gives the score of a key; None fails."""
 
     def __init__(self, scores):
-        self.scores, self.waiting, self.pending = scores, [], 0
+        self.scores, self.waiting = scores, []
 
     def submit(self, requests):
         self.waiting += [request.key for request in requests]
 
-    def poll(self, timeout_s):
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    async def poll(self):
+        await asyncio.sleep(0)
         keys, self.waiting = self.waiting, []
         return [
             RewardResult(key, (None,), failed=True, error="broke") if self.scores[key] is None
@@ -72,25 +80,16 @@ class FakeGroup:
     """A role that knows its columns and learns nothing."""
 
     def __init__(self, **columns):
-        self.columns = columns
+        self.columns, self.ranks = columns, []
 
-    def meanwhile(self, function):
-        """Never called: nothing is waited for."""
-
-    def rows(self, method, batch, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens):
         tokens = len(batch.values("responses"))
         return batch.with_values(
             "responses", **{name: torch.full((tokens,), value) for name, value in self.columns.items()}
         ).select(list(self.columns))
 
-    def update(self, batch, plan, *arguments, max_tokens):
+    async def update(self, *arguments):
         return {}
-
-    def start(self, method, *args):
-        return ["weights"]
-
-    def wait(self, pending, **_):
-        return pending
 
 
 BASE, _ = compose(
@@ -100,16 +99,17 @@ BASE, _ = compose(
 )  # fmt: skip
 
 
-def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
+async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
     """The batch that one step trained on, and its metrics. `scores`: by (group, answer)."""
-    trainer = Trainer(
-        config,
-        collector=Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS),
-        actor=actor or FakeGroup(old_log_probs=-1.0), reference=None, critic=FakeGroup(values=0.25),
-        tracker=None, checkpoints=NoCheckpoints(), val_prompts=[],
-    )  # fmt: skip
-    metrics, batch = trainer.train_step()
-    return batch, metrics
+    async with BackgroundTasks() as tasks:
+        collector = Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS, tasks=tasks)
+        collector.start()
+        trainer = Trainer(
+            config, collector=collector, actor=actor or FakeGroup(old_log_probs=-1.0), reference=None,
+            critic=FakeGroup(values=0.25), tracker=None, checkpoints=NoCheckpoints(), val_prompts=[], tasks=tasks,
+        )  # fmt: skip
+        metrics, batch = await trainer.train_step()
+        return batch, metrics
 
 
 def two_groups(cut_score):
@@ -148,27 +148,27 @@ ESTIMATORS = ["grpo", "rloo", "reinforce_plus_plus", "gae"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_C5_under_every_normalisation_a_suppressed_answers_score_reaches_no_other_row(estimator):
+async def test_C5_under_every_normalisation_a_suppressed_answers_score_reaches_no_other_row(estimator):
     for rewards, advantages in pairs():
         config = changed(
             advantage_estimator=estimator, reward_normalization=rewards, advantage_normalization=advantages
         )
-        one, hundred = (trained(two_groups(score), config=config)[0] for score in (1.0, 100.0))
+        one, hundred = [(await trained(two_groups(score), config=config))[0] for score in (1.0, 100.0)]
         assert torch.equal(one.values("advantages"), hundred.values("advantages")), (rewards, advantages)
         assert torch.equal(one.values("returns"), hundred.values("returns")), (rewards, advantages)
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
 @pytest.mark.parametrize("how", ["suppress", "exclude"])
-def test_C5_no_estimator_lets_a_cut_answer_move_the_others(estimator, how):
+async def test_C5_no_estimator_lets_a_cut_answer_move_the_others(estimator, how):
     config = changed(
         advantage_estimator=estimator, suppress_truncated=how == "suppress", exclude_truncated=how == "exclude"
     )
-    found = [trained(two_groups(score), config=config)[0].padded("advantages") for score in (1.0, 100.0)]
+    found = [(await trained(two_groups(score), config=config))[0].padded("advantages") for score in (1.0, 100.0)]
     others = torch.arange(6) != 1
     assert torch.equal(found[0][others], found[1][others])
     assert found[0].abs().sum() > 0
-    kept = trained(two_groups(100.0), config=changed(advantage_estimator=estimator, suppress_truncated=False))[0]
+    kept, _ = await trained(two_groups(100.0), config=changed(advantage_estimator=estimator, suppress_truncated=False))
     if ADVANTAGE_ESTIMATORS.metadata(estimator)["statistics"] != "none":  # else no row sees another in any case
         assert not torch.equal(kept.padded("advantages")[others], found[0][others])
 
@@ -179,7 +179,7 @@ def test_there_are_eleven_normalisations_and_all_their_pairs():
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
+async def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
     """The invariant's own case, scores [1, 1] and [1, 100], with batch-mean normalisation."""
     batch_mean = dataclasses.replace(NONE, mean_level="batch")
     config = changed(advantage_estimator=estimator, reward_normalization=batch_mean)
@@ -187,21 +187,24 @@ def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
         config, rollout=dataclasses.replace(config.rollout, samples_per_prompt=2),
         trainer=dataclasses.replace(config.trainer, prompts_per_step=1, prompts_per_minibatch=1),
     )  # fmt: skip
-    found = [trained({(0, 0): 1.0, (0, 1): score}, config=config)[0].padded("advantages")[0] for score in (1.0, 100.0)]
+    found = [
+        (await trained({(0, 0): 1.0, (0, 1): score}, config=config))[0].padded("advantages")[0]
+        for score in (1.0, 100.0)
+    ]
     assert torch.equal(*found)
 
 
-def test_the_score_of_a_finished_answer_of_any_length_counts():
+async def test_the_score_of_a_finished_answer_of_any_length_counts():
     """Answer 1 is the longest, and finished: it is not cut."""
-    found = [trained(two_groups(score), cut=())[0].padded("advantages")[0, 0] for score in (1.0, 100.0)]
+    found = [(await trained(two_groups(score), cut=()))[0].padded("advantages")[0, 0] for score in (1.0, 100.0)]
     assert found[0] != found[1]
 
 
 @pytest.mark.parametrize(("masked", "tokens"), [(False, 4), (True, 0)])
 @pytest.mark.parametrize("how", ["suppress", "exclude"])
-def test_C4_a_cut_answer_keeps_its_tokens_in_the_mask_unless_it_is_masked(how, masked, tokens):
+async def test_C4_a_cut_answer_keeps_its_tokens_in_the_mask_unless_it_is_masked(how, masked, tokens):
     config = changed(suppress_truncated=how == "suppress", exclude_truncated=how == "exclude", mask_truncated=masked)
-    batch, metrics = trained(two_groups(1.0), config=config)
+    batch, metrics = await trained(two_groups(1.0), config=config)
     assert batch.padded("response_mask").sum(-1).tolist() == [2, tokens, 3, 2, 4, 3]
     assert batch.batch["valid"].tolist() == [True, False, True, True, True, True]
     assert batch.padded("advantages")[1].tolist() == [0.0] * 4
@@ -209,15 +212,15 @@ def test_C4_a_cut_answer_keeps_its_tokens_in_the_mask_unless_it_is_masked(how, m
     assert metrics["rollout/truncated_fraction"] == pytest.approx(1 / 6)
 
 
-def test_C4_under_gae_a_suppressed_answer_keeps_its_value_term():
+async def test_C4_under_gae_a_suppressed_answer_keeps_its_value_term():
     config = changed(advantage_estimator="gae", advantage={"lam": 1.0})
-    batch, _ = trained(two_groups(100.0), config=config)
+    batch, _ = await trained(two_groups(100.0), config=config)
     assert batch.padded("advantages")[1].tolist() == [-0.25] * 4
     assert batch.padded("returns")[1].tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisation(estimator):
+async def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisation(estimator):
     """What the other rows get is what they would get without it: whatever it would have scored."""
     scores = two_groups(1.0) | {(1, 1): None}
     for rewards, advantages in (
@@ -226,27 +229,26 @@ def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisation(e
         config = changed(
             advantage_estimator=estimator, reward_normalization=rewards, advantage_normalization=advantages
         )
-        batch, metrics = trained(scores, config=config)
+        batch, metrics = await trained(scores, config=config)
         assert batch.padded("response_mask").any(-1).tolist() == [True] * 4 + [False, True]
         assert batch.padded("advantages")[4].tolist() == [0.0] * 4
         assert metrics["reward/failed_fraction"] == pytest.approx(1 / 6)
     plain = changed(advantage_estimator=estimator, reward_normalization=dataclasses.replace(NONE, mean_level="batch"))
-    rewards = trained(scores, config=plain)[0].padded("token_level_rewards").sum(-1)
+    rewards = (await trained(scores, config=plain))[0].padded("token_level_rewards").sum(-1)
     # The mean of four is 0.5; the cut answer has earned nothing, as the last one of each group.
     assert rewards.tolist() == pytest.approx([0.5, -0.5, -0.5, 0.5, 0.0, -0.5])
 
 
-def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppressed_score(start, process_group):
-    found = []
+async def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppressed_score(start, process_group):
+    async def weights():
+        return {name: tensor.clone() for name, tensor in (await role.call(ActorWorker.weights)).items()}
+
+    role, found = Role(LocalProcess(Host({}, verbose=True)), "actor"), []
     for score in (1.0, 100.0):
-        hosts = LocalHosts(Host({}, verbose=True))
-        hosts.host.build("actor", "workers.training.actor:ActorWorker", BASE, start)
-        actor = WorkerGroup(hosts, "actor")
-        trained(two_groups(score), actor=actor)
-        weights = actor.wait(actor.start("weights"))[0]
-        found.append({name: tensor.clone() for name, tensor in weights.items()})
-    hosts.host.build("actor", "workers.training.actor:ActorWorker", BASE, start)
-    first = actor.wait(actor.start("weights"))[0]
-    untrained = {name: tensor.clone() for name, tensor in first.items()}
+        role.process.build("actor", "workers.training.actor:ActorWorker", BASE, start)
+        await trained(two_groups(score), actor=WorkerGroup([role]))
+        found.append(await weights())
+    role.process.build("actor", "workers.training.actor:ActorWorker", BASE, start)
+    untrained = await weights()
     assert all(torch.equal(found[0][name], found[1][name]) for name in untrained)
     assert any(not torch.equal(found[0][name], untrained[name]) for name in untrained)

@@ -20,67 +20,71 @@ class SomeUntrained(FakeCollector):
         super().__init__([])
         self.untrained = versions
 
-    def answers(self, version):
+    async def answers(self, version):
         batch = samples(version)
         mask = batch.values("response_mask") & (version not in self.untrained)
         return batch.with_values("responses", response_mask=mask)
 
 
-def test_a_step_that_trained_nothing_does_not_move_the_entropy_coefficient():
+async def test_a_step_that_trained_nothing_does_not_move_the_entropy_coefficient():
     made, _ = trainer(*ENTROPY, collector=SomeUntrained(1))
     made.actor.entropies = [0.4, 0.0, 0.4]
-    shown = [made.train_step()[0]["actor/entropy_coef"] for _ in range(4)]
+    shown = [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(4)]
     assert shown == pytest.approx([0.01, 0.014, 0.014, 0.018])
 
 
-def test_a_step_whose_answers_were_all_cut_and_masked_does_not_move_it_either():
+async def test_a_step_whose_answers_were_all_cut_and_masked_does_not_move_it_either():
     class AllCut(FakeCollector):
-        def answers(self, version):
+        async def answers(self, version):
             batch = samples(version)
             batch.non_tensor_batch["finish_reason"][:] = "length"
             return batch
 
     made, _ = trainer(*ENTROPY, "algorithm.mask_truncated=true", collector=AllCut([]))
-    assert [made.train_step()[0]["actor/entropy_coef"] for _ in range(2)] == [0.01, 0.01]
+    assert [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(2)] == [0.01, 0.01]
 
 
-def test_a_step_whose_tokens_were_all_rejected_still_has_an_entropy_to_steer_by():
+async def test_a_step_whose_tokens_were_all_rejected_still_has_an_entropy_to_steer_by():
     reject = ["algorithm.rejection.kl_estimator=abs", "algorithm.rejection.upper=0.1", "rollout.max_log_prob_gap=1"]
     made, _ = trainer(*ENTROPY, *reject, old=-1.25)
     made.actor.entropies = [0.4, 0.4]
-    assert [made.train_step()[0]["actor/entropy_coef"] for _ in range(2)] == pytest.approx([0.01, 0.014])
+    assert [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(2)] == pytest.approx([0.01, 0.014])
 
 
 @pytest.mark.parametrize("settings", [["trainer.prompts_per_minibatch=2"], [], ["algorithm.old_log_probs=rollout"]])
-def test_E1_the_engine_is_checked_in_the_first_step_that_has_trained_tokens(settings):
+async def test_E1_the_engine_is_checked_in_the_first_step_that_has_trained_tokens(settings):
     made, log = trainer(*settings, "rollout.max_log_prob_gap=0.4", old=-1.5, collector=SomeUntrained(0, 1))
-    made.train_step()
-    made.train_step()
+    await made.train_step()
+    await made.train_step()
     with pytest.raises(LogProbError, match=r"disagree by 0\.5 nats"):
-        made.train_step()
+        await made.train_step()
     assert log.count("actor compute_log_probs 1111") == 3
     assert log.count("actor update 1111") == 2
 
 
-def test_once_checked_the_engine_is_not_asked_about_again():
+async def test_once_checked_the_engine_is_not_asked_about_again():
     made, log = trainer("trainer.prompts_per_minibatch=2", collector=SomeUntrained(0))
     for _ in range(4):
-        made.train_step()
+        await made.train_step()
     assert log.count("actor compute_log_probs 1111") == 2
 
 
 def skipping(made, count, **metrics):
     """The actor skips so many updates, and the tracker writes down what it is told."""
-    made.actor.update = lambda *_, **__: {"loss": 0.5, "skipped_updates": count, **metrics}
+
+    async def update(*_):
+        return {"loss": 0.5, "skipped_updates": count, **metrics}
+
+    made.actor.update = update
     made.tracker.told = []
     made.tracker.log_alarm = lambda step, text: made.tracker.told.append((step, text))
     made.tracker.save_batch = lambda step, batch: f"/run/failed/{step} of {len(batch)}"
     return made
 
 
-def test_skipped_updates_are_told_in_one_line_with_the_batch_and_the_run_goes_on():
+async def test_skipped_updates_are_told_in_one_line_with_the_batch_and_the_run_goes_on():
     made, log = trainer("trainer.prompts_per_minibatch=1")
-    metrics = skipping(made, 1.0).train_step()[0]
+    metrics = (await skipping(made, 1.0).train_step())[0]
     assert metrics["actor/skipped_updates"] == 1
     assert made.tracker.told == [
         (
@@ -93,18 +97,18 @@ def test_skipped_updates_are_told_in_one_line_with_the_batch_and_the_run_goes_on
     assert log[-1] == "load actor as 1, checked: True"
 
 
-def test_a_step_whose_updates_were_all_skipped_does_not_move_the_entropy_coefficient():
+async def test_a_step_whose_updates_were_all_skipped_does_not_move_the_entropy_coefficient():
     made, _ = trainer(*ENTROPY)
     skipping(made, 2.0, entropy=float("nan"))
-    assert [made.train_step()[0]["actor/entropy_coef"] for _ in range(2)] == [0.01, 0.01]
+    assert [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(2)] == [0.01, 0.01]
 
 
-def test_too_many_skipped_updates_end_the_run_with_the_batch_kept():
+async def test_too_many_skipped_updates_end_the_run_with_the_batch_kept():
     made, _ = trainer()
 
-    def update(*_, **__):
+    async def update(*_):
         raise NumericsError("4 updates in a row")
 
     skipping(made, 0).actor.update = update
     with pytest.raises(NumericsError, match=r"^4 updates in a row; the step's batch: /run/failed/1 of 4$"):
-        made.train_step()
+        await made.train_step()

@@ -361,6 +361,8 @@ class ProgressScope:
             return
         blamed = [process for process in self.processes if process.busy] or self.processes
         frames = await self.liveness.stacks(blamed)
+        if self not in self.liveness.scopes:
+            return  # the results have arrived meanwhile
         said = [f"{one.phase}: {one} hangs in {frames.get(one) or '?'}" for one in blamed]
         for process in blamed:
             process.lose(f"made no progress for {limit:g} s")

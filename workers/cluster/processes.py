@@ -11,8 +11,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RLTrainError, WorkerError, WorkerLost
 from rltrain.base.secret_values import redacted
+from rltrain.batch.data_proto import DataProto
 from workers.cluster.liveness import Liveness, ProgressScope, WatchedProcess
-from workers.cluster.worker_process import Host
+from workers.cluster.worker_process import Host, Join
 
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
@@ -63,6 +64,24 @@ class Pending(Generic[R]):
     def later(self) -> R:
         """The result, as an argument of another call. The process of that call waits for it and fetches it itself."""
         return cast(R, self.outcome)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An argument of a call whose columns are stored under several references. The process joins them.
+
+    Attributes:
+        references: Ray references of batches with the same rows and different columns.
+        columns: Names of the wanted columns.
+    """
+
+    references: Sequence[Any]
+    columns: Sequence[str]
+
+    @classmethod
+    def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
+        """Return the argument in the place of the batch that the method receives."""
+        return cast(DataProto, cls(references, columns))
 
 
 @dataclass(frozen=True)
@@ -154,7 +173,12 @@ class RayProcess(WatchedProcess):
         """Start a method of a role, and return without waiting for its result."""
         self._require_daemons()
         self.phase = f"{role}.{method}"
-        return Pending(self, self.actor.call.remote(role, method, *args, **kwargs))
+        joins = [Join(len(arg.references), arg.columns) if isinstance(arg, Shared) else None for arg in args]
+        if not any(joins):
+            return Pending(self, self.actor.call.remote(role, method, *args, **kwargs))
+        # Ray fetches only references that are arguments themselves, so the references of a batch are passed one by one.
+        flat = [one for arg in args for one in (arg.references if isinstance(arg, Shared) else [arg])]
+        return Pending(self, self.actor.call_joined.remote(role, method, joins, *flat, **kwargs))
 
     def share(self, value: W) -> W:
         """Put the value into Ray's object store once. All processes read it from there."""

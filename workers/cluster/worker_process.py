@@ -6,10 +6,13 @@ the environment of the process are configured.
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import logging
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rltrain.base.home_folder import ensure_home
@@ -17,6 +20,14 @@ from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import progress
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mallopt(3)
+
+
+@dataclass(frozen=True)
+class Join:
+    """How many arguments of a call are parts of one batch, and which of their columns the method gets."""
+
+    parts: int
+    columns: Sequence[str]
 
 
 class Host:
@@ -47,6 +58,22 @@ class Host:
         """Call a method of a role."""
         with progress.call():
             return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def call_joined(self, role: str, method: str, joins: Sequence[Join | None], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a role, some of whose arguments arrive in parts.
+
+        Args:
+            role: Name of the role.
+            method: Name of the method.
+            joins: For each argument of the method, how it is joined from the next of `args`; None: it is one of `args`.
+            args: The arguments and parts.
+            kwargs: Keyword arguments of the method.
+        """
+        rest, joined = list(args), []
+        for join in joins:
+            parts, rest = rest[: join.parts if join else 1], rest[join.parts if join else 1 :]
+            joined.append(functools.reduce(lambda a, b: a.union(b), parts).select(join.columns) if join else parts[0])
+        return self.call(role, method, *joined, **kwargs)
 
     def introduce(self) -> progress.Process | None:
         """Make this process observable and return its identity for monitoring."""

@@ -104,10 +104,10 @@ class RolloutPool:
 
     async def abort(self) -> None:
         """Drop all unfinished requests. Their answers are never returned, even if a request is submitted again."""
-        self._queue = []
+        self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            await replica.abort()
-        self._answers, self._lost = [], set()
+            replica.drop()  # all before the first wait, during which answers and deaths of other replicas may come
+        await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:
         """Release the engines' device memory to the training ranks until `load`, if the engines support that.
@@ -118,13 +118,17 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
+        async with self._syncing:  # until `load`, no replacement gets weights, which would wake it
+            source, self._source = self._source, None
         while True:
             await self._tasks.until(self._all_built())
             awake = [replica for replica in self.replicas if not replica.asleep]
             if not awake:
                 break
-            if False in [await replica.sleep() for replica in awake]:  # on a CPU no engine sleeps: do not try again
-                self.sleeps = False
+            slept = await asyncio.gather(*(replica.sleep() for replica in awake))
+            if False in slept:  # on a CPU no engine sleeps: do not try again
+                self.sleeps, self._source = False, source
+                self.changes.notify()
                 return
         self.asleep = True
 

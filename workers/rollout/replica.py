@@ -84,6 +84,7 @@ class Replica:
         self.role, self._built, self.began = building.role, building.built, time.monotonic()
         self.state, self.asleep = State.STARTING, False
         self._sent: list[Pending[None]] = []  # `submit` calls whose arrival is not confirmed
+        self._open: list[Pending[list[Completion]]] = []  # the `poll` call without a result, if there is one
 
     @property
     def ready(self) -> bool:
@@ -106,14 +107,18 @@ class Replica:
         self.running.update(request.key for request in requests)
         self._sent.append(self.role.start(RolloutWorker.submit, requests))
 
-    async def abort(self) -> None:
-        """Drop all unfinished requests. Their answers are never delivered."""
+    def drop(self) -> None:
+        """Forget all unfinished requests. Their answers are never delivered."""
         self.running.clear()
         self._aborts += 1
+
+    async def abort(self) -> None:
+        """Make the engine drop all requests, after `drop`."""
         if self.ready:
             try:
                 await results(self._sent)  # otherwise these requests could reach the engine after the abort
                 await self.role.call(RolloutWorker.abort)
+                await results(self._open)  # otherwise this poll could take answers of later requests
             except WorkerLost:
                 return  # the replica's own task replaces it
             except SyncError:  # from a failed sync, whose caller has seen the error already
@@ -122,11 +127,14 @@ class Replica:
 
     async def sleep(self) -> bool | None:
         """Release the engine's device memory. Returns False if the engine keeps it, and None if the replica died."""
+        role = self.role
         try:
-            self.asleep = await self.role.call(RolloutWorker.sleep)
+            slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        return self.asleep
+        if self.role is role:  # it was not replaced meanwhile
+            self.asleep = slept
+        return slept
 
     async def _serve(self, pool: Owner) -> None:
         await self._build(pool)
@@ -165,6 +173,7 @@ class Replica:
             while self.running and self.state is State.SERVING:
                 aborts, sent = self._aborts, list(self._sent)
                 poll = self.role.start(RolloutWorker.poll, LONG_POLL_S if process.concurrent else LOCAL_POLL_S)
+                self._open = [poll]
                 try:
                     await results_in(scope, sent)
                     answers = (await results_in(scope, [poll]))[0]
@@ -172,6 +181,8 @@ class Replica:
                     if self.state is State.SERVING:
                         raise
                     return  # from a failed sync, whose caller has seen the error already
+                finally:
+                    self._open = []
                 self._sent = self._sent[len(sent) :]
                 if aborts == self._aborts:
                     wanted = [answer for answer in answers if answer.key in self.running]

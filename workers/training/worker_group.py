@@ -16,6 +16,7 @@ from workers.training.dispatch import (
     split_rows,
     sum_updates,
 )
+from workers.training.shared_columns import SharedColumns
 
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
@@ -31,10 +32,19 @@ class WorkerGroup(Generic[W_co]):
         work: estimates the work of the role's model for a row. Without it, ranks are balanced by tokens.
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack. These ranks get the same rows
             and return the same results. A pack may hold `sequence_ranks` times as many tokens.
+        shared: columns in the object store that several groups read; None: this group shares them with no other.
     """
 
-    def __init__(self, ranks: Sequence[Role[W_co]], work: RowWork | None = None, *, sequence_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[Role[W_co]],
+        work: RowWork | None = None,
+        *,
+        sequence_ranks: int = 1,
+        shared: SharedColumns | None = None,
+    ) -> None:
         self.ranks, self.work, self.sequence_ranks = list(ranks), work or RowWork(), sequence_ranks
+        self.shared = shared or SharedColumns()
 
     @property
     def size(self) -> int:
@@ -46,18 +56,31 @@ class WorkerGroup(Generic[W_co]):
         return await results([rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     async def rows(
-        self, method: Callable[[W_co, DataProto, list[Rows]], DataProto], batch: DataProto, *, max_tokens: int
+        self,
+        method: Callable[[W_co, DataProto, list[Rows]], DataProto],
+        batch: DataProto,
+        columns: Sequence[str],
+        *,
+        max_tokens: int,
     ) -> DataProto:
-        """Run a pass over all rows, split over the ranks, and return the new columns in the batch's row order."""
+        """Run a pass over all rows, split over the ranks, and return the new columns in the batch's row order.
+
+        Args:
+            method: the role's method.
+            batch: the batch.
+            columns: the columns that the method reads.
+            max_tokens: maximum number of tokens of a micro-batch on one rank.
+        """
         lengths, work = self.costs(batch)
         plan = split_rows(lengths, self.size, max_tokens * self.sequence_ranks, work=work)
-        shared = self.ranks[0].process.share(batch)
+        shared = self.shared.share(batch, columns, self.ranks[0].process)
         return collect_rows(await self._collect([r.start(method, shared, part) for r, part in self._split(plan)]), plan)
 
     async def update(
         self,
         method: Callable[Concatenate[W_co, DataProto, list[Minibatch], P], UpdateResult],
         batch: DataProto,
+        columns: Sequence[str],
         minibatches: Sequence[list[int]],
         max_tokens: int,
         *args: P.args,
@@ -65,12 +88,19 @@ class WorkerGroup(Generic[W_co]):
     ) -> dict[str, float]:
         """Train on the mini-batches in order and return metrics over all ranks.
 
-        `args` and `kwargs` are further arguments of the role's method.
+        Args:
+            method: the role's method.
+            batch: the batch.
+            columns: the columns that the method reads, as far as the batch has them.
+            minibatches: rows of each mini-batch.
+            max_tokens: maximum number of tokens of a micro-batch on one rank.
+            args: further arguments of the method.
+            kwargs: further keyword arguments of the method.
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
         plans = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
-        shared = self.ranks[0].process.share(batch)
+        shared = self.shared.share(batch, columns, self.ranks[0].process)
         pending = [rank.start(method, shared, plan, *args, **kwargs) for rank, plan in self._split(plans)]
         return sum_updates(await self._collect(pending)) | plan_metrics(plans, lengths, work)
 

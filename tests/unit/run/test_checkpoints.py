@@ -1,16 +1,18 @@
 """What makes a checkpoint one, which are kept, and what happens when one cannot be written; ranks are fakes."""
 
+import asyncio
 import json
 import logging
 import os
 import random
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
-from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.base.errors import CheckpointError, ConfigError, WorkerLost
 from rltrain.base.storage import FileStart, Folder
 from rltrain.run.checkpoints import MANIFEST, Checkpoints, read, require_own, steps_in
 from workers.training.rank_state import Saved
@@ -21,17 +23,13 @@ HISTORY = {
 
 
 class Ranks:
-    """Two ranks that write one file each, when they are looked at for the second time."""
+    """Two ranks that write one file each, when they are asked for the second time and `writes` is set."""
 
     def __init__(self):
-        self.url, self.looks, self.error = "", 0, ""
+        self.url, self.looks, self.error, self.writes = "", 0, "", True
 
-    def start(self, method, *arguments):
-        return [(method, *arguments)]
-
-    def wait(self, pending):
-        ((method, *arguments),) = pending
-        return getattr(self, method)(*arguments)
+    async def call(self, method, *arguments):
+        return getattr(self, method.__name__)(*arguments)
 
     def save_state(self, url):
         self.url, self.looks = url, 0
@@ -39,7 +37,7 @@ class Ranks:
 
     def saved_state(self):
         self.looks += 1
-        if self.looks < 2:
+        if self.looks < 2 or not self.writes:
             return [None, None]
         try:
             return self._write(Folder(self.url))
@@ -72,20 +70,20 @@ def history_files(folder):
     return {name: FileStart(folder / name, len(content)) for name, content in HISTORY.items()}
 
 
-def save(checkpoints, step, *, ranks=None, wait=True, **metrics):
-    checkpoints.start(
+async def save(checkpoints, step, *, ranks=None, wait=True, **metrics):
+    await checkpoints.start(
         step, 2, {"actor": ranks or Ranks()}, {"step": step}, history=history_files(Path(LINES.name)), metrics=metrics
     )
     if wait:
-        checkpoints.finish()
+        await checkpoints.finish()
 
 
 def files_of(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_what_was_saved_is_what_is_read(tmp_path):
-    save(made(tmp_path), 3, score=0.5)
+async def test_what_was_saved_is_what_is_read(tmp_path):
+    await save(made(tmp_path), 3, score=0.5)
     found = made(tmp_path).newest()
     assert (found.step, found.incarnation, found.config, found.history) == (3, 2, "seed: 0\n", HISTORY)
     assert found.state == {"step": 3, "sources": {"a": 7}}
@@ -93,30 +91,35 @@ def test_what_was_saved_is_what_is_read(tmp_path):
     assert files_of(tmp_path / "checkpoints/step_3") == sorted([*listed, MANIFEST])
 
 
-def test_until_its_manifest_is_there_the_one_before_is_current(tmp_path):
-    checkpoints = made(tmp_path)
-    save(checkpoints, 1)
-    save(checkpoints, 2, wait=False)
-    assert (checkpoints.newest().step, checkpoints.advance()) == (1, False)
-    assert (checkpoints.advance(), checkpoints.newest().step) == (True, 2)
+async def test_until_its_manifest_is_there_the_one_before_is_current(tmp_path):
+    checkpoints, ranks = made(tmp_path), Ranks()
+    await save(checkpoints, 1)
+    ranks.writes = False
+    await save(checkpoints, 2, ranks=ranks, wait=False)
+    while ranks.looks < 3:
+        await asyncio.sleep(0)
+    assert (checkpoints.newest().step, checkpoints.writing.done()) == (1, False)
+    ranks.writes = True
+    await checkpoints.writing
+    assert checkpoints.newest().step == 2
 
 
-def test_a_file_of_lines_that_was_cut_meanwhile_fails_the_save_and_not_the_run(tmp_path, caplog):
+async def test_a_file_of_lines_that_was_cut_meanwhile_fails_the_save_and_not_the_run(tmp_path, caplog):
     checkpoints = made(tmp_path)
-    save(checkpoints, 1)
-    save(checkpoints, 2, wait=False)
+    await save(checkpoints, 1)
+    await save(checkpoints, 2, wait=False)
     (Path(LINES.name) / "metrics.jsonl").write_bytes(b"{}\n")
     with caplog.at_level(logging.WARNING):
-        checkpoints.finish()
+        await checkpoints.finish()
     assert "metrics.jsonl has lost its last 57 bytes" in caplog.text
     assert checkpoints.newest().step == 1
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "remove", "lengthen"])
-def test_F4_whichever_file_is_damaged_it_is_named_and_the_one_before_is_used(tmp_path, harm, caplog):
+async def test_F4_whichever_file_is_damaged_it_is_named_and_the_one_before_is_used(tmp_path, harm, caplog):
     checkpoints, draw = made(tmp_path), random.Random(harm)
     for step in (1, 2):
-        save(checkpoints, step)
+        await save(checkpoints, step)
     folder = tmp_path / "checkpoints" / "step_2"
     for name in files_of(folder):
         good = (folder / name).read_bytes()
@@ -156,19 +159,19 @@ def test_a_manifest_of_garbage_is_refused_in_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_the_last_k_and_the_best_are_kept(tmp_path):
+async def test_the_last_k_and_the_best_are_kept(tmp_path):
     checkpoints = made(tmp_path, keep=2, best="score")
     for step, score in enumerate([0.1, 0.9, 0.3, float("nan"), 0.2], start=1):
-        save(checkpoints, step, score=score)
+        await save(checkpoints, step, score=score)
     assert steps_in(checkpoints.folder) == [2, 4, 5]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_2", "step_4", "step_5"]
 
 
-def test_zero_keeps_all_and_one_keeps_the_newest(tmp_path):
+async def test_zero_keeps_all_and_one_keeps_the_newest(tmp_path):
     for keep, left in ((0, [1, 2, 3]), (1, [3])):
         checkpoints = made(tmp_path / str(keep), keep=keep)
         for step in (1, 2, 3):
-            save(checkpoints, step)
+            await save(checkpoints, step)
         assert steps_in(checkpoints.folder) == left
 
 
@@ -180,48 +183,119 @@ def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
         checkpoints.require_best({"score", "eval/accuracy"})
 
 
-def test_a_save_at_a_step_without_the_metric_says_how_to_have_it(tmp_path, caplog):
-    save(made(tmp_path, best="eval/accuracy"), 1, score=1.0)
+async def test_a_save_at_a_step_without_the_metric_says_how_to_have_it(tmp_path, caplog):
+    await save(made(tmp_path, best="eval/accuracy"), 1, score=1.0)
     (message,) = caplog.messages
     assert "not known of step 1" in message
     assert "trainer.eval_every has to divide" in message
 
 
-def test_what_a_crash_has_left_is_removed_at_the_next_start_and_nothing_else(tmp_path):
+async def test_what_a_crash_has_left_is_removed_at_the_next_start_and_nothing_else(tmp_path):
     checkpoints = made(tmp_path)
-    save(checkpoints, 1)
-    save(checkpoints, 2, wait=False)
+    await save(checkpoints, 1)
+    await save(checkpoints, 2, wait=False)
     (tmp_path / "checkpoints/step_2/state").mkdir(parents=True)
     (tmp_path / "checkpoints/my notes").mkdir()
     made(tmp_path).clean()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["my notes", "step_1"]
+    await checkpoints.abandon()
 
 
-def test_a_save_that_fails_on_a_rank_is_said_and_leaves_the_run_and_the_old_ones(tmp_path, caplog):
+async def test_a_save_that_fails_on_a_rank_is_said_and_leaves_the_run_and_the_old_ones(tmp_path, caplog):
     checkpoints, ranks = made(tmp_path), Ranks()
-    save(checkpoints, 1)
+    await save(checkpoints, 1)
     ranks.error = "No space left on device"
-    save(checkpoints, 2, ranks=ranks)
+    await save(checkpoints, 2, ranks=ranks)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_1"]
     (said,) = caplog.messages
     assert "step_2: not saved, No space left on device; the run goes on" in said
     with pytest.raises(CheckpointError, match=r"so .*model was not made; make room"):
         checkpoints.publish(tmp_path / "model")
     ranks.error = ""
-    save(checkpoints, 2, ranks=ranks)  # tried again
+    await save(checkpoints, 2, ranks=ranks)  # tried again
     assert checkpoints.newest().step == 2
 
 
-def test_a_destination_that_cannot_be_written_keeps_the_run(tmp_path, caplog):
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_abandoned_save_is_said_and_leaves_nothing(tmp_path, caplog, begun):
+    checkpoints, ranks = made(tmp_path), Ranks()
+    await save(checkpoints, 1)
+    ranks.writes = False
+    await save(checkpoints, 2, ranks=ranks, wait=False)
+    (tmp_path / "checkpoints/step_2/state").mkdir(parents=True)
+    while begun and not ranks.looks:
+        await asyncio.sleep(0)
+    await checkpoints.abandon()
+    (said,) = caplog.messages
+    assert "step_2: not saved, a rank died while it wrote; the run goes on" in said
+    assert (checkpoints.writing, checkpoints.last) == (None, None)
+    assert os.listdir(tmp_path / "checkpoints") == ["step_1"]
+    await checkpoints.finish()  # nothing is left to wait for
+
+
+async def test_a_rank_that_dies_while_it_writes_fails_the_save_and_is_reported_by_finish(tmp_path, caplog):
+    checkpoints, ranks = made(tmp_path), Ranks()
+    await save(checkpoints, 1)
+
+    def saved_state():
+        raise WorkerLost("actor.saved_state: training rank 1 is gone")
+
+    ranks.saved_state = saved_state
+    await save(checkpoints, 2, ranks=ranks, wait=False)
+    with pytest.raises(WorkerLost, match="rank 1 is gone"):
+        await checkpoints.finish()
+    assert "step_2: not saved, a rank died while it wrote; the run goes on" in caplog.text
+    await checkpoints.abandon()
+    assert (checkpoints.last, checkpoints.newest().step) == (None, 1)
+
+
+async def test_a_save_begins_only_when_the_one_before_is_complete(tmp_path):
+    checkpoints, first, second = made(tmp_path), Ranks(), Ranks()
+    first.writes = False
+    await save(checkpoints, 1, ranks=first, wait=False)
+    later = asyncio.create_task(save(checkpoints, 2, ranks=second))
+    while first.looks < 3:
+        await asyncio.sleep(0)
+    assert second.url == ""
+    first.writes = True
+    await later
+    assert steps_in(checkpoints.folder) == [1, 2]
+
+
+async def test_an_abandoned_save_whose_manifest_is_being_written_is_complete_before_the_run_goes_on(
+    tmp_path, monkeypatch
+):
+    """A thread writes the manifest, and a thread cannot be cancelled."""
+    checkpoints, entered, leave = made(tmp_path), threading.Event(), threading.Event()
+    commit = checkpoints._commit
+
+    def slow_commit(saved):
+        entered.set()
+        assert leave.wait(60)
+        commit(saved)
+
+    monkeypatch.setattr(checkpoints, "_commit", slow_commit)
+    await save(checkpoints, 1, wait=False)
+    assert await asyncio.to_thread(entered.wait, 60)
+    abandoning = asyncio.create_task(checkpoints.abandon())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not abandoning.done()
+    leave.set()
+    await abandoning
+    assert checkpoints.newest().step == 1
+
+
+async def test_a_destination_that_cannot_be_written_keeps_the_run(tmp_path, caplog):
     (tmp_path / "checkpoints").write_text("a file in its place")
-    save(made(tmp_path), 1)
+    await save(made(tmp_path), 1)
     assert "step_1: not saved" in caplog.messages[0]
 
 
-def test_the_model_is_put_in_its_place_by_links_and_replaces_the_one_before(tmp_path):
+async def test_the_model_is_put_in_its_place_by_links_and_replaces_the_one_before(tmp_path):
     checkpoints = made(tmp_path)
     for step in (1, 2):
-        save(checkpoints, step)
+        await save(checkpoints, step)
         checkpoints.publish(tmp_path / "model")
         assert files_of(tmp_path / "model") == ["config.json", "model.safetensors"]
         saved = tmp_path / f"checkpoints/step_{step}/model/model.safetensors"
@@ -229,29 +303,29 @@ def test_the_model_is_put_in_its_place_by_links_and_replaces_the_one_before(tmp_
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model"]
 
 
-def test_any_file_system_will_do(caplog):
+async def test_any_file_system_will_do(caplog):
     checkpoints = Checkpoints(Folder("memory://somewhere/run"), "a: 1", keep=1, best=None)
     for step in (1, 2):
-        save(checkpoints, step)
+        await save(checkpoints, step)
     assert steps_in(checkpoints.folder) == [2]
     assert checkpoints.newest().config == "a: 1"
     assert str(checkpoints.folder) == "memory://somewhere/run"
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-def test_files_get_the_rights_that_the_users_umask_leaves(tmp_path):
+async def test_files_get_the_rights_that_the_users_umask_leaves(tmp_path):
     before = os.umask(0o027)
     try:
-        save(made(tmp_path), 1)
+        await save(made(tmp_path), 1)
     finally:
         os.umask(before)
     folder = tmp_path / "checkpoints"
     assert {(folder / name).stat().st_mode & 0o777 for name in files_of(folder)} == {0o640}
 
 
-def test_a_copy_under_another_number_is_no_checkpoint(tmp_path, caplog):
+async def test_a_copy_under_another_number_is_no_checkpoint(tmp_path, caplog):
     checkpoints = made(tmp_path)
-    save(checkpoints, 2)
+    await save(checkpoints, 2)
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/step_50")
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/best")
     assert checkpoints.newest().step == 2
@@ -259,30 +333,30 @@ def test_a_copy_under_another_number_is_no_checkpoint(tmp_path, caplog):
     assert read(checkpoints.folder.at("best")).step == 2
 
 
-def test_the_best_is_chosen_by_one_metric(tmp_path):
+async def test_the_best_is_chosen_by_one_metric(tmp_path):
     lengths, rewards = made(tmp_path, keep=1, best="length"), made(tmp_path, keep=1, best="reward")
-    save(lengths, 1, length=9.0)
+    await save(lengths, 1, length=9.0)
     for step, reward in ((2, 0.7), (3, 0.6), (4, 0.5)):
-        save(rewards, step, reward=reward)
+        await save(rewards, step, reward=reward)
     assert steps_in(rewards.folder) == [2, 4]
 
 
-def test_what_people_edit_in_the_published_model_is_not_the_checkpoints(tmp_path):
+async def test_what_people_edit_in_the_published_model_is_not_the_checkpoints(tmp_path):
     checkpoints = made(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     for old in ("model", "model.old"):
         (tmp_path / old).symlink_to("elsewhere")
-    save(checkpoints, 1)
+    await save(checkpoints, 1)
     checkpoints.publish(tmp_path / "model")
     (tmp_path / "model/config.json").write_text("edited")
     assert checkpoints.newest().step == 1
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "elsewhere", "model"]
 
 
-def test_a_link_to_nothing_is_in_nobodys_way(tmp_path):
+async def test_a_link_to_nothing_is_in_nobodys_way(tmp_path):
     checkpoints = made(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/step_1").symlink_to("nowhere")
     require_own(checkpoints.folder)
-    save(checkpoints, 1)
+    await save(checkpoints, 1)
     assert checkpoints.newest().step == 1

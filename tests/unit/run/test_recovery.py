@@ -1,6 +1,7 @@
 """Restarts of the training ranks: counted, with pauses that grow, and what they leave to who comes after."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,16 +15,24 @@ LOST = WorkerLost("actor.update: training rank 1 is gone")
 @pytest.fixture
 def pauses(monkeypatch):
     slept = []
-    monkeypatch.setattr(recovery.time, "sleep", slept.append)
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(recovery, "asyncio", SimpleNamespace(sleep=sleep))
     return slept
 
 
-def test_each_restart_waits_longer_and_says_who_died_where_and_from_which_step_the_run_goes_on(pauses, caplog):
+async def test_each_restart_waits_longer_and_says_who_died_where_and_from_which_step_the_run_goes_on(pauses, caplog):
     done = []
-    restarts = Restarts(lambda: done.append("restart"), 3)
+
+    async def restart():
+        done.append("restart")
+
+    restarts = Restarts(restart, 3)
     with caplog.at_level(logging.WARNING):
-        restarts.after(LOST, 4)
-        restarts.after(LOST, 8)
+        await restarts.after(LOST, 4)
+        await restarts.after(LOST, 8)
     assert (done, pauses) == (["restart"] * 2, list(PAUSES_S[:2]))
     assert caplog.messages == [
         "actor.update: training rank 1 is gone: the training ranks start again, from step 4 (restart 1 of 3)",
@@ -31,31 +40,35 @@ def test_each_restart_waits_longer_and_says_who_died_where_and_from_which_step_t
     ]
 
 
-def test_ranks_that_die_while_they_start_count_too_and_the_end_is_one_line(pauses):
+async def test_ranks_that_die_while_they_start_count_too_and_the_end_is_one_line(pauses):
     tried = []
 
-    def restart():
+    async def restart():
         tried.append(1)
         raise WorkerLost("starting: training rank 0 died while it started")
 
     with pytest.raises(
         WorkerError, match=r"rank 0 died while it started; .* restarted 3 times, .*max_restarts=3"
     ) as told:
-        Restarts(restart, 3).after(LOST, 0)
+        await Restarts(restart, 3).after(LOST, 0)
     assert len(tried) == 3
     assert not isinstance(told.value, WorkerLost)  # which would be met by another try
 
 
-def test_an_error_of_a_fresh_rank_is_not_tried_again(pauses):
-    def restart():
+async def test_an_error_of_a_fresh_rank_is_not_tried_again(pauses):
+    async def restart():
         raise WorkerError("no such model")
 
     with pytest.raises(WorkerError, match=r"^no such model$"):
-        Restarts(restart, 3).after(LOST, 0)
+        await Restarts(restart, 3).after(LOST, 0)
 
 
-@pytest.mark.parametrize(("restart", "limit"), [(None, 3), (lambda: None, 0)])
-def test_where_no_restart_is_possible_or_allowed_the_death_ends_the_run(pauses, restart, limit):
+async def not_called():
+    raise AssertionError("no restart is allowed")
+
+
+@pytest.mark.parametrize(("restart", "limit"), [(None, 3), (not_called, 0)])
+async def test_where_no_restart_is_possible_or_allowed_the_death_ends_the_run(pauses, restart, limit):
     with pytest.raises(WorkerError, match=r"training rank 1 is gone; the training ranks were restarted 0 times"):
-        Restarts(restart, limit).after(LOST, 0)
+        await Restarts(restart, limit).after(LOST, 0)
     assert pauses == []

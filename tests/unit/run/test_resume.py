@@ -23,12 +23,12 @@ def config(tmp_path, *overrides) -> Config:
     return with_all_knobs(compose([f"trainer.output_dir={tmp_path}", *overrides])[0])
 
 
-def saved(tmp_path, *overrides, steps=(2,)):
+async def saved(tmp_path, *overrides, steps=(2,)):
     """A run's folder with checkpoints."""
     checkpoints = made(tmp_path)
     checkpoints.config = to_yaml(config(tmp_path, *overrides))
     for step in steps:
-        save(checkpoints, step, ranks=Ranks())
+        await save(checkpoints, step, ranks=Ranks())
     (tmp_path / "config.yaml").write_text(checkpoints.config)
 
 
@@ -50,8 +50,8 @@ def test_auto_starts_anew_where_there_is_no_run_and_says_so(tmp_path):
     assert found.said == (f"trainer.resume=auto: {tmp_path / 'new'} holds no run yet, so a new one starts",)
 
 
-def test_auto_takes_the_newest_good_one(tmp_path):
-    saved(tmp_path, steps=(2, 4))
+async def test_auto_takes_the_newest_good_one(tmp_path):
+    await saved(tmp_path, steps=(2, 4))
     found = beginning(config(tmp_path, "trainer.resume=auto"))
     assert (found.checkpoint.step, found.over) == (4, False)
     assert found.said == (f"going on after step 4, from {tmp_path}/checkpoints/step_4",)
@@ -70,35 +70,35 @@ def test_auto_starts_again_with_the_same_config_where_there_is_no_checkpoint_yet
     assert "holds metrics.jsonl and no config.yaml" in refusal(tmp_path, "trainer.resume=auto")
 
 
-def test_auto_refuses_to_start_anew_where_all_checkpoints_are_damaged(tmp_path):
-    saved(tmp_path)
+async def test_auto_refuses_to_start_anew_where_all_checkpoints_are_damaged(tmp_path):
+    await saved(tmp_path)
     (tmp_path / "checkpoints/step_2/model/config.json").unlink()
     assert "holds 1 checkpoints, and none of them is good" in refusal(tmp_path, "trainer.resume=auto")
 
 
-def test_a_finished_run_has_nothing_to_do(tmp_path):
-    saved(tmp_path, "trainer.total_steps=2")
+async def test_a_finished_run_has_nothing_to_do(tmp_path):
+    await saved(tmp_path, "trainer.total_steps=2")
     shutil.copytree(tmp_path / "checkpoints/step_2/model", tmp_path / "model")
     found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=2"))
     assert found.over
     assert found.said[0].startswith(f"nothing to do: {tmp_path}/checkpoints/step_2 is after step 2")
 
 
-def test_a_run_whose_model_is_that_of_an_earlier_step_is_not_finished(tmp_path):
-    saved(tmp_path, "trainer.total_steps=2")
+async def test_a_run_whose_model_is_that_of_an_earlier_step_is_not_finished(tmp_path):
+    await saved(tmp_path, "trainer.total_steps=2")
     shutil.copytree(tmp_path / "checkpoints/step_2/model", tmp_path / "model")
     (tmp_path / "model/model.safetensors").write_bytes(b"another")
     assert not beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=1")).over
 
 
-def test_a_run_may_be_moved_and_named_from_another_folder(tmp_path, monkeypatch):
+async def test_a_run_may_be_moved_and_named_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     one = config("runs/one", "trainer.resume=auto")
     assert one.trainer.checkpoint_dir == "runs/one/checkpoints"
     checkpoints = made(tmp_path / "runs/one")
     checkpoints.config = to_yaml(one)
-    save(checkpoints, 2, ranks=Ranks())
+    await save(checkpoints, 2, ranks=Ranks())
     (tmp_path / "runs/one/config.yaml").write_text(checkpoints.config)
     monkeypatch.chdir(tmp_path / "runs")
     assert beginning(config("one", "trainer.resume=auto")).checkpoint.step == 2
@@ -118,8 +118,8 @@ def test_a_config_that_refers_to_its_own_parts_is_refused_in_one_line(tmp_path, 
 @pytest.mark.parametrize(
     "line", [b"[1]", b'{"step": 1}', b'{"step": "x", "reward/mean": 0.5, "rollout/length_mean": 3.0}']
 )
-def test_metrics_that_are_none_are_refused_before_any_worker_starts(tmp_path, line):
-    saved(tmp_path)
+async def test_metrics_that_are_none_are_refused_before_any_worker_starts(tmp_path, line):
+    await saved(tmp_path)
     own, found = config(tmp_path), beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
     write_index(found)
     bad = dataclasses.replace(found, state=GOOD, history={"metrics.jsonl": line})
@@ -132,8 +132,8 @@ def test_metrics_that_are_none_are_refused_before_any_worker_starts(tmp_path, li
         require_usable(own, dataclasses.replace(bad, history={}), prompts)
 
 
-def test_more_steps_go_on_and_say_that_the_schedule_is_another(tmp_path):
-    saved(tmp_path, "trainer.total_steps=2")
+async def test_more_steps_go_on_and_say_that_the_schedule_is_another(tmp_path):
+    await saved(tmp_path, "trainer.total_steps=2")
     (tmp_path / "model").mkdir()
     found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=9"))
     assert not found.over
@@ -146,15 +146,15 @@ def test_more_steps_go_on_and_say_that_the_schedule_is_another(tmp_path):
      "model.lora={rank:4}", "algorithm.loss.clip_ratio_high=0.3", "trainer.max_staleness=1", "data=sort",
      "trainer.deterministic=true", "reward.functions=[{path:rltrain.rewards:exact_match,weight:0.5}]"],
 )  # fmt: skip
-def test_what_decides_the_future_must_be_equal(tmp_path, override):
-    saved(tmp_path)
+async def test_what_decides_the_future_must_be_equal(tmp_path, override):
+    await saved(tmp_path)
     said = refusal(tmp_path, "trainer.resume=auto", override)
     assert "the checkpoint has" in said
     assert "start a new run with its model as model.path" in said
 
 
-def test_a_correction_that_follows_from_the_staleness_is_not_what_is_complained_about(tmp_path):
-    saved(tmp_path, "trainer.max_staleness=2")
+async def test_a_correction_that_follows_from_the_staleness_is_not_what_is_complained_about(tmp_path):
+    await saved(tmp_path, "trainer.max_staleness=2")
     fresh = refusal(tmp_path, "trainer.resume=auto")
     assert fresh.startswith("trainer.max_staleness=0: the checkpoint has 2, and going on")
     own = refusal(tmp_path, "trainer.resume=auto", "trainer.max_staleness=2", "algorithm.correction.level=null")
@@ -162,8 +162,8 @@ def test_a_correction_that_follows_from_the_staleness_is_not_what_is_complained_
     assert beginning(config(tmp_path, "trainer.resume=auto", "trainer.max_staleness=2")).checkpoint.step == 2
 
 
-def test_both_values_are_named(tmp_path):
-    saved(tmp_path)
+async def test_both_values_are_named(tmp_path):
+    await saved(tmp_path)
     assert refusal(tmp_path, "trainer.resume=auto", "model.lora={rank:4}").startswith("model.lora")
     assert refusal(tmp_path, "trainer.resume=auto", "trainer.seed=5").startswith(
         "trainer.seed=5: the checkpoint has 0,"
@@ -177,41 +177,41 @@ def test_both_values_are_named(tmp_path):
      ["actor.max_tokens_per_microbatch=4096", "model.activation_checkpointing=true"], ["data.val=null"],
      ["reward.timeout_s=1", "rollout.max_concurrent_sequences=3", "rollout.vllm.kv_cache_mb=32"]],
 )  # fmt: skip
-def test_what_does_not_may_differ(tmp_path, overrides):
-    saved(tmp_path)
+async def test_what_does_not_may_differ(tmp_path, overrides):
+    await saved(tmp_path)
     assert beginning(config(tmp_path, "trainer.resume=auto", *overrides)).checkpoint.step == 2
 
 
-def test_never_refuses_a_folder_of_checkpoints_that_lies_elsewhere(tmp_path):
-    saved(tmp_path / "old")
+async def test_never_refuses_a_folder_of_checkpoints_that_lies_elsewhere(tmp_path):
+    await saved(tmp_path / "old")
     said = refusal(tmp_path / "new", f"trainer.checkpoint_dir={tmp_path}/old/checkpoints")
     assert "holds checkpoints of another run (step_2)" in said
 
 
 @pytest.mark.parametrize("named", ["old/checkpoints/step_2", "old/checkpoints", "old"])
-def test_a_path_may_name_a_checkpoint_a_folder_of_them_or_a_run_and_goes_on_in_a_new_folder(tmp_path, named):
-    saved(tmp_path / "old")
+async def test_a_path_may_name_a_checkpoint_a_folder_of_them_or_a_run_and_goes_on_in_a_new_folder(tmp_path, named):
+    await saved(tmp_path / "old")
     found = beginning(config(tmp_path / "new", f"trainer.resume={tmp_path}/{named}"))
     assert found.checkpoint.step == 2
 
 
-def test_a_path_that_is_no_checkpoint_or_a_damaged_one_is_refused(tmp_path):
-    saved(tmp_path / "old", steps=(2, 4))
+async def test_a_path_that_is_no_checkpoint_or_a_damaged_one_is_refused(tmp_path):
+    await saved(tmp_path / "old", steps=(2, 4))
     assert "holds no manifest.json" in refusal(tmp_path / "new", f"trainer.resume={tmp_path}/nowhere")
     (tmp_path / "old/checkpoints/step_4/driver.json").write_text("{}")
     said = refusal(tmp_path / "new", f"trainer.resume={tmp_path}/old/checkpoints/step_4")
     assert "driver.json has 2 bytes instead of" in said
 
 
-def test_a_path_into_this_run_must_be_its_newest(tmp_path):
-    saved(tmp_path, steps=(2, 4))
+async def test_a_path_into_this_run_must_be_its_newest(tmp_path):
+    await saved(tmp_path, steps=(2, 4))
     assert beginning(config(tmp_path, f"trainer.resume={tmp_path}/checkpoints/step_4")).checkpoint.step == 4
     said = refusal(tmp_path, f"trainer.resume={tmp_path}/checkpoints/step_2")
     assert "holds newer checkpoints too (step_4)" in said
 
 
-def test_a_path_never_writes_over_another_run(tmp_path):
-    saved(tmp_path / "old")
+async def test_a_path_never_writes_over_another_run(tmp_path):
+    await saved(tmp_path / "old")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").write_text("")
     said = refusal(tmp_path / "new", f"trainer.resume={tmp_path}/old")
@@ -220,9 +220,9 @@ def test_a_path_never_writes_over_another_run(tmp_path):
     assert "holds checkpoints of another run" in refusal(tmp_path / "third", f"trainer.resume={tmp_path}/old")
 
 
-def test_auto_never_mixes_two_runs(tmp_path):
-    saved(tmp_path / "a")
-    saved(tmp_path / "b")
+async def test_auto_never_mixes_two_runs(tmp_path):
+    await saved(tmp_path / "a")
+    await saved(tmp_path / "b")
     said = refusal(tmp_path / "a", "trainer.resume=auto", f"trainer.checkpoint_dir={tmp_path}/b/checkpoints")
     assert f"the run in {tmp_path}/a has its checkpoints in" in said
 
@@ -276,42 +276,42 @@ def usable(tmp_path, state, *words, fingerprint=7):
     return require_usable(config(tmp_path, *words), dataclasses.replace(checkpoint, state=state), prompts)
 
 
-def test_only_the_function_that_ended_the_run_may_be_repaired(tmp_path):
+async def test_only_the_function_that_ended_the_run_may_be_repaired(tmp_path):
     rewards, sums = tmp_path / "rewards.py", tmp_path / "sums.py"
     for file in (rewards, sums):
         file.write_text("def own(**_): return 1")
     words = [f"reward.functions=['{rewards}:own']", f"reward.aggregation={sums}:own"]
-    saved(tmp_path / "run", *words)
+    await saved(tmp_path / "run", *words)
     kept = sources(config(tmp_path / "run", *words), Prompts())
     ended = GOOD | {"sources": kept, "repairable": f"reward.aggregation: {sums}:own"}
     assert usable(tmp_path / "run", ended, *words) == []
     sums.write_text("def own(**_): return 2")
-    saved(tmp_path / "run", *words)
+    await saved(tmp_path / "run", *words)
     (said,) = usable(tmp_path / "run", ended, *words)
     assert said == f"reward.aggregation: {sums}:own: repaired since step 2, where it ended the run"
-    saved(tmp_path / "run", *words)
+    await saved(tmp_path / "run", *words)
     with pytest.raises(ConfigError, match=r"sums.py:own: holds something else than when"):
         usable(tmp_path / "run", ended | {"repairable": None}, *words)
     rewards.write_text("def own(**_): return 2")
-    saved(tmp_path / "run", *words)
+    await saved(tmp_path / "run", *words)
     with pytest.raises(ConfigError, match=r"rewards.py:own: holds something else than when"):
         usable(tmp_path / "run", ended, *words)
 
 
-def test_other_prompts_under_the_same_name_are_refused(tmp_path):
-    saved(tmp_path)
+async def test_other_prompts_under_the_same_name_are_refused(tmp_path):
+    await saved(tmp_path)
     usable(tmp_path, GOOD)
-    saved(tmp_path)
+    await saved(tmp_path)
     with pytest.raises(ConfigError, match=r"^data.train=builtin:median: holds something else than when"):
         usable(tmp_path, GOOD, fingerprint=8)
     for value, said in (({}, "holds something else than when"), (None, "is none that a run could go on from")):
-        saved(tmp_path)
+        await saved(tmp_path)
         with pytest.raises(ConfigError, match=said):
             usable(tmp_path, changed(("sources",), value))
 
 
-def test_a_state_that_no_run_could_go_on_from_is_refused_in_one_line_or_harmless(tmp_path):
-    saved(tmp_path)
+async def test_a_state_that_no_run_could_go_on_from_is_refused_in_one_line_or_harmless(tmp_path):
+    await saved(tmp_path)
     own, checkpoint = config(tmp_path), beginning(config(tmp_path, "trainer.resume=auto")).checkpoint
     write_index(checkpoint)
     prompts, said = Prompts([Prompt(n, "p", [1], {}) for n in range(3)]), []
@@ -332,8 +332,8 @@ def test_a_config_that_is_none_is_refused_in_one_line(tmp_path, content):
     refusal(tmp_path, "trainer.resume=auto")
 
 
-def test_the_order_of_keys_and_the_way_a_number_is_written_make_no_difference(tmp_path):
-    saved(tmp_path)
+async def test_the_order_of_keys_and_the_way_a_number_is_written_make_no_difference(tmp_path):
+    await saved(tmp_path)
     plain = dataclasses.asdict(config(tmp_path))
     (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))  # JSON is YAML
     assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2
@@ -348,9 +348,9 @@ def test_a_step_that_no_run_has_written_is_refused_and_not_removed(tmp_path, res
     assert f"holds {name.partition('/')[0]}, which no run has written ({name.rpartition('/')[2]})" in said
 
 
-def test_a_path_goes_on_where_it_lies_only_with_its_own_output_folder(tmp_path):
-    saved(tmp_path / "a")
-    saved(tmp_path / "b", "trainer.seed=5")
+async def test_a_path_goes_on_where_it_lies_only_with_its_own_output_folder(tmp_path):
+    await saved(tmp_path / "a")
+    await saved(tmp_path / "b", "trainer.seed=5")
     words = [f"trainer.checkpoint_dir={tmp_path}/a/checkpoints", f"trainer.resume={tmp_path}/a/checkpoints/step_2"]
     assert "trainer.seed=0: the checkpoint has 5" in refusal(tmp_path / "b", *words)
     (tmp_path / "b/config.yaml").unlink()
@@ -360,14 +360,14 @@ def test_a_path_goes_on_where_it_lies_only_with_its_own_output_folder(tmp_path):
     assert beginning(config(tmp_path / "new", *words)).checkpoint.step == 2
 
 
-def test_auto_does_not_begin_again_where_a_model_shows_that_checkpoints_are_gone(tmp_path):
-    saved(tmp_path)
+async def test_auto_does_not_begin_again_where_a_model_shows_that_checkpoints_are_gone(tmp_path):
+    await saved(tmp_path)
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
     (tmp_path / "model").mkdir()
     assert "holds the model of a checkpoint, and" in refusal(tmp_path, "trainer.resume=auto")
 
 
-def test_a_number_that_is_none_is_the_same_number(tmp_path):
+async def test_a_number_that_is_none_is_the_same_number(tmp_path):
     functions = "reward.functions=[{path: a.b:c, kwargs: {x: .nan}}]"
-    saved(tmp_path, functions)
+    await saved(tmp_path, functions)
     assert beginning(config(tmp_path, "trainer.resume=auto", functions)).checkpoint.step == 2

@@ -1,11 +1,10 @@
+import asyncio
 import random
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rltrain.base import poll_interval
 from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.data.prompts import Prompt
@@ -14,6 +13,7 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from rltrain.trajectories.batch_building import place_scores, to_batch
 from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, State, stream_seed
+from tests.collecting import collect
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
@@ -39,7 +39,8 @@ class Engines(Immortal):
     def pending(self):
         return len(self.waiting)
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
         request = self.waiting.pop(self.random.randrange(len(self.waiting)))
         uid, number = request.key
         return [Completion(request.key, [10 * uid + number], [-1.0], "stop", [self.version], f"{uid}/{number}")]
@@ -52,9 +53,13 @@ class Judges(Waiting):
         super().__init__()
         self.score = score
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
         results, self.waiting = [self.score(request) for request in reversed(self.waiting)], []
         return results
+
+    def abort(self):
+        self.waiting = []
 
 
 def by_key(request) -> RewardResult:
@@ -66,21 +71,41 @@ def some_fail(request) -> RewardResult:
     return RewardResult(request.key, (None,), failed=True, error=f"error {number}") if number else by_key(request)
 
 
-def collector(score=by_key, *, engines=None, max_failed=0.5, staleness=0) -> Collector:
-    config, _ = compose(
-        ["trainer.prompts_per_step=3", "trainer.prompts_per_minibatch=3", "rollout.samples_per_prompt=4",
-         "trainer.seed=5", "data.shuffle=false", f"reward.max_failed_fraction={max_failed}"]
-    )  # fmt: skip
-    made = Collector(config, rollout=engines or Engines(), rewards=Judges(score), prompts=PROMPTS)
-    made.groups.max_staleness = staleness
-    return made
+@pytest.fixture
+def collector(tasks):
+    """Makes collectors that receive answers and scores."""
+
+    def make(score=by_key, *, engines=None, max_failed=0.5, staleness=0) -> Collector:
+        config, _ = compose(
+            ["trainer.prompts_per_step=3", "trainer.prompts_per_minibatch=3", "rollout.samples_per_prompt=4",
+             "trainer.seed=5", "data.shuffle=false", f"reward.max_failed_fraction={max_failed}"]
+        )  # fmt: skip
+        made = Collector(config, rollout=engines or Engines(), rewards=Judges(score), prompts=PROMPTS, tasks=tasks)
+        made.groups.max_staleness = staleness
+        made.start()
+        return made
+
+    return make
+
+
+async def turns(count):
+    """Let the other tasks run so often."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def at_once(coroutine):
+    """The result of a coroutine that has nothing to wait for."""
+    with pytest.raises(StopIteration) as end:
+        coroutine.send(None)
+    return end.value.value
 
 
 # Through the engines and the reward workers
 
 
-def test_G3_a_batch_holds_each_answer_with_its_own_score_sorted_by_group_and_sample():
-    batch = collector().collect(version=0)
+async def test_G3_a_batch_holds_each_answer_with_its_own_score_sorted_by_group_and_sample(collector):
+    batch = await collect(collector(), 0)
     assert batch.batch["uid"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert batch.values("responses").tolist() == [10 * uid + n for uid in range(3) for n in range(4)]
     assert batch.batch["scores"].tolist() == [100.0 * uid + n for uid in range(3) for n in range(4)]
@@ -89,96 +114,146 @@ def test_G3_a_batch_holds_each_answer_with_its_own_score_sorted_by_group_and_sam
     assert batch[4].values("prompts").tolist() == [1, 1]
 
 
-def test_each_step_continues_with_the_next_prompts_and_the_current_version():
+async def test_each_step_continues_with_the_next_prompts_and_the_current_version(collector):
     engines = Engines()
     made = collector(engines=engines)
     for version in range(3):
         engines.version = version
-        batch = made.collect(version)
+        batch = await collect(made, version)
         assert batch.values("policy_version").tolist() == [version] * 12
         assert sorted(set(batch.batch["uid"].tolist())) == [3 * version, 3 * version + 1, 3 * version + 2]
     assert [len(group) for group in engines.groups] == [4] * 9
 
 
-def test_with_staleness_one_two_steps_are_shipped_at_first_and_then_one():
+async def test_with_staleness_one_two_steps_are_shipped_at_first_and_then_one(collector):
     engines = Engines()
     made, shipped = collector(engines=engines, staleness=1), []
     for version in range(3):
         engines.version = version
-        batch = made.collect(version)
+        batch = await collect(made, version)
         assert batch.batch["uid"].unique().tolist() == [3 * version, 3 * version + 1, 3 * version + 2]
         assert int(batch.values("policy_version").min()) >= version - 1
         shipped.append(len(engines.groups))
     assert shipped == [6, 9, 12]
 
 
-def test_E8_requests_carry_the_streams_of_the_runs_seed_and_evaluations_others():
+async def test_E8_requests_carry_the_streams_of_the_runs_seed_and_evaluations_others(collector):
     engines = Engines()
     made = collector(engines=engines)
-    made.collect(version=0)
+    await collect(made, 0)
     assert sorted(r.seed for r in engines.requests) == sorted(stream_seed(5, u, n) for u in range(3) for n in range(4))
     assert {request.temperature for request in engines.requests} == {made.config.rollout.temperature}
     assert {request.max_tokens for request in engines.requests} == {made.config.rollout.max_response_length}
     engines.requests.clear()
-    made.evaluate(PROMPTS[:2], greedy=False)
+    await made.evaluate(PROMPTS[:2], greedy=False)
     assert [request.seed for request in engines.requests] == [stream_seed(5 + EVAL_SEED, u, 0) for u in (-2, -1)]
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_an_evaluation_gives_one_answer_a_prompt_and_leaves_the_groups_alone(greedy):
+async def test_an_evaluation_gives_one_answer_a_prompt_and_leaves_the_groups_alone(greedy, collector):
     engines = Engines(version=7)
     made = collector(engines=engines)
-    batch = made.evaluate(PROMPTS[:5], greedy=greedy)
+    batch = await made.evaluate(PROMPTS[:5], greedy=greedy)
     assert batch.non_tensor_batch["prompt_text"].tolist() == [p.text for p in PROMPTS[:5]]
     assert {request.temperature for request in engines.requests} == {0.0 if greedy else made.config.rollout.temperature}
     assert (made.groups.used, made.order.next(1)) == (0, [0])
 
 
-def test_what_is_done_while_it_waits_may_take_in_all_that_is_under_way():
-    made = collector()
+async def test_all_that_is_under_way_may_arrive_while_the_caller_does_something_else(collector):
+    made = collector(staleness=1)
+    await collect(made, 0)
+    while made.rollout.pending or made.rewards.pending:
+        await asyncio.sleep(0)
+    batch = at_once(made.scored(at_once(made.answers(1))))
+    assert batch.batch["scores"].tolist() == [100.0 * uid + n for uid in range(3, 6) for n in range(4)]
+    evaluated = await made.evaluate(PROMPTS[:4], greedy=True)
+    assert evaluated.batch["uid"].tolist() == [-4, -3, -2, -1]
 
-    def a_save_whose_ranks_are_slow():
-        while made.rollout.pending or made.rewards.pending:
-            made.advance()
 
-    made.meanwhile = a_save_whose_ranks_are_slow
-    batch = made.collect(version=0)
+async def test_scores_are_received_while_the_engines_answer_and_nobody_is_asked_in_vain(collector):
+    """The last answer comes only when all others are scored."""
+    scored, late, found = [], asyncio.Event(), []
+
+    def score(request):
+        scored.append(request.key)
+        if len(scored) == 11:
+            late.set()
+        return by_key(request)
+
+    class OneIsLate(Engines):
+        async def poll(self):
+            if len(self.waiting) == 1:
+                await late.wait()
+            found.append(await super().poll())
+            return found[-1]
+
+    made = collector(score, engines=OneIsLate())
+    poll = made.rewards.poll
+
+    async def polled():
+        found.append(await poll())
+        return found[-1]
+
+    made.rewards.poll = polled
+    batch = await asyncio.wait_for(collect(made, 0), 10.0)
     assert batch.batch["scores"].tolist() == [100.0 * uid + n for uid in range(3) for n in range(4)]
-    assert made.evaluate(PROMPTS[:4], greedy=True).batch["uid"].tolist() == [-4, -3, -2, -1]
+    assert all(found)
+    assert sum(map(len, found)) == 2 * 12
 
 
-def test_who_waits_for_answers_wakes_for_the_reward_workers_and_looks_more_rarely_as_time_goes_by(monkeypatch):
-    made, clock, waits = collector(), [1000.0], []
-    made.rewards.calls = ["a call"]
-    assert list(made.rollout.beside()) == ["a call"]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+async def test_what_is_lost_while_all_requests_are_dropped_is_not_requested_again(collector):
+    """A replica dies while the requests of another one are dropped: its groups belong to the discarded steps too."""
 
-    def poll(timeout_s):
-        waits.append(timeout_s)
-        clock[0] += 3.0
-        return Engines.poll(made.rollout, timeout_s)
+    class DiesMeanwhile(Engines):
+        def __init__(self):
+            super().__init__()
+            self.lost = set()
 
-    made.rollout.poll = poll
-    made.collect(0)
-    made.collect(1)
-    assert waits == pytest.approx(2 * [0.05, 0.06, *10 * [poll_interval.MOST_S]])
+        @property
+        def pending(self):
+            return len(self.waiting) + len(self.lost)
+
+        async def poll(self):
+            await asyncio.sleep(0)
+            return await super().poll() if self.waiting else []
+
+        def take_lost(self):
+            taken, self.lost = self.lost, set()
+            return taken
+
+        async def abort(self):
+            self.waiting, self.lost = [], {0, 1, 2}
+            await turns(10)
+            self.lost = set()
+
+    made = collector(engines=DiesMeanwhile())
+    state, before = made.state_dict(), asyncio.create_task(made.answers(0))
+    await turns(5)
+    assert made.rollout.waiting
+    before.cancel()
+    await made.abort()
+    assert (made.rollout.waiting, len(made.rollout.requests)) == ([], 12)
+    made.load_state_dict(state)
+    batch = await collect(made, 0)
+    assert batch.batch["scores"].tolist() == [100.0 * uid + n for uid in range(3) for n in range(4)]
+    assert len(made.rollout.requests) == 24
 
 
-def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait():
+async def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait(collector):
     class Forgetful(Engines):
         def submit(self, groups):
             super().submit([group[1:] for group in groups])
 
     with pytest.raises(AssertionError, match="nobody works on them"):
-        collector(engines=Forgetful()).collect(version=0)
+        await collect(collector(engines=Forgetful()), 0)
 
 
 # Failures
 
 
-def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_named():
+async def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_named(collector):
     with pytest.raises(RewardError) as caught:
-        collector(some_fail).collect(version=0)
+        await collect(collector(some_fail), 0)
     assert str(caught.value) == (
         "75% of the rewards failed, 9 of 12, above reward.max_failed_fraction=0.5: "
         "error 1 (3 x, first in prompt group 0, sample 1); error 2 (3 x, first in prompt group 0, sample 2); "
@@ -187,33 +262,58 @@ def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_are_nam
     assert len(caught.value.batch) == 12
 
 
-def test_failures_past_the_limit_are_not_waited_for_to_the_end(monkeypatch):
+async def test_failures_past_the_limit_are_not_waited_for_to_the_end(monkeypatch, collector):
+    class NeverDone(Engines):
+        async def poll(self):
+            if len(self.waiting) == 1:
+                await asyncio.Event().wait()
+            return await super().poll()
+
     monkeypatch.setattr("rltrain.trajectories.collector.PATIENCE_S", 0.0)
-    made = collector(some_fail)
+    made = collector(some_fail, engines=NeverDone())
     with pytest.raises(RewardError, match=r"above reward\.max_failed_fraction=0\.5: error") as caught:
-        made.collect(version=0)
+        await asyncio.wait_for(collect(made, 0), 10.0)
     assert caught.value.batch is None
     assert sum(len(group.results) for group in made.groups.groups.values()) < 12
 
 
-def test_failures_up_to_the_limit_go_on():
-    batch = collector(some_fail, max_failed=0.75).collect(version=0)
+async def test_failures_up_to_the_limit_go_on(collector):
+    batch = await collect(collector(some_fail, max_failed=0.75), 0)
     assert batch.batch["valid"].tolist() == [True, False, False, False] * 3
 
 
-def test_failures_of_earlier_steps_are_not_blamed():
+async def test_failures_of_earlier_steps_are_not_blamed(collector):
     broken = []
     made = collector(lambda r: some_fail(r) if r.key[1] == 1 or broken else by_key(r))
-    made.collect(version=0)
+    await collect(made, 0)
     broken.append(True)
     made.rollout.version = 1
     with pytest.raises(RewardError, match=r": error 1 \(3 x, first in prompt group 3, sample 1\); error 2"):
-        made.collect(version=1)
+        await collect(made, 1)
 
 
-def test_rewards_of_which_none_applies_are_named_so():
+async def test_a_failure_of_an_earlier_step_does_not_start_the_patience_of_this_one(collector):
+    made = collector(lambda r: some_fail(r) if r.key[0] < 3 else by_key(r), max_failed=0.75)
+    poll, answered = made.rewards.poll, asyncio.Event()
+
+    async def polled():
+        await answered.wait()
+        return await poll()
+
+    made.rewards.poll = polled
+    batch = await made.answers(0)
+    answered.set()
+    while made.rewards.pending:
+        await asyncio.sleep(0)
+    await made.scored(batch)
+    made.take()
+    await made.answers(1)
+    assert made.first_failure == 0.0
+
+
+async def test_rewards_of_which_none_applies_are_named_so(collector):
     with pytest.raises(RewardError, match=r"no reward function applied to any of \d+ samples"):
-        collector(lambda request: RewardResult(request.key, (None,))).collect(version=0)
+        await collect(collector(lambda request: RewardResult(request.key, (None,))), 0)
 
 
 # Groups as a batch

@@ -1,5 +1,6 @@
 """Several reward functions as one score: gates, weights, and `reward.aggregation`, from the batch to the algorithm."""
 
+import asyncio
 import math
 
 import pytest
@@ -17,6 +18,8 @@ from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
 OWN = """
+import asyncio
+
 import torch
 
 def largest(components, uid, valid, weights):
@@ -69,6 +72,13 @@ def changes_all(components, uid, valid, weights):
 
 def demanding(components, level):
     return components
+
+async def asked_for(components):
+    await asyncio.sleep(0)
+    return components.nansum(-1)
+
+def asynchronous(components, **others):
+    return asyncio.run(asked_for(components))
 """
 
 
@@ -131,6 +141,12 @@ def test_C4_a_failed_row_is_in_no_statistic_of_any_aggregation(own):
 def test_an_aggregation_of_ones_own_gets_components_and_says_the_scores(own):
     config = config_of(f"reward.aggregation={own}:largest")
     assert shaped(config, [(1.0, 3.0), (9.0, None), (None, -1.0)])[0] == [6.0, 9.0, -2.0]
+
+
+async def test_in_the_event_loop_of_a_run_it_may_run_one_of_its_own(own):
+    config = config_of(f"reward.aggregation={own}:asynchronous")
+    assert shaped(config, [(1.0, 3.0), (9.0, None), (None, -1.0)])[0] == [4.0, 9.0, -1.0]
+    await asyncio.sleep(0)
 
 
 def test_an_edit_of_its_file_is_for_another_run(tmp_path):

@@ -1,5 +1,6 @@
 """Reward models without weights: what they are given to read, and what becomes of what they say."""
 
+import asyncio
 import random
 
 import pytest
@@ -15,9 +16,11 @@ from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.prompt_groups import Group, State
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
+from tests.collecting import collect
 from tests.fakes import Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
+from workers.training.reward_model import RewardModelWorker
 
 FUNCTION = RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, kwargs={})
 CHAT = [{"role": "user", "content": "hi"}]
@@ -30,8 +33,9 @@ class Ranks:
     def __init__(self, score=len):
         self.score, self.read, self.budgets = score, [], []
 
-    def rows(self, method, batch, *, max_tokens):
-        assert method == "compute_scores"
+    async def rows(self, method, batch, columns, *, max_tokens):
+        assert method is RewardModelWorker.compute_scores
+        assert tuple(columns) == ("prompts", "responses")
         assert batch.lengths("responses").sum() == 0
         texts = [bytes(batch[n].values("prompts").tolist()).decode() for n in range(len(batch))]
         self.read.append(texts)
@@ -50,8 +54,8 @@ def model(ranks=None, *, number=1, longest=None, template=None, chat_template=No
     )  # fmt: skip
 
 
-def read_by(made: RewardModel, prompt: Prompt, response: str) -> str:
-    made.scores([(prompt, response)])
+async def read_by(made: RewardModel, prompt: Prompt, response: str) -> str:
+    await made.scores([(prompt, response)])
     return made.group.read[-1][0]
 
 
@@ -67,93 +71,93 @@ def group(uid, scores, texts, failed=()) -> Group:
 # What a model reads
 
 
-def test_prompt_and_response_one_after_the_other_where_nothing_else_is_said():
-    assert read_by(model(), Prompt(0, "2+2=", [1], {}), "4") == "2+2=4"
+async def test_prompt_and_response_one_after_the_other_where_nothing_else_is_said():
+    assert await read_by(model(), Prompt(0, "2+2=", [1], {}), "4") == "2+2=4"
 
 
-def test_chats_go_through_the_models_own_template_with_the_answer_as_the_last_message():
+async def test_chats_go_through_the_models_own_template_with_the_answer_as_the_last_message():
     chat = Prompt(0, "policy's own rendering", [1], {}, CHAT)
-    assert read_by(model(chat_template=TEMPLATE), chat, "yo") == "<user>hi<assistant>yo"
-    assert read_by(model(), chat, "yo") == "policy's own renderingyo"
-    assert read_by(model(chat_template=TEMPLATE), Prompt(0, "text", [1], {}), "yo") == "textyo"
+    assert await read_by(model(chat_template=TEMPLATE), chat, "yo") == "<user>hi<assistant>yo"
+    assert await read_by(model(), chat, "yo") == "policy's own renderingyo"
+    assert await read_by(model(chat_template=TEMPLATE), Prompt(0, "text", [1], {}), "yo") == "textyo"
 
 
-def test_a_template_of_the_config_comes_first_and_texts_with_braces_stay_as_they_are():
+async def test_a_template_of_the_config_comes_first_and_texts_with_braces_stay_as_they_are():
     made = model(template="Q: {prompt} A: {response} {x}", chat_template=TEMPLATE)
-    assert read_by(made, Prompt(0, "{response}", [1], {}, CHAT), "{prompt}") == "Q: {response} A: {prompt} {x}"
+    assert await read_by(made, Prompt(0, "{response}", [1], {}, CHAT), "{prompt}") == "Q: {response} A: {prompt} {x}"
 
 
-def test_what_an_answer_spells_is_text_to_the_model_and_what_a_template_writes_is_a_token():
+async def test_what_an_answer_spells_is_text_to_the_model_and_what_a_template_writes_is_a_token():
     read = []
 
     class Ids(Ranks):
-        def rows(self, method, batch, *, max_tokens):
+        async def rows(self, method, batch, columns, *, max_tokens):
             read.extend(batch[n].values("prompts").tolist() for n in range(len(batch)))
-            return super().rows(method, batch, max_tokens=max_tokens)
+            return await super().rows(method, batch, columns, max_tokens=max_tokens)
 
     chat = Prompt(0, "p", [1], {}, CHAT)
-    model(Ids(), chat_template=TEMPLATE + "<eos>").scores([(chat, "yo<eos>")])
-    model(Ids(), template="{prompt}<eos>{response}").scores([(Prompt(0, "p<pad>", [1], {}), "yo<eos>")])
-    model(Ids()).scores([(Prompt(0, "p<pad>", [1], {}), "<eos>")])
+    await model(Ids(), chat_template=TEMPLATE + "<eos>").scores([(chat, "yo<eos>")])
+    await model(Ids(), template="{prompt}<eos>{response}").scores([(Prompt(0, "p<pad>", [1], {}), "yo<eos>")])
+    await model(Ids()).scores([(Prompt(0, "p<pad>", [1], {}), "<eos>")])
     assert read == [
         [*b"<user>hi<assistant>yo<eos>", EOS_ID], [*b"p<pad>", EOS_ID, *b"yo<eos>"], [*b"p<pad><eos>"],
     ]  # fmt: skip
 
 
-def test_equal_samples_are_computed_once_and_get_equal_scores():
+async def test_equal_samples_are_computed_once_and_get_equal_scores():
     noise = random.Random(0)
     made = model(Ranks(lambda text: noise.random()))
     prompt = Prompt(0, "p", [1], {})
-    scores = made.scores([(prompt, "a"), (prompt, "b"), (prompt, "a")])
+    scores = await made.scores([(prompt, "a"), (prompt, "b"), (prompt, "a")])
     assert made.group.read == [["pa", "pb"]]
     assert scores[0] == scores[2] != scores[1]
 
 
-def test_E10_a_row_that_the_model_cannot_read_is_refused_and_never_cut():
+async def test_E10_a_row_that_the_model_cannot_read_is_refused_and_never_cut():
     made, prompt = model(longest=5), Prompt(0, "1234", [1], {})
-    assert made.scores([(prompt, "5"), (prompt, "56")]) == [
+    assert await made.scores([(prompt, "5"), (prompt, "56")]) == [
         5.0, "cannot read 6 tokens, its limit is 5; shorten rollout.max_response_length",
     ]  # fmt: skip
     assert made.group.read == [["12345"]]
 
 
-def test_a_row_above_the_token_budget_is_a_pass_of_its_own():
+async def test_a_row_above_the_token_budget_is_a_pass_of_its_own():
     made = model()
-    made.scores([(Prompt(0, "x" * 20, [1], {}), "")])
-    made.scores([(Prompt(0, "x", [1], {}), "")])
+    await made.scores([(Prompt(0, "x" * 20, [1], {}), "")])
+    await made.scores([(Prompt(0, "x", [1], {}), "")])
     assert made.group.budgets == [20, 8]
 
 
-def test_what_has_no_score_says_why():
+async def test_what_has_no_score_says_why():
     made = model(Ranks(lambda text: float("nan") if text == "pa" else 1.0), chat_template="{{ raise_exception('no') }}")
     prompt = Prompt(0, "p", [1], {})
-    assert made.scores([(prompt, "a"), (prompt, "b"), (Prompt(0, "", [1], {}), "")]) == [
+    assert await made.scores([(prompt, "a"), (prompt, "b"), (Prompt(0, "", [1], {}), "")]) == [
         "gave nan", 1.0, "has no token for this text",
     ]  # fmt: skip
-    (said,) = made.scores([(Prompt(0, "p", [1], {}, CHAT), "a")])
+    (said,) = await made.scores([(Prompt(0, "p", [1], {}, CHAT), "a")])
     assert said.startswith("its chat template refuses these messages")
-    assert made.scores([]) == []
+    assert await made.scores([]) == []
 
 
 # What becomes of a score
 
 
-def test_scores_are_columns_behind_those_of_the_functions_weighted_and_gated_alike():
+async def test_scores_are_columns_behind_those_of_the_functions_weighted_and_gated_alike():
     groups = [group(1, [1.0, 0.0], ["aa", "b"]), group(0, [1.0, None], ["", "ccc"])]
     models = [model(number=1, weight=0.5), model(Ranks(lambda _: -1.0), number=2, weight=2.0, gate=True)]
-    with_model_scores(groups, models[:1])
+    await with_model_scores(groups, models[:1])
     batch = to_batch(groups, [FUNCTION, models[0].config])
     assert batch.batch["reward_components"].nan_to_num(9).tolist() == [[1, 2], [9, 5], [1, 4], [0, 3]]
     assert batch.batch["scores"].tolist() == [2.0, 2.5, 3.0, 1.5]
-    with_model_scores(groups, models)
+    await with_model_scores(groups, models)
     assert len(models[0].group.read) == 1  # scores that are there are kept
     gated = to_batch(groups, [FUNCTION, *(m.config for m in models)])
     assert gated.batch["scores"].tolist() == [-2.0] * 4
 
 
-def test_C4_a_sample_that_a_model_cannot_score_is_failed_and_counted_as_its():
+async def test_C4_a_sample_that_a_model_cannot_score_is_failed_and_counted_as_its():
     groups, made = [group(0, [1.0, 1.0, 1.0], ["a", "too long", "b"], failed=(2,))], model(longest=4)
-    with_model_scores(groups, [made, model(number=2)])
+    await with_model_scores(groups, [made, model(number=2)])
     batch = to_batch(groups, [FUNCTION, made.config, model(number=2).config])
     assert batch.batch["failed_function"].tolist() == [-1, 1, 0]
     assert batch.batch["failed"].tolist() == [False, True, True]
@@ -175,7 +179,8 @@ class Engines(Waiting):
     def submit(self, groups):
         super().submit(request for group in groups for request in group)
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
         found, self.waiting = self.waiting, []
         return [Completion(r.key, [5], [-1.0], "stop", [0], "x" * (r.key[1] % 2)) for r in found]
 
@@ -183,43 +188,53 @@ class Engines(Waiting):
 class Judges(Waiting):
     """Each sample scores 1."""
 
-    def poll(self, timeout_s):
+    async def poll(self):
+        await asyncio.sleep(0)
         found, self.waiting = self.waiting, []
         return [RewardResult(request.key, (1.0,)) for request in found]
 
 
-def collector(made: RewardModel, *overrides) -> Collector:
-    config, _ = compose(
-        ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4",
-         "data.shuffle=false", "reward.models=[{name: rm1, path: /m, weight: 0.5}]", *overrides]
-    )  # fmt: skip
-    prompts = [Prompt(n, f"{n}", [1], {}) for n in range(20)]
-    return Collector(config, rollout=Engines(), rewards=Judges(), prompts=prompts, models=[made])
+@pytest.fixture
+def collector(tasks):
+    """Makes collectors that receive answers and scores."""
+
+    def make(scored_by: RewardModel, *overrides) -> Collector:
+        config, _ = compose(
+            ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4",
+             "data.shuffle=false", "reward.models=[{name: rm1, path: /m, weight: 0.5}]", *overrides]
+        )  # fmt: skip
+        prompts = [Prompt(n, f"{n}", [1], {}) for n in range(20)]
+        made = Collector(config, rollout=Engines(), rewards=Judges(), prompts=prompts, tasks=tasks, models=[scored_by])
+        made.start()
+        return made
+
+    return make
 
 
-def test_batches_and_evaluations_have_the_models_scores():
+async def test_batches_and_evaluations_have_the_models_scores(collector):
     made = collector(model())
-    assert made.collect(0).batch["scores"].tolist() == [1.5, 2.0, 1.5, 2.0] * 2
-    assert made.evaluate([Prompt(0, "abc", [1], {})], greedy=True).batch["scores"].tolist() == [2.5]
+    assert (await collect(made, 0)).batch["scores"].tolist() == [1.5, 2.0, 1.5, 2.0] * 2
+    evaluated = await made.evaluate([Prompt(0, "abc", [1], {})], greedy=True)
+    assert evaluated.batch["scores"].tolist() == [2.5]
 
 
-def test_a_group_is_judged_flat_by_all_components():
+async def test_a_group_is_judged_flat_by_all_components(collector):
     """The function alone sees no spread in any group, the model in every second prompt's."""
     ranks = Ranks(lambda text: len(text) if int(text[0]) % 2 else 0)
-    batch = collector(model(ranks), "algorithm.dynamic_sampling=4").collect(0)
+    batch = await collect(collector(model(ranks), "algorithm.dynamic_sampling=4"), 0)
     assert batch.batch["uid"].tolist() == [1] * 4 + [3] * 4
     assert batch.meta_info["rollout/groups_dropped"] == 2
     assert sorted(text for texts in ranks.read for text in texts) == ["0", "0x", "1", "1x", "2", "2x", "3", "3x"]
 
 
-def test_the_greedy_baseline_is_scored_too():
-    batch = collector(model(), "algorithm=remax").collect(0)
+async def test_the_greedy_baseline_is_scored_too(collector):
+    batch = await collect(collector(model(), "algorithm=remax"), 0)
     assert batch.batch["baseline_rewards"].tolist() == [1.5] * 8
 
 
-def test_too_many_rows_that_a_model_cannot_read_stop_the_run():
+async def test_too_many_rows_that_a_model_cannot_read_stop_the_run(collector):
     with pytest.raises(RewardError, match=r"50% of the rewards failed.* reward model 'rm1' cannot read 2 tokens"):
-        collector(model(longest=1)).collect(0)
+        await collect(collector(model(longest=1)), 0)
 
 
 # In the config

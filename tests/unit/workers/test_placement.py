@@ -1,5 +1,7 @@
 """What processes of a placement are given."""
 
+import asyncio
+import contextlib
 import os
 from types import SimpleNamespace
 
@@ -39,22 +41,61 @@ def made(monkeypatch):
 )
 def test_the_cores_that_may_be_used_are_shared_out_as_threads(made, overrides, threads):
     config, _ = compose(overrides)
-    placement.ray_hosts(config, "training rank", config.placement.actor_ranks)
+    spawn = placement.spawner(config, "training rank", config.placement.actor_ranks)
+    processes = [spawn(rank) for rank in range(config.placement.actor_ranks)]
+    assert [process.name for process in processes] == [f"training rank {rank}" for rank in range(len(processes))]
     assert [environment["OMP_NUM_THREADS"] for _, environment in made] == [threads] * config.placement.actor_ranks
     assert {environment["OMP_WAIT_POLICY"] for _, environment in made} == {"PASSIVE"}
 
 
 @pytest.mark.parametrize(("setting", "threads"), [("3", 3), ("null", 2)])
-def test_without_ray_the_one_process_has_the_threads_asked_for_or_keeps_its_own(monkeypatch, start, setting, threads):
+async def test_without_ray_the_one_process_has_the_threads_asked_for_or_keeps_its_own(
+    monkeypatch, start, tasks, setting, threads
+):
     before = torch.get_num_threads()
     monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ if name != "OMP_NUM_THREADS"})
     torch.set_num_threads(2)
     own = ["placement=inprocess", "rollout=hf", f"placement.threads_per_worker={setting}"]
     try:
-        placement.start(compose(own)[0], start, [EOS_ID], needs_critic=False).close()
+        async with await placement.start(compose(own)[0], start, [EOS_ID], tasks, needs_critic=False):
+            pass
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+class Noted:
+    """Parts of a run, which note how they are ended."""
+
+    def __init__(self):
+        self.how = []
+
+    async def _closed(self):
+        self.how.append("engines closed")
+
+    def workers(self):
+        rollout = SimpleNamespace(close=self._closed)
+        rewards = SimpleNamespace(close=lambda: self.how.append("rewards"))
+        devices = SimpleNamespace(free=lambda: self.how.append("devices"))
+        return placement.Workers(rollout, rewards, None, [], devices, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (None, ["engines closed", "rewards", "devices"]),
+        (WorkerError("broke"), ["engines closed", "rewards", "devices"]),
+        (KeyboardInterrupt(), ["rewards", "devices"]),
+        (asyncio.CancelledError(), ["rewards", "devices"]),
+    ],
+)
+async def test_engines_may_finish_what_they_do_unless_the_run_is_to_stop_at_once(error, how):
+    noted = Noted()
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
+        async with noted.workers():
+            if error:
+                raise error
+    assert noted.how == how
 
 
 def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):

@@ -1,191 +1,367 @@
-"""What is seen of processes from outside: real ones for the observer, and made-up sights for the vigil."""
+"""What is made of the sights of processes: who counts as lost, and which waits end with that."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
+import asyncio
+import json
+import math
+from types import SimpleNamespace
 
-import psutil
 import pytest
+from ray.exceptions import RayActorError
 
-from workers.cluster import liveness, progress
-from workers.cluster.liveness import LOOK_EVERY_S, STOPPED_S, Observer, Sight, Vigil, innermost
+from rltrain.base.errors import ClusterLost, WorkerLost
+from tests.fake_replicas import Reply, settled
+from workers.cluster import liveness as module
+from workers.cluster.liveness import LOOK_EVERY_S, PROCESSES, STACKS, STOPPED_S, Liveness, ProgressScope, WatchedProcess
+from workers.cluster.observer import Sight
 from workers.cluster.progress import Process
-
-CHILD = """
-import subprocess, sys, time
-from workers.cluster import progress
-announced = progress.announce("here")
-def work():
-    print(*vars(announced).values(), flush=True)
-    while True:
-        line = sys.stdin.readline()
-        if line == "start\\n":
-            subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
-        if line:
-            progress.tick()
-with progress.call():
-    work()
-"""
-
-
-@pytest.fixture
-def child():
-    """A process that ticks when it is told to, as it announced itself."""
-    running = subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    pid, began, node, counter, stacks = running.stdout.readline().split()
-    running.announced = Process(int(pid), int(began), node, int(counter), int(stacks))
-    with running:
-        yield running
-        running.kill()
-
-
-def seen_as(process: Process, wanted: Sight) -> bool:
-    deadline = time.monotonic() + 20
-    while (found := Observer().look([process])[0]) != wanted and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found == wanted
-
-
-def test_ticks_calls_and_states_of_a_process_are_seen_from_outside(child):
-    assert seen_as(child.announced, Sight("S", ticks=0, calls=1))
-    child.stdin.write("\n")
-    assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
-    os.kill(child.pid, signal.SIGSTOP)
-    assert seen_as(child.announced, Sight("T", ticks=1, calls=1))
-    Observer().kill([child.announced])  # stopped as it is
-    assert seen_as(child.announced, Sight(""))
-
-
-def test_a_later_process_with_the_same_number_is_not_taken_for_it(child):
-    other = Process(child.pid, child.announced.began - 1, "here", 0, 0)
-    assert Observer().look([other]) == [Sight("")]
-    Observer().kill([other])
-    assert seen_as(child.announced, Sight("S", ticks=0, calls=1))
-
-
-def test_what_a_process_started_ends_with_it_also_where_it_is_gone_already(child):
-    child.stdin.write("start\n")
-    assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
-    (started,) = psutil.Process(child.pid).children()
-    child.kill()
-    child.wait()
-    assert seen_as(child.announced, Sight(""))
-    assert started.is_running()
-    Observer().kill([child.announced])
-    assert psutil.wait_procs([started], timeout=10) == ([started], [])
-
-
-def test_a_process_writes_its_stacks_down_when_it_is_asked(child):
-    (text,) = Observer().stacks([child.announced])
-    assert "in work" in text
-    assert innermost(text).startswith("work (<string>:")
-    os.kill(child.pid, signal.SIGSTOP)
-    assert Observer().stacks([child.announced]) == [text]  # of before: it cannot now
-
-
-def test_without_an_announcement_ticks_cost_nothing_and_mean_nothing():
-    assert progress._announced is None
-    progress.tick()
-    with progress.call():
-        pass
-
-
-STACKS = """Thread 0x00007f (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 324 in wait
-  File "/a/workers/rollout/worker.py", line 90 in poll
-
-Current thread 0x00007e (most recent call first):
-  File "/a/torch/_ops.py", line 1 in all_reduce
-  File "/a/workers/training/actor.py", line 80 in update
-  File "/a/workers/cluster/worker_process.py", line 44 in call
-  File "/a/ray/worker.py", line 9 in main
-"""
-
-
-def test_the_frames_shown_are_those_of_the_thread_that_works():
-    assert innermost(STACKS) == "all_reduce (_ops.py:1) < update (actor.py:80) < call (worker_process.py:44)"
-    assert innermost("") == ""
+from workers.cluster.ray_daemons import Daemons
 
 
 class Eyes:
-    """A watch that sees what it is told to."""
+    """An observer that sees what it is told to."""
 
-    start_timeout_s, hang_timeout_s = 60.0, 10.0
-
-    def __init__(self, *sights):
-        self.sights, self.killed, self.vigils = list(sights), [], []
+    def __init__(self):
+        self.sights, self.killed, self.looks = {}, [], 0
 
     def look(self, processes):
+        self.looks += 1
         return [self.sights[process.pid] for process in processes]
 
     def kill(self, processes):
         self.killed += [process.pid for process in processes]
 
+    def stacks(self, processes):
+        return [f'Thread 1:\n  File "/a/workers/b.py", line {process.pid} in wait' for process in processes]
+
+
+class Daemon:
+    """A daemon of Ray that may be gone."""
+
+    name, gone = "gcs_server", False
+
+    def ended(self):
+        return self.gone
+
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
-def vigil_of(eyes: Eyes) -> Vigil:
-    made = Vigil(eyes, "rank", len(eyes.sights))
-    for rank in range(len(eyes.sights)):
-        made.expect(rank, None)
-        made.processes[rank] = Process(rank, 0, "here", 0, 0)
-    return made
+@pytest.fixture
+async def watch(tasks, clock, tmp_path):
+    """Liveness that looks with `Eyes`, and makes processes: one for each of the sights that it is given."""
+
+    class Watch(Liveness):
+        def __init__(self):
+            daemons = Daemons([Daemon()])
+            daemons.patient = True
+            super().__init__(
+                hang_timeout_s=10.0, start_timeout_s=60.0, tasks=tasks, here="here", folder=tmp_path, daemons=daemons
+            )
+            self.own = self.eyes = Eyes()
+
+        def see(self, *sights, node="here"):
+            made = []
+            for pid, sight in enumerate(sights):
+                process = WatchedProcess(f"rank {pid}", self)
+                process.identity, process.phase = Process(pid, 0, node, 0, 0), "actor.update"
+                self.eyes.sights[pid] = sight
+                self.processes.append(process)
+                made.append(process)
+            return made
+
+    return Watch()
 
 
-def test_a_process_that_is_gone_is_known_at_the_next_look_and_looks_are_rare(clock):
-    eyes = Eyes(Sight("S"), Sight("R"))
-    vigil = vigil_of(eyes)
-    vigil.look()
-    eyes.sights[1] = Sight("")
-    vigil.look()
-    assert vigil.gone == {}
-    clock[0] += LOOK_EVERY_S
-    vigil.look()
-    assert list(vigil.gone) == [1]
-    assert vigil.gone[1].startswith("is gone")
-    vigil.expect(1, None)
-    assert vigil.gone == {}
+# Who counts as lost
 
 
-def test_a_stopped_process_counts_as_dead_after_a_while_only_and_is_ended(clock):
-    eyes = Eyes(Sight("T"))
-    vigil = vigil_of(eyes)
-    vigil.look(at_once=True)
-    eyes.sights[0] = Sight("S")
+async def test_a_process_that_is_gone_is_known_at_the_next_look(watch):
+    _, process = watch.see(Sight("S"), Sight("R"))
+    watch.look()
+    watch.eyes.sights[1] = Sight("")
+    assert process.how_lost == ""
+    watch.look()
+    assert [one.how_lost for one in watch.processes] == ["", "is gone (killed, crashed or out of memory)"]
+    assert watch.eyes.killed == [1]  # and so is what it started
+
+
+async def test_looks_are_rare_unless_a_process_ends(watch, monkeypatch):
+    waits = []
+
+    async def wait(timeout_s):
+        waits.append(timeout_s)
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(watch._exits, "wait", wait)
+    await settled()
+    assert (watch.eyes.looks, waits) == (1, [])
+    watch._exits.notify()
+    await settled()
+    assert (watch.eyes.looks, waits) == (2, [LOOK_EVERY_S])
+
+
+async def test_each_exit_is_followed_by_a_look(watch):
+    watch.see(Sight("S"))
+    await settled()
+    for looks in (1, 2, 3):
+        assert watch.eyes.looks == looks
+        watch._exits.notify()
+        await settled()
+
+
+async def test_a_process_that_is_lost_is_not_looked_at_again_and_keeps_its_first_reason(watch):
+    (process,) = watch.see(Sight("S"))
+    process.lose("has weights that nobody can use")
+    watch.eyes.sights.clear()
+    watch.look()
+    process.lose("is gone")
+    assert process.how_lost == "has weights that nobody can use"
+    assert watch.eyes.killed == [0]
+
+
+async def test_the_successor_of_a_process_is_looked_at_in_its_place(watch):
+    (before,) = watch.see(Sight("S"))
+    watch.dismiss(before)
+    (after,) = watch.see(Sight("S"))
+    watch.look()
+    assert (watch.processes, before.how_lost, after.how_lost) == ([after], "is being replaced", "")
+    assert watch.eyes.killed == [0]
+
+
+async def test_a_stopped_process_counts_as_dead_after_a_while_only_and_is_ended(watch, clock):
+    (process,) = watch.see(Sight("T"))
+    watch.look()
+    watch.eyes.sights[0] = Sight("S")
     clock[0] += STOPPED_S
-    vigil.look(at_once=True)  # it went on
-    eyes.sights[0] = Sight("T")
-    vigil.look(at_once=True)
+    watch.look()  # it went on
+    watch.eyes.sights[0] = Sight("T")
+    watch.look()
     clock[0] += STOPPED_S - 0.1
-    vigil.look(at_once=True)
-    assert (vigil.gone, eyes.killed) == ({}, [])
+    watch.look()
+    assert (process.how_lost, watch.eyes.killed) == ("", [])
     clock[0] += 0.1
-    vigil.look(at_once=True)
-    assert (list(vigil.gone), eyes.killed) == ([0], [0])
+    watch.look()
+    assert (process.how_lost, watch.eyes.killed) == ("has been stopped (SIGSTOP) for 3 s", [0])
 
 
-def test_ranks_stand_still_when_none_of_them_ticks(clock):
-    eyes = Eyes(Sight("S", 1, 1), Sight("S", 1, 0))
-    vigil = vigil_of(eyes)
-    vigil.look(at_once=True)
-    vigil.touch([0, 1])
-    clock[0] += 5
-    eyes.sights[1] = Sight("S", 2, 0)
-    vigil.look(at_once=True)
-    assert (vigil.still_s([0]), vigil.still_s([0, 1])) == (5, 0)
-    assert vigil.busy([0, 1]) == [0]
+async def test_at_the_end_of_a_run_a_process_that_was_just_stopped_is_ended(watch):
+    stopped, other = watch.see(Sight("T"), Sight("S"))
+    watch.kill_stopped()
+    assert (stopped.how_lost, other.how_lost, watch.eyes.killed) == ("was stopped", "", [0])
 
 
-def test_a_process_that_was_not_seen_is_not_gone(clock):
-    vigil = vigil_of(Eyes(None))
-    vigil.look(at_once=True)
-    assert vigil.gone == {}
+async def test_a_process_that_was_not_seen_is_not_gone(watch):
+    (process,) = watch.see(None, node="another")
+    watch.look()
+    assert (process.sight, process.how_lost, process.busy) == (None, "", False)
+
+
+# Introductions
+
+
+async def test_a_process_is_named_in_the_folder_when_it_has_introduced_itself(watch, tmp_path):
+    process, introduction = WatchedProcess("training rank 0", watch), Reply()
+    watch.eyes.sights[7] = Sight("S")
+    watch.admit(process, introduction)
+    await settled()
+    assert str(process) == "training rank 0 (starting)"
+    introduction.give(Process(7, 0, "here", 0, 0))
+    await settled()
+    assert str(process) == "training rank 0 (pid 7 on node here)"
+    assert json.loads((tmp_path / PROCESSES).read_text()) == {"training rank 0": {"pid": 7, "node": "here"}}
+
+
+async def test_a_process_that_dies_before_it_has_introduced_itself_is_lost(watch):
+    process, introduction = WatchedProcess("training rank 0", watch), Reply()
+    watch.admit(process, introduction)
+    introduction.fail(RayActorError())
+    await settled()
+    assert process.how_lost == "died while it started"
+
+
+async def test_a_process_that_does_not_start_in_time_is_lost(watch):
+    watch.start_timeout_s = -1.0
+    process = WatchedProcess("training rank 0", watch)
+    watch.admit(process, Reply())
+    await settled()
+    assert process.how_lost == "did not start within placement.start_timeout_s=-1 s; is there room for it?"
+
+
+async def test_a_process_that_is_dismissed_before_it_has_introduced_itself_is_killed_then(watch):
+    process, introduction = WatchedProcess("training rank 0", watch), Reply()
+    watch.admit(process, introduction)
+    await settled()
+    watch.dismiss(process)
+    assert watch.eyes.killed == []
+    introduction.give(Process(7, 0, "here", 0, 0))
+    await settled()
+    assert watch.eyes.killed == [7]
+
+
+# Waits that depend on processes
+
+
+async def test_ranks_stand_still_when_none_of_them_ticks(watch, clock):
+    first, second = watch.see(Sight("S", 1, 1), Sight("S", 1, 0))
+    with ProgressScope([first]) as alone, ProgressScope([first, second]) as both:
+        clock[0] += 5
+        watch.eyes.sights[1] = Sight("S", 2, 0)
+        watch.look()
+        clock[0] += 5
+        await both.check_progress()
+        assert (first.how_lost, second.how_lost) == ("", "")
+        assert (first.busy, second.busy) == (True, False)
+        await alone.check_progress()
+        assert first.how_lost == "made no progress for 10 s"
+
+
+async def test_of_ranks_that_stand_still_those_are_to_blame_that_are_inside_a_call(watch, clock, tmp_path):
+    first, second = watch.see(Sight("S", 1, 1), Sight("S", 1, 0))
+    with ProgressScope([first, second]) as scope:
+        waiting = asyncio.ensure_future(scope.until(asyncio.get_running_loop().create_future()))
+        await settled()
+        clock[0] += 10
+        await scope.check_progress()
+        with pytest.raises(WorkerLost) as told:
+            await waiting
+    assert str(told.value) == ("no progress for 10 s: actor.update: rank 0 (pid 0 on node here) hangs in wait (b.py:0)")
+    assert (first.how_lost, second.how_lost) == ("made no progress for 10 s", "")
+    assert [path.name for path in (tmp_path / STACKS).iterdir()] == ["actor.update_rank_0_0.txt"]
+
+
+async def test_ranks_that_all_wait_for_work_that_never_comes_are_all_to_blame(watch, clock):
+    with ProgressScope(watch.see(Sight("S", 1, 0), Sight("S", 1, 0))) as scope:
+        clock[0] += 10
+        await scope.check_progress()
+        with pytest.raises(WorkerLost, match=r"rank 0 .* hangs in wait .*; actor\.update: rank 1 .* hangs in wait"):
+            await scope.until(asyncio.get_running_loop().create_future())
+
+
+async def test_a_wait_has_its_own_limit_where_it_needs_one(watch, clock):
+    (process,) = watch.see(Sight("S", 1, 1))
+    with ProgressScope([process], limit_s=math.inf) as patient, ProgressScope([process], limit_s=20.0) as scope:
+        clock[0] += 19.9
+        await patient.check_progress()
+        await scope.check_progress()
+        assert process.how_lost == ""
+        clock[0] += 0.1
+        await patient.check_progress()
+        assert process.how_lost == ""
+        await scope.check_progress()
+        assert process.how_lost == "made no progress for 20 s"
+
+
+async def test_time_before_a_wait_is_no_part_of_it(watch, clock):
+    (process,) = watch.see(Sight("S", 1, 1))
+    watch.look()
+    clock[0] += 1000
+    with ProgressScope([process]) as scope:
+        clock[0] += 9.9
+        await scope.check_progress()
+    assert process.how_lost == ""
+
+
+async def test_the_death_of_a_process_ends_the_waits_that_depend_on_it_at_once_and_no_others(watch):
+    first, second = watch.see(Sight("S"), Sight("S"))
+    with ProgressScope([first]) as dependent, ProgressScope([second]) as other:
+        never = asyncio.get_running_loop().create_future
+        waits = [asyncio.ensure_future(scope.until(never())) for scope in (dependent, other)]
+        await settled()
+        watch.eyes.sights[0] = Sight("")
+        watch._exits.notify()
+        await settled()
+        assert [wait.done() for wait in waits] == [True, False]
+        with pytest.raises(WorkerLost, match=r"^actor\.update: rank 0 \(pid 0 on node here\) is gone"):
+            waits[0].result()
+        waits[1].cancel()
+
+
+async def test_a_wait_for_a_process_that_is_lost_already_ends_at_once(watch):
+    (process,) = watch.see(Sight(""))
+    with ProgressScope([process]) as scope, pytest.raises(WorkerLost, match="is gone"):
+        await scope.until(asyncio.get_running_loop().create_future())
+
+
+async def test_a_wait_that_is_over_is_checked_no_more(watch, clock):
+    (process,) = watch.see(Sight("S", 1, 1))
+    with ProgressScope([process]):
+        assert len(watch.scopes) == 1
+    assert watch.scopes == set()
+    clock[0] += 1000
+    watch._exits.notify()
+    await settled()
+    assert process.how_lost == ""
+
+
+async def test_a_wait_that_ends_while_its_stacks_are_written_costs_no_process_its_life(watch, clock, monkeypatch):
+    (process,) = watch.see(Sight("S", 1, 1))
+    writing, written = asyncio.Event(), asyncio.Event()
+
+    async def stacks(processes):
+        writing.set()
+        await written.wait()
+        return dict.fromkeys(processes, "")
+
+    monkeypatch.setattr(watch, "stacks", stacks)
+    with ProgressScope([process]) as scope:
+        clock[0] += 10
+        checking = asyncio.ensure_future(scope.check_progress())
+        await writing.wait()
+    written.set()
+    await checking
+    assert (process.how_lost, watch.eyes.killed) == ("", [])
+
+
+async def test_what_does_not_depend_on_progress_ends_only_with_the_process(watch, clock):
+    (process,) = watch.see(Sight("S", 1, 1))
+    idle = asyncio.ensure_future(process.unless_lost(asyncio.get_running_loop().create_future()))
+    clock[0] += 1000
+    watch._exits.notify()
+    await settled()
+    assert not idle.done()
+    process.lose("is gone")
+    with pytest.raises(WorkerLost, match=r"^rank 0 \(pid 0 on node here\) is gone$"):
+        await idle
+    result = asyncio.get_running_loop().create_future()
+    result.set_result(7)
+    assert await WatchedProcess("rank 1", watch).unless_lost(result) == 7
+
+
+async def test_an_error_that_a_death_can_cause_waits_for_its_proof(watch):
+    (process,) = watch.see(Sight("S"))
+    with ProgressScope([process]) as scope:
+        proving = asyncio.ensure_future(scope.proof())
+        await settled()
+        assert not proving.done()
+        watch.eyes.sights[0] = Sight("")
+        watch._exits.notify()
+        with pytest.raises(WorkerLost, match="is gone"):
+            await proving
+
+
+# Daemons of Ray
+
+
+async def test_the_death_of_a_daemon_ends_the_run_between_steps_and_waits_only_when_it_must(watch, tasks, clock):
+    (process,) = watch.see(Sight("S"))
+    with ProgressScope([process]) as scope:
+        waiting = asyncio.ensure_future(scope.until(asyncio.get_running_loop().create_future()))
+        await settled()
+        tasks.check()
+        watch.daemons.daemons[0].gone = True
+        watch._exits.notify()
+        await settled()
+        assert not waiting.done()
+        with pytest.raises(ClusterLost) as told:
+            tasks.check()
+        assert told.value.can_save
+        watch.daemons.patient = False
+        watch._exits.notify()
+        await settled()
+        with pytest.raises(ClusterLost) as told:
+            waiting.result()
+        assert not told.value.can_save

@@ -14,7 +14,7 @@ from rltrain.base.errors import ConfigError, SyncError
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import LoRAConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from workers.cluster.host_groups import LocalHosts
+from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.models.adapter_weights import BaseWeights
 from workers.models.lora import adapt, adapted_layers, adapter_parameters, adapters_of, is_adapter
@@ -24,6 +24,8 @@ from workers.rollout.messages import Request
 from workers.sync import adapters, buckets
 from workers.sync.buckets import Bucket, join
 from workers.sync.checks import probe
+from workers.training.actor import ActorWorker
+from workers.training.shared_columns import log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -39,13 +41,19 @@ class Run:
 
     def __init__(self, path, *overrides):
         self.config = compose([*CONSTANT, LORA, *overrides])[0]
-        hosts = LocalHosts(Host({}, verbose=True))
-        hosts.host.build("actor", ROLES["actor"], self.config, path)
-        self.actor, self.worker = WorkerGroup(hosts, "actor"), hosts.host.roles["actor"]
+        process = LocalProcess(Host({}, verbose=True))
+        process.build("actor", ROLES["actor"], self.config, path)
+        self.actor, self.worker = WorkerGroup([Role(process, "actor")]), process.host.roles["actor"]
 
-    def update(self, batch, times=1):
+    async def log_probs(self, batch):
+        columns = log_probs_columns(self.config.algorithm)
+        found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=8192)
+        return found.values("old_log_probs")
+
+    async def update(self, batch, times=1):
+        columns, plan = update_columns(self.config.algorithm), [list(range(len(batch)))]
         for _ in range(times):
-            metrics = self.actor.update(batch, [list(range(len(batch)))], 0.0, max_tokens=8192)
+            metrics = await self.actor.update(ActorWorker.update, batch, columns, plan, 8192, 0.0)
         return metrics
 
     def save(self, folder: Path) -> Path:
@@ -87,9 +95,9 @@ def same(found, expected, tolerance=1e-6) -> bool:
     return all(float((found[name] - tensor).detach().abs().max()) <= tolerance for name, tensor in expected.items())
 
 
-def test_merged_weights_are_those_that_peft_merges(start, sampled_batch, tmp_path):
+async def test_merged_weights_are_those_that_peft_merges(start, sampled_batch, tmp_path):
     run = Run(start, "model.lora={rank:4,alpha:12,targets:[q_proj,down_proj]}")
-    run.update(sampled_batch, times=3)
+    await run.update(sampled_batch, times=3)
     expected, found = by_peft(run, start, tmp_path), run.worker.weights()
     assert found.keys() == expected.keys()
     assert same(found, expected)
@@ -103,10 +111,10 @@ def test_merged_weights_are_those_that_peft_merges(start, sampled_batch, tmp_pat
     assert set(load_file(tmp_path / "model/model.safetensors")) == set(load_file(Path(start) / "model.safetensors"))
 
 
-def test_nothing_but_adapters_is_trained_and_the_optimizer_has_nothing_else(start, sampled_batch):
+async def test_nothing_but_adapters_is_trained_and_the_optimizer_has_nothing_else(start, sampled_batch):
     run = Run(start)
     before = {name: p.detach().clone() for name, p in run.worker.model.named_parameters()}
-    run.update(sampled_batch, times=2)
+    await run.update(sampled_batch, times=2)
     for name, parameter in run.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (not is_adapter(name)), name
         assert parameter.dtype == torch.float32
@@ -117,24 +125,22 @@ def test_nothing_but_adapters_is_trained_and_the_optimizer_has_nothing_else(star
     assert held == 2 * 4 * (256 + 192 + 192 + 256 + 3 * 512)
 
 
-def test_at_the_start_an_adapted_model_is_the_base_model_and_its_start_depends_on_the_seed_only(start, sampled_batch):
+async def test_at_the_start_an_adapted_model_is_the_base_model_and_its_start_depends_on_the_seed_only(
+    start, sampled_batch
+):
     run, again, other = Run(start), Run(start), Run(start, "trainer.seed=1")
     plain = Run(start, "model.lora=null")
-    found = [r.actor.rows("compute_log_probs", sampled_batch, max_tokens=8192) for r in (run, plain)]
-    assert torch.equal(*(columns.values("old_log_probs") for columns in found))
+    assert torch.equal(*[await r.log_probs(sampled_batch) for r in (run, plain)])
     for name, adapter in adapters_of(run.worker.model).items():
         assert torch.equal(adapter.a, adapters_of(again.worker.model)[name].a)
         assert not torch.equal(adapter.a, adapters_of(other.worker.model)[name].a)
 
 
-def test_log_probs_with_adapters_are_those_of_the_merged_model(start, sampled_batch, tmp_path):
+async def test_log_probs_with_adapters_are_those_of_the_merged_model(start, sampled_batch, tmp_path):
     run = Run(start)
-    run.update(sampled_batch, times=3)
+    await run.update(sampled_batch, times=3)
     merged = Run(str(run.save(tmp_path)), "model.lora=null")
-    found, expected, before = (
-        r.actor.rows("compute_log_probs", sampled_batch, max_tokens=8192).values("old_log_probs")
-        for r in (run, merged, Run(start))
-    )
+    found, expected, before = [await r.log_probs(sampled_batch) for r in (run, merged, Run(start))]
     assert torch.allclose(found, expected, atol=1e-5)
     assert not torch.allclose(found, before, atol=1e-2)
 
@@ -144,7 +150,7 @@ def test_log_probs_with_adapters_are_those_of_the_merged_model(start, sampled_ba
 
 @pytest.mark.parametrize("bucket_bytes", [buckets.BUCKET_BYTES, 5000])
 @pytest.mark.parametrize("targets", ["all-linear", "[q_proj,down_proj]"])
-def test_E5_after_each_sync_the_engine_has_the_merged_weights_once(
+async def test_E5_after_each_sync_the_engine_has_the_merged_weights_once(
     start, sampled_batch, tmp_path, monkeypatch, bucket_bytes, targets
 ):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
@@ -155,13 +161,13 @@ def test_E5_after_each_sync_the_engine_has_the_merged_weights_once(
         load(made, sent)
         assert same(dict(made.model.named_parameters()), by_peft(run, start, tmp_path / str(version)))
         if version != 2:
-            run.update(sampled_batch)
+            await run.update(sampled_batch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_adapters_travel_in_float32_and_proofs_are_of_what_the_engine_holds(start, sampled_batch, dtype):
+async def test_only_adapters_travel_in_float32_and_proofs_are_of_what_the_engine_holds(start, sampled_batch, dtype):
     run = Run(start, f"model.dtype={dtype}")
-    run.update(sampled_batch)
+    await run.update(sampled_batch)
     sent = run.sent(0)
     places = [place for bucket in sent for place in bucket.places]
     assert {place.name.rpartition(".lora_")[2] for place in places} == {"A.weight", "B.weight"}
@@ -173,7 +179,7 @@ def test_only_adapters_travel_in_float32_and_proofs_are_of_what_the_engine_holds
         assert float((torch.from_numpy(proofs[name]) - expected).abs().max() / expected.abs().max()) < 2e-4, name
 
 
-def test_E5_a_merge_onto_merged_weights_is_caught(start, sampled_batch, monkeypatch):
+async def test_E5_a_merge_onto_merged_weights_is_caught(start, sampled_batch, monkeypatch):
     run, made = Run(start), engine(start)
     merged = {}
 
@@ -182,7 +188,7 @@ def test_E5_a_merge_onto_merged_weights_is_caught(start, sampled_batch, monkeypa
         return dict(made.model.named_parameters())[name].detach().clone()
 
     monkeypatch.setattr(BaseWeights, "tensor", tensor)
-    run.update(sampled_batch)
+    await run.update(sampled_batch)
     load(made, run.sent(1))  # once is right
     merged |= dict(made.model.named_parameters())
     with pytest.raises(SyncError, match="does not compute with the actor's 'model"):
@@ -193,9 +199,9 @@ def test_E5_a_merge_onto_merged_weights_is_caught(start, sampled_batch, monkeypa
 
 
 @pytest.mark.parametrize("what", ["norm", "embedding", "scale"])
-def test_E5_other_base_weights_or_another_scale_are_caught(start, sampled_batch, what):
+async def test_E5_other_base_weights_or_another_scale_are_caught(start, sampled_batch, what):
     run, made = Run(start), engine(start)
-    run.update(sampled_batch)
+    await run.update(sampled_batch)
     sent = run.sent(1)
     if what == "scale":
         for bucket in sent:
@@ -208,9 +214,9 @@ def test_E5_other_base_weights_or_another_scale_are_caught(start, sampled_batch,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_E6_the_engine_says_what_a_fresh_one_with_the_merged_weights_says(start, sampled_batch, tmp_path, dtype):
+async def test_E6_the_engine_says_what_a_fresh_one_with_the_merged_weights_says(start, sampled_batch, tmp_path, dtype):
     run, made = Run(start, f"model.dtype={dtype}"), engine(start, f"model.dtype={dtype}")
-    run.update(sampled_batch, times=3)
+    await run.update(sampled_batch, times=3)
     load(made, run.sent(1))
     fresh = engine(str(run.save(tmp_path)), f"model.dtype={dtype}")
     answers = []

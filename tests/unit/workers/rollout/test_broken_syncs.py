@@ -1,119 +1,143 @@
 """What a pool of replicas does when weight syncs break off, and with engines that have nothing to do."""
 
-from types import SimpleNamespace
+import time
 
 import pytest
 
 from rltrain.base.errors import SyncError, WorkerLost
-from tests.fake_replicas import ACTOR, Call, fail_syncs, pool_of, request
+from tests.fake_replicas import (
+    LOST_RANKS,
+    RANKS,
+    fail_syncs,
+    give_weights,
+    keys_of,
+    pool_of,
+    request,
+    settled,
+)
 from workers.rollout import pool as pool_module
-from workers.rollout.pool import State
+from workers.rollout.replica import State
 
 
 @pytest.fixture
-def made(monkeypatch):
-    return lambda size, **more: pool_of(size, monkeypatch, **more)
+def made(monkeypatch, tasks):
+    return lambda size, **more: pool_of(size, monkeypatch, tasks, **more)
 
 
-def test_after_a_sync_that_a_training_rank_broke_off_engines_are_left_alone_until_they_have_weights(made, monkeypatch):
-    pool, hosts = made(2, busy=True)
-    plain = pool_module.sync
+async def test_after_a_sync_that_a_training_rank_broke_off_engines_are_left_alone_until_they_have_weights(
+    made, monkeypatch
+):
+    pool, replicas = await made(2, busy=True)
 
-    def broken(*_, **__):
-        hosts.fail_poll(0)
+    async def broken(*_, **__):
+        replicas.processes[0].fail_poll()
         raise WorkerLost("training rank 0 is gone")
 
     monkeypatch.setattr(pool_module, "sync", broken)
     with pytest.raises(WorkerLost, match="training rank 0"):
-        pool.load(SimpleNamespace(hosts=SimpleNamespace(dead=lambda: {0: "is gone"})), 1, check=True)
-    hosts.told.clear()
-    assert ([pool.poll(0.0), pool.poll(0.0)], hosts.told) == ([[], []], [])  # as while new training ranks start
-    assert hosts.busy == []  # nor do they hang who may not go on
-    pool.abort()
-    assert hosts.told == [(0, "abort"), (1, "abort")]  # they still have the old requests
-    monkeypatch.setattr(pool_module, "sync", plain)
-    pool.load(ACTOR, 1, check=True)
+        await pool.load(LOST_RANKS, 1, check=True)
+    replicas.told.clear()
+    await settled()
+    replicas.processes[1].say()  # its poll of before
+    assert ([await keys_of(pool), await keys_of(pool)], replicas.told) == ([[], []], [])  # as while new ranks start
+    assert replicas.liveness.scopes == set()  # nor do they hang who may not go on
+    await pool.abort()
+    assert sorted(replicas.told) == [(0, "abort"), (1, "abort")]  # they still have the old requests
+    monkeypatch.setattr(pool_module, "sync", give_weights)
+    await pool.load(RANKS, 1, check=True)
+    await pool.abort()  # what went wrong before is over
     pool.submit([[request(0)]])
-    pool.poll(0.0)
-    hosts.say(0, (0, 0))
-    assert [answer.key for answer in pool.poll(0.0)] == [(0, 0)]
+    await settled()
+    replicas.processes[0].answer((0, 0))
+    assert await keys_of(pool) == [(0, 0)]
 
 
-def test_a_replica_that_dies_in_a_sync_does_not_keep_the_others_from_the_next(made, monkeypatch):
-    pool, hosts = made(2, busy=True)
-    plain, syncs = pool_module.sync, []
+async def test_a_replica_that_dies_in_a_sync_does_not_keep_the_others_from_the_next(made, monkeypatch, tasks):
+    pool, replicas = await made(2, busy=True)
+    syncs = []
 
-    def sync(*arguments, **options):
-        syncs.append(options["replicas"])
+    async def sync(ranks, engines, *arguments, **options):
+        syncs.append([engine.process.name for engine in engines])
         if len(syncs) == 1:
-            hosts.replicas[0].alive = False
-            hosts.fail_poll(1)
+            replicas.processes[0].alive = False
+            replicas.processes[1].fail_poll()
         else:
-            pool.poll(0.0)  # as whoever trains gets turns while the actor is waited for
-        plain(*arguments, **options)
+            await settled()  # as all others have turns while the actor is waited for
+        await give_weights(ranks, engines, *arguments, **options)
 
     monkeypatch.setattr(pool_module, "sync", sync)
-    pool.load(ACTOR, 1, check=True)
-    assert (syncs, pool.state) == ([[0, 1], [1]], [State.STARTING, State.SERVING])
-    pool.poll(0.0)
-    hosts.say(1, (1, 0))
-    assert [answer.key for answer in pool.poll(0.0)] == [(1, 0)]
+    await pool.load(RANKS, 1, check=True)
+    assert syncs == [["rollout replica 0", "rollout replica 1"], ["rollout replica 1"]]
+    assert replicas.states == [State.STARTING, State.SERVING]
+    await settled()
+    tasks.check()
+    replicas.processes[1].answer((1, 0))
+    assert await keys_of(pool) == [(1, 0)]
 
 
-def test_an_engine_that_says_of_itself_that_a_sync_failed_is_believed(made):
-    pool, hosts = made(1, busy=True)
-    hosts.fail_poll(0)
+async def test_an_engine_that_says_of_itself_that_a_sync_failed_is_believed(made, tasks):
+    pool, replicas = await made(1, busy=True)
+    replicas.processes[0].fail_poll()
     with pytest.raises(SyncError, match="of two versions"):
-        pool.poll(0.0)
+        await tasks.until(pool.poll())
 
 
-def test_a_replica_that_is_replaced_and_ready_before_its_sync_ends_is_still_the_one_to_blame(made, monkeypatch):
-    pool, hosts = made(2)
-    plain, syncs = pool_module.sync, []
+async def test_a_replica_that_is_replaced_and_ready_before_its_sync_ends_is_still_the_one_to_blame(made, monkeypatch):
+    pool, replicas = await made(2)
+    syncs = []
 
-    def sync(*arguments, **options):
-        syncs.append(options["replicas"])
+    async def sync(ranks, engines, *arguments, **options):
+        syncs.append([engine.process.name for engine in engines])
         if len(syncs) == 1:
-            hosts.replicas[0].alive = False
-            pool.poll(0.0)
-            hosts.replicas[0].build.done = True
-            pool.poll(0.0)
+            replicas.processes[0].die()
+            await settled()
+            replicas.processes[0].built.give()
+            await settled()
             raise WorkerLost("a process died in the sync")
-        plain(*arguments, **options)
+        await give_weights(ranks, engines, *arguments, **options)
 
     monkeypatch.setattr(pool_module, "sync", sync)
-    pool.load(ACTOR, 1, check=True)
-    assert (syncs, [replica.version for replica in hosts.replicas]) == ([[0, 1], [0, 1]], [1, 1])
+    await pool.load(RANKS, 1, check=True)
+    assert (syncs, replicas.versions) == ([["rollout replica 0", "rollout replica 1"]] * 2, [1, 1])
 
 
-def test_answers_that_came_with_an_error_are_not_lost(made):
-    pool, hosts = made(2, busy=True)
-    hosts.say(0, (0, 0))
-    hosts.fail_poll(1)
+async def test_answers_that_came_with_an_error_are_not_lost(made, tasks):
+    pool, replicas = await made(2, busy=True)
+    replicas.processes[0].answer((0, 0))
+    replicas.processes[1].fail_poll()
+    await settled()
     with pytest.raises(SyncError, match="of two versions"):
-        pool.poll(0.0)
+        tasks.check()
     assert pool.pending == 2
-    assert [answer.key for answer in pool.poll(0.0)] == [(0, 0)]
+    assert await keys_of(pool) == [(0, 0)]
     assert pool.pending == 1
-    hosts.say(1, (1, 0))
-    assert [answer.key for answer in pool.poll(0.0)] == [(1, 0)]
 
 
-def test_who_had_nothing_to_do_is_seen_before_it_gets_work(made):
+async def test_who_had_nothing_to_do_is_seen_before_it_gets_work(made, monkeypatch, tasks):
     """Or the time in which nobody looked would count as that of a hang."""
-    pool, hosts = made(1)
-    hosts.busy = None
+    pool, replicas = await made(1)
+    process, now = replicas.processes[0], [time.monotonic()]
+    monkeypatch.setattr("workers.cluster.liveness.time", type("Clock", (), {"monotonic": lambda: now[0]}))
+    replicas.liveness.hang_timeout_s = 10.0
+    assert replicas.liveness.scopes == set()
+    now[0] += 1000.0
     pool.submit([[request(0)]])
-    assert hosts.busy == []
-    pool.poll(0.0)
-    assert hosts.busy == [0]
+    await settled()
+    (scope,) = replicas.liveness.scopes
+    assert scope.processes == [process]
+    await scope.check_progress()
+    assert process.how_lost == ""
+    now[0] += 10.0
+    await scope.check_progress()
+    assert process.how_lost == "made no progress for 10 s"
 
 
-def test_engines_that_wait_for_weights_are_closed_too(made, monkeypatch):
-    pool, hosts = made(2)
+async def test_engines_that_wait_for_weights_are_closed_too(made, monkeypatch):
+    pool, replicas = await made(2)
     fail_syncs(monkeypatch, SyncError("weights differ"))
     with pytest.raises(SyncError, match="weights differ"):
-        pool.load(ACTOR, 1, check=True)
-    hosts.close, hosts.told = Call, []
-    pool.close()
-    assert hosts.told == [(0, "close"), (1, "close")]
+        await pool.load(RANKS, 1, check=True)
+    assert replicas.states == [State.WAITING] * 2
+    replicas.told.clear()
+    await pool.close()
+    assert replicas.told == [(0, "close"), (1, "close")]

@@ -1,179 +1,177 @@
 """Several replicas as one: slow ones, whose polls stay open until they have something to say."""
 
+import asyncio
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rltrain.base.background_tasks import BackgroundTasks, cancelled
 from rltrain.base.errors import WorkerError
-from workers.cluster.host_groups import Hosts
-from workers.rollout.messages import Completion, Request
-from workers.rollout.pool import LONG_POLL_S, RolloutPool
+from tests.fake_replicas import RANKS, Reply, keys_of, of_worker, pool_of, request, settled
+from workers.cluster.processes import LocalProcess, Role
+from workers.rollout import pool as pool_module
+from workers.rollout.messages import Completion
+from workers.rollout.pool import RolloutPool
+from workers.rollout.replica import LOCAL_POLL_S, LONG_POLL_S, Building, Replica
 
 
-def request(uid: int, number: int = 0) -> Request:
-    return Request((uid, number), [1], 1.0, 4, 0)
+@pytest.fixture
+def made(monkeypatch, tasks):
+    return lambda size: pool_of(size, monkeypatch, tasks)
 
 
-def answer(key: tuple[int, int]) -> Completion:
-    return Completion(key, [2], [-1.0], "stop", [0])
-
-
-class Poll:
-    """A poll that is under way; `answers` are there once the replica has said them."""
-
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s, self.answers = patience_s, None
-
-
-class SlowHosts(Hosts):
-    """Replicas that answer a poll when `say` is called, and submissions at once."""
-
-    def __init__(self, size: int, *, concurrent: bool = True) -> None:
-        self.size, self.concurrent, self.meanwhile = size, concurrent, None
-        self.running: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        self.finished: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        self.open: list[Poll | None] = [None] * size
-        self.patience: list[float] = []
-
-    def start(self, role, method, arguments, *, ranks=None):
-        assert role == "rollout"
-        ranks = range(self.size) if ranks is None else ranks
-        return [getattr(self, method)(rank, *own) for rank, own in zip(ranks, arguments, strict=True)]
-
-    def submit(self, rank, requests):
-        self.running[rank] += [request.key for request in requests]
-
-    def poll(self, rank, patience_s):
-        assert self.open[rank] is None, f"replica {rank} has a poll to answer already"
-        self.patience.append(patience_s)
-        self.open[rank] = Poll(patience_s)
-        if not self.concurrent:
-            self.say(rank)
-        return self.open[rank] or Poll(0)
-
-    def abort(self, rank):
-        self.running[rank], self.finished[rank] = [], []
-        if self.open[rank]:
-            self.say(rank)
-
-    def finish(self, rank, key):
-        self.running[rank].remove(key)
-        self.finished[rank].append(key)
-
-    def say(self, rank):
-        """Answer the open poll with what is finished, be it nothing, as after its patience."""
-        self.open[rank].answers, self.open[rank] = [answer(key) for key in self.finished[rank]], None
-        self.finished[rank] = []
-
-    def first(self, pending, timeout_s):
-        return [number for number, one in enumerate(pending) if one is None or one.answers is not None]
-
-    def wait(self, pending, **_):
-        assert all(one is None or one.answers is not None for one in pending), "waits for a slow replica"
-        return [one and one.answers for one in pending]
-
-
-def test_a_slow_replica_holds_no_other_up_and_is_asked_once():
-    hosts = SlowHosts(2)
-    pool = RolloutPool(hosts)
+async def test_a_slow_replica_holds_no_other_up_and_is_asked_once(made):
+    pool, replicas = await made(2)
+    slow, quick = replicas.processes
     pool.submit([[request(0)], [request(1)], [request(2)]])
-    assert hosts.running == [[(0, 0), (2, 0)], [(1, 0)]]
-    assert pool.poll(0.0) == []
-    slow = hosts.open[0]
-    hosts.finish(1, (1, 0))
-    hosts.say(1)
-    assert [found.key for found in pool.poll(0.0)] == [(1, 0)]
+    assert replicas.keys == [[(0, 0), (2, 0)], [(1, 0)]]
+    assert await keys_of(pool) == []
+    asked = slow.open
+    quick.answer((1, 0))
+    assert await keys_of(pool) == [(1, 0)]
     for _ in range(3):
-        assert pool.poll(0.0) == []
-    assert hosts.open == [slow, None]  # who has nothing to answer is not asked
-    assert hosts.patience == [LONG_POLL_S] * 2
-    hosts.finish(0, (0, 0))
-    hosts.finish(0, (2, 0))
-    hosts.say(0)
-    assert [found.key for found in pool.poll(0.0)] == [(0, 0), (2, 0)]
-    assert (pool.pending, hosts.open) == (0, [None, None])
+        assert await keys_of(pool) == []
+    assert (slow.open, slow.open.open) == (asked, True)
+    assert not quick.open.open  # who has nothing to answer is not asked
+    assert (slow.patience, quick.patience) == ([LONG_POLL_S], [LONG_POLL_S])
+    slow.answer((0, 0), (2, 0))
+    assert await keys_of(pool) == [(0, 0), (2, 0)]
+    assert (pool.pending, slow.open.open, quick.open.open) == (0, False, False)
 
 
-def test_submissions_are_not_waited_for_and_one_that_failed_is_raised_by_the_next_poll():
-    class Hesitant(SlowHosts):
-        def submit(self, rank, requests):
-            super().submit(rank, requests)
-            return Poll(0)
-
-        def wait(self, pending, **_):
-            if any(one is not None and one.answers == "broke" for one in pending):
-                raise WorkerError("the engine broke")
-            return super().wait(pending)
-
-    hosts = Hesitant(2)
-    pool = RolloutPool(hosts)
+async def test_submissions_are_not_waited_for_and_one_that_failed_ends_the_run(made, tasks):
+    pool, replicas = await made(2)
+    arrival, submit = Reply(), replicas.processes[0].take_submit
+    replicas.processes[0].take_submit = lambda requests: submit(requests) and arrival
     pool.submit([[request(0)]])
-    assert hosts.running == [[(0, 0)], []]  # nothing goes to a replica that has nothing to do
-    ((_, sent),) = pool.sent
-    assert pool.poll(0.0) == []
-    assert pool.sent == [(0, sent)]
-    sent.answers = "broke"
+    assert replicas.keys == [[(0, 0)], []]  # nothing goes to a replica that has nothing to do
+    assert await keys_of(pool) == []
+    assert arrival.open
+    tasks.check()
+    arrival.fail(of_worker(WorkerError("the engine broke")))
     with pytest.raises(WorkerError, match="the engine broke"):
-        pool.poll(0.0)
+        await tasks.until(pool.poll())
 
 
-def test_a_replica_that_said_nothing_is_asked_again():
-    hosts = SlowHosts(1)
-    pool = RolloutPool(hosts)
+async def test_a_replica_that_said_nothing_is_asked_again(made):
+    pool, replicas = await made(1)
     pool.submit([[request(0)]])
     for times in (1, 2, 3):
-        assert pool.poll(0.0) == []  # asks
-        assert len(hosts.patience) == times
-        hosts.say(0)
-        assert pool.poll(0.0) == []  # hears that there is nothing
+        assert await keys_of(pool) == []
+        assert len(replicas.processes[0].patience) == times
+        replicas.processes[0].say()
+    assert await keys_of(pool) == []
     assert pool.pending == 1
 
 
-def test_a_replica_in_this_very_process_is_given_the_callers_own_patience():
-    hosts = SlowHosts(1, concurrent=False)
-    hosts.wait = lambda pending, **_: [one and (one.answers or []) for one in pending]
-    hosts.first = lambda pending, timeout_s: list(range(len(pending)))
-    pool = RolloutPool(hosts)
+class LocalEngine:
+    """An engine in this process that answers its third poll only."""
+
+    def __init__(self):
+        self.patience, self.key = [], None
+
+    def call(self, role, method, *arguments):
+        return getattr(self, method)(*arguments)
+
+    def submit(self, requests):
+        self.key = requests[0].key
+
+    def poll(self, patience_s):
+        self.patience.append(patience_s)
+        return [Completion(self.key, [2], [-1.0], "stop", [0])] if len(self.patience) == 3 else []
+
+
+async def test_a_replica_in_this_very_process_is_asked_for_moments_between_which_others_have_their_turns(
+    monkeypatch, tasks
+):
+    async def sync(*_, **__):
+        pass
+
+    monkeypatch.setattr(pool_module, "sync", sync)
+    engine = LocalEngine()
+    pool = RolloutPool([Replica(0, lambda: Building(Role(LocalProcess(engine), "rollout")))], tasks)
+    await pool.start()
+    await pool.load(RANKS, 0, check=True)
     pool.submit([[request(0)]])
-    pool.poll(0.25)
-    assert hosts.patience == [0.25]
+    turns = []
+
+    async def other():
+        while True:
+            turns.append(len(engine.patience))
+            await asyncio.sleep(0)
+
+    tasks.start(other(), "another task")
+    assert [one.key for one in await pool.poll()] == [(0, 0)]
+    assert engine.patience == [LOCAL_POLL_S] * 3
+    assert {1, 2} <= set(turns)
 
 
-def test_a_call_of_others_that_ends_breaks_off_the_wait_for_answers_and_is_no_answer():
-    hosts, waited = SlowHosts(1), []
-
-    def first(pending, timeout_s):
-        if timeout_s:
-            waited.append(list(pending))
-        return SlowHosts.first(hosts, pending, timeout_s)
-
-    hosts.first, other = first, Poll(0)
-    pool = RolloutPool(hosts)
-    pool.beside = lambda: [other]
+async def test_a_wait_for_answers_that_is_broken_off_loses_none_and_holds_none_up(made):
+    pool, replicas = await made(1)
     pool.submit([[request(0)]])
-    other.answers = [answer((7, 7))]
-    assert pool.poll(0.25) == []
-    assert waited == [[hosts.open[0], other]]
-    hosts.finish(0, (0, 0))
-    hosts.say(0)
-    assert [found.key for found in pool.poll(0.25)] == [(0, 0)]
+    first, second = asyncio.ensure_future(pool.poll()), asyncio.ensure_future(pool.poll())
+    await settled()
+    await cancelled(first)
+    replicas.processes[0].answer((0, 0))
+    assert [found.key for found in await second] == [(0, 0)]
+    assert await keys_of(pool) == []
 
 
-def test_an_answer_to_what_was_aborted_is_not_passed_on():
-    hosts = SlowHosts(1)
-    pool = RolloutPool(hosts)
+async def test_an_answer_to_what_was_aborted_is_not_passed_on(made):
+    pool, replicas = await made(1)
     pool.submit([[request(0), request(0, 1)]])
-    pool.poll(0.0)
-    hosts.finish(0, (0, 0))
-    hosts.say(0)  # on its way when the abort comes
-    pool.abort()
-    assert (pool.pending, pool.poll(0.0)) == (0, [])
+    await settled()
+    replicas.processes[0].answer((0, 0))  # on its way when the abort comes
+    await pool.abort()
+    assert (pool.pending, await keys_of(pool)) == (0, [])
     pool.submit([[request(1)]])
-    hosts.finish(0, (1, 0))
-    assert pool.poll(0.0) == []
-    hosts.say(0)
-    assert [found.key for found in pool.poll(0.0)] == [(1, 0)]
+    replicas.processes[0].finish((1, 0))
+    assert await keys_of(pool) == []
+    replicas.processes[0].say()
+    assert await keys_of(pool) == [(1, 0)]
+
+
+async def test_what_comes_while_an_abort_waits_for_slow_replicas_is_not_passed_on_either(made):
+    pool, replicas = await made(3)
+    first, second, third = replicas.processes
+    pool.submit([[request(0)], [request(1)], [request(2)]])
+    receiving = asyncio.ensure_future(pool.poll())
+    await settled()
+    replicas.told.clear()
+    slow = Reply()
+    first.take_abort = second.take_abort = lambda: slow
+    aborting = asyncio.ensure_future(pool.abort())
+    await settled()
+    assert replicas.told == [(number, "abort") for number in range(3)]  # all at the same time
+    second.answer((1, 0))
+    third.die()
+    await settled()
+    assert not aborting.done()
+    slow.give()
+    first.say()
+    await aborting
+    await settled()
+    assert (receiving.done(), pool.pending, pool.take_lost()) == (False, 0, set())
+    await cancelled(receiving)
+
+
+async def test_an_abort_ends_when_no_poll_of_before_is_open_that_could_take_answers_of_after(made):
+    pool, replicas = await made(1)
+    pool.submit([[request(0)]])
+    await settled()
+    replicas.processes[0].take_abort = lambda: Reply.of(None)
+    aborting = asyncio.ensure_future(pool.abort())
+    await settled()
+    assert not aborting.done()
+    replicas.processes[0].keys = []
+    replicas.processes[0].say()
+    await aborting
+    pool.submit([[request(0)]])
+    await settled()
+    replicas.processes[0].answer((0, 0))
+    assert await keys_of(pool) == [(0, 0)]
 
 
 class Traffic(RuleBasedStateMachine):
@@ -181,9 +179,17 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(size=st.integers(1, 3))
     def begin(self, size):
-        self.hosts = SlowHosts(size)
-        self.pool = RolloutPool(self.hosts)
+        self.loop, self.patch = asyncio.new_event_loop(), pytest.MonkeyPatch()
         self.uid, self.wanted, self.got = 0, set(), []
+        self.run(self.make(size))
+
+    def run(self, coroutine):
+        return self.loop.run_until_complete(coroutine)
+
+    async def make(self, size):
+        self.tasks = BackgroundTasks()
+        self.pool, replicas = await pool_of(size, self.patch, self.tasks)
+        self.processes = replicas.processes
 
     @rule(sizes=st.lists(st.integers(1, 3), max_size=3))
     def submit(self, sizes):
@@ -194,53 +200,61 @@ class Traffic(RuleBasedStateMachine):
         self.pool.submit(groups)
         self.wanted |= {one.key for group in groups for one in group}
         for group in groups:
-            assert sum(group[0].key in keys for keys in self.hosts.running) == 1
-            assert any({one.key for one in group} <= set(keys) for keys in self.hosts.running)
+            assert sum(group[0].key in process.keys for process in self.processes) == 1
+            assert any({one.key for one in group} <= set(process.keys) for process in self.processes)
 
-    @precondition(lambda self: any(self.hosts.running))
+    @precondition(lambda self: any(process.keys for process in self.processes))
     @rule(data=st.data())
     def finish(self, data):
-        rank, key = data.draw(st.sampled_from([(n, k) for n, keys in enumerate(self.hosts.running) for k in keys]))
-        self.hosts.finish(rank, key)
+        running = [(process, key) for process in self.processes for key in process.keys]
+        process, key = running[data.draw(st.integers(0, len(running) - 1))]
+        process.finish(key)
 
-    @precondition(lambda self: any(self.hosts.open))
+    def asked(self):
+        return [process for process in self.processes if process.open is not None and process.open.open]
+
+    @precondition(lambda self: self.asked())
     @rule(data=st.data())
     def say(self, data):
-        self.hosts.say(data.draw(st.sampled_from([n for n, poll in enumerate(self.hosts.open) if poll])))
+        asked = self.asked()
+        asked[data.draw(st.integers(0, len(asked) - 1))].say()
+
+    @rule()
+    def others_have_turns(self):
+        self.run(settled())
 
     @rule()
     def look(self):
-        found = [one.key for one in self.pool.poll(0.0)]
+        found = self.run(keys_of(self.pool))
         assert set(found) <= self.wanted - set(self.got), "not asked for, or passed on before"
         assert len(found) == len(set(found))
         self.got += found
 
     @rule()
     def abort(self):
-        self.pool.abort()
+        self.run(self.pool.abort())
         self.wanted = set(self.got)
 
+    @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
     def what_is_pending_is_what_was_asked_for_and_not_passed_on(self):
-        if hasattr(self, "pool"):
-            assert self.pool.pending == len(self.wanted) - len(self.got)
+        assert self.pool.pending == len(self.wanted) - len(self.got)
 
     def teardown(self):
         """Whatever happened: when the replicas finish all, every answer comes, once."""
         if not hasattr(self, "pool"):
             return
-        for rank, keys in enumerate(self.hosts.running):
-            for key in list(keys):
-                self.hosts.finish(rank, key)
+        for process in self.processes:
+            process.finish(*process.keys)
         for _ in range(3):
-            self.look_again()
+            self.got += self.run(keys_of(self.pool))
+            for process in self.asked():
+                process.say()
+        self.tasks.check()
+        self.run(self.tasks.cancel())
+        self.loop.close()
+        self.patch.undo()
         assert sorted(self.got) == sorted(self.wanted)
-
-    def look_again(self):
-        self.got += [one.key for one in self.pool.poll(0.0)]
-        for rank, poll in enumerate(self.hosts.open):
-            if poll:
-                self.hosts.say(rank)
 
 
 Traffic.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

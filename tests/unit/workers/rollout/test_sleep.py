@@ -1,106 +1,181 @@
 """Replicas that die where engines and ranks take turns on their devices: none is built beside ranks that compute."""
 
+import asyncio
+
 import pytest
 
-from tests.fake_replicas import ACTOR, Call, pool_of, request
-from workers.rollout.pool import State
+from tests.fake_replicas import RANKS, Reply, give_weights, pool_of, request, settled
+from workers.rollout import pool as pool_module
+from workers.rollout.replica import State
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Engines that are built as soon as somebody waits for them."""
-    pool, hosts = pool_of(2, monkeypatch)
-    pool.sleeps, first = True, hosts.first
-
-    def built_when_waited_for(pending, timeout_s):
-        for replica in hosts.replicas:
-            replica.build.done |= timeout_s > 0
-        return first(pending, timeout_s)
-
-    hosts.first = built_when_waited_for
-    return pool, hosts
+async def made(monkeypatch, tasks):
+    """Two engines that may sleep. Those that take the places of others are built when a test says so."""
+    pool, replicas = await pool_of(2, monkeypatch, tasks)
+    pool.sleeps = True
+    return pool, replicas
 
 
-def test_one_that_dies_while_the_ranks_compute_is_replaced_by_the_next_load(made):
-    pool, hosts = made
-    pool.sleep()
-    hosts.replicas[1].alive = False
-    built = hosts.replicas[1]
+def asleep(replicas):
+    return [(process.alive, process.asleep) for process in replicas.processes]
+
+
+async def test_one_that_dies_while_the_ranks_compute_is_replaced_by_the_next_load(made):
+    pool, replicas = made
+    await pool.sleep()
+    before = replicas.processes[1]
+    before.die()
     for _ in range(10):
-        pool.look()
-    assert (pool.state, pool.deaths) == ([State.SERVING, State.DEAD], 1)
-    assert hosts.replicas[1] is built
-    pool.load(ACTOR, 1, check=True)
-    assert hosts.replicas[1] is not built
-    assert (pool.state, hosts.replicas[0].version) == ([State.SERVING, State.STARTING], 1)
-    hosts.replicas[1].build.done = True
-    pool.poll(0.0)
-    pool.mend()
+        await settled()
+    assert (replicas.states, pool._deaths) == ([State.SERVING, State.DEAD], 1)
+    assert replicas.processes[1] is before
+    await pool.load(RANKS, 1, check=True)
+    await settled()
+    assert replicas.processes[1] is not before
+    assert (replicas.states, replicas.versions[0]) == ([State.SERVING, State.STARTING], 1)
+    replicas.processes[1].built.give()
+    await settled()
     pool.submit([[request(0)], [request(1)]])
-    assert [replica.keys for replica in hosts.replicas] == [[(0, 0)], [(1, 0)]]
+    assert replicas.keys == [[(0, 0)], [(1, 0)]]
 
 
-def test_one_that_is_being_built_is_waited_for_and_sleeps_too(made):
-    pool, hosts = made
-    hosts.replicas[1].alive = False
-    pool.look()
-    assert not hosts.replicas[1].build.done
-    pool.sleep()
+async def test_one_that_is_being_built_is_waited_for_and_sleeps_too(made):
+    pool, replicas = made
+    replicas.processes[1].die()
+    await settled()
+    sleeping = asyncio.ensure_future(pool.sleep())
+    await settled()
+    assert (sleeping.done(), pool.asleep) == (False, False)
+    replicas.processes[1].built.give()
+    await sleeping
     assert pool.asleep
-    assert [replica.asleep for replica in hosts.replicas] == [True, True]
-    pool.load(ACTOR, 1, check=True)
-    assert pool.state == [State.SERVING, State.SERVING]
+    assert asleep(replicas) == [(True, True), (True, True)]
+    await pool.load(RANKS, 1, check=True)
+    assert replicas.states == [State.SERVING, State.SERVING]
+    assert asleep(replicas) == [(True, False), (True, False)]
 
 
-def test_one_that_waits_for_weights_sleeps_too(made):
-    pool, hosts = made
-    hosts.replicas[1].alive = False
-    pool.look()
-    hosts.replicas[1].build.done = True
-    pool.look()
-    assert pool.state == [State.SERVING, State.WAITING]
-    pool.sleep()
-    assert [replica.asleep for replica in hosts.replicas] == [True, True]
+async def test_one_that_waits_for_weights_sleeps_too(made):
+    pool, replicas = made
+    await pool.hold_weights()
+    replicas.processes[1].die()
+    await settled()
+    replicas.processes[1].built.give()
+    await settled()
+    assert replicas.states == [State.SERVING, State.WAITING]
+    await pool.sleep()
+    assert asleep(replicas) == [(True, True), (True, True)]
 
 
 @pytest.mark.parametrize("dying", [[1], [0, 1]])
-def test_those_that_die_when_they_are_told_to_sleep_have_successors_that_sleep(made, dying):
-    pool, hosts = made
-    sleep, first = hosts.sleep, list(hosts.replicas)
-
-    def some_die(replica):
-        replica.alive = replica not in [first[number] for number in dying]
-        return sleep(replica)
-
-    hosts.sleep = some_die
-    pool.sleep()
+async def test_those_that_die_when_they_are_told_to_sleep_have_successors_that_sleep(made, dying):
+    pool, replicas = made
+    for process in [replicas.processes[number] for number in dying]:
+        process.take_sleep = lambda process=process: process.die() or Reply()
+    sleeping = asyncio.ensure_future(pool.sleep())
+    await settled()
+    assert not sleeping.done()
+    for number in dying:
+        replicas.processes[number].built.give()
+    await sleeping
     assert (pool.asleep, pool.sleeps) == (True, True)
-    assert [(replica.alive, replica.asleep) for replica in hosts.replicas] == [(True, True), (True, True)]
-    assert [pool.state[number] for number in dying] == [State.WAITING] * len(dying)
+    assert asleep(replicas) == [(True, True), (True, True)]
+    assert [replicas.states[number] for number in dying] == [State.WAITING] * len(dying)
 
 
-def test_one_that_slept_and_dies_while_another_is_waited_for_has_a_successor_that_sleeps(made):
-    pool, hosts = made
-    hosts.replicas[1].alive = False
-    pool.look()
-    first, asleep = hosts.first, hosts.replicas[0]
-
-    def dies_meanwhile(pending, timeout_s):
-        asleep.alive = asleep.alive and not asleep.asleep
-        return first(pending, timeout_s)
-
-    hosts.first = dies_meanwhile
-    pool.sleep()
+async def test_one_that_slept_and_dies_while_another_is_waited_for_has_a_successor_that_sleeps(made):
+    pool, replicas = made
+    first, second = replicas.processes
+    second.take_sleep = lambda: second.die() or Reply()
+    sleeping = asyncio.ensure_future(pool.sleep())
+    await settled()
+    assert (first.asleep, sleeping.done()) == (True, False)
+    first.die()
+    await settled()
+    replicas.processes[1].built.give()
+    await settled()
+    assert not sleeping.done()
+    replicas.processes[0].built.give()
+    await sleeping
     assert pool.asleep
-    assert not asleep.alive
-    assert [(replica.alive, replica.asleep) for replica in hosts.replicas] == [(True, True), (True, True)]
+    assert not first.alive
+    assert asleep(replicas) == [(True, True), (True, True)]
 
 
-def test_where_no_engine_gives_its_memory_up_nobody_is_waited_for_then_or_later(made):
-    pool, hosts = made
-    hosts.replicas[1].alive = False
-    pool.look()
-    hosts.sleep = lambda replica: Call(replica, value=False)
-    pool.sleep()
+async def test_one_that_is_getting_weights_sleeps_when_it_has_them(made, monkeypatch):
+    pool, replicas = made
+    arrived = asyncio.Event()
+
+    async def slow_sync(*arguments, **options):
+        await arrived.wait()
+        await give_weights(*arguments, **options)
+
+    monkeypatch.setattr(pool_module, "sync", slow_sync)
+    replicas.processes[1].die()
+    await settled()
+    replicas.processes[1].built.give()
+    await settled()
+    replicas.told.clear()
+    sleeping = asyncio.ensure_future(pool.sleep())
+    await settled()
+    assert (sleeping.done(), replicas.told) == (False, [])
+    arrived.set()
+    await sleeping
+    assert (replicas.versions, asleep(replicas)) == ([0, 0], [(True, True), (True, True)])
+
+
+async def test_one_that_was_built_before_the_others_slept_gets_no_weights_while_the_ranks_compute(made):
+    pool, replicas = made
+    replicas.processes[1].die()
+    await settled()
+    sleeping = asyncio.ensure_future(pool.sleep())
+    await settled()
+    replicas.processes[1].built.give()
+    await sleeping
+    await settled()
+    assert (replicas.versions, replicas.states) == ([0, None], [State.SERVING, State.WAITING])
+    assert asleep(replicas) == [(True, True), (True, True)]
+    await pool.load(RANKS, 1, check=True)
+    assert (replicas.versions, asleep(replicas)) == ([1, 1], [(True, False), (True, False)])
+
+
+async def test_where_no_engine_sleeps_replacements_get_weights_as_before(made):
+    pool, replicas = made
+    for process in replicas.processes:
+        process.take_sleep = lambda: Reply.of(False)
+    replicas.processes[1].die()
+    await settled()
+    sleeping = asyncio.ensure_future(pool.sleep())
+    await settled()
+    replicas.processes[1].built.give()
+    await sleeping
+    await settled()
+    assert (replicas.versions, replicas.states) == ([0, 0], [State.SERVING, State.SERVING])
+
+
+async def test_where_no_engine_gives_its_memory_up_nobody_is_waited_for_then_or_later(made):
+    pool, replicas = made
+    for process in replicas.processes:
+        process.take_sleep = lambda: Reply.of(False)
+    await pool.sleep()
     assert (pool.asleep, pool.sleeps) == (False, False)
-    assert pool.state == [State.SERVING, State.STARTING]
+    replicas.processes[1].die()
+    await settled()
+    await pool.sleep()
+    assert replicas.states == [State.SERVING, State.STARTING]
+
+
+async def test_all_engines_are_told_to_sleep_before_the_first_has_fallen_asleep(made):
+    pool, replicas = made
+    slow = [Reply(), Reply()]
+    for process, reply in zip(replicas.processes, slow, strict=True):
+        process.take_sleep = lambda reply=reply: reply
+    sleeping = asyncio.ensure_future(pool.sleep())
+    await settled()
+    assert replicas.told == [(0, "sleep"), (1, "sleep")]
+    assert not sleeping.done()
+    for reply in slow:
+        reply.give(True)
+    await sleeping
+    assert pool.asleep

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,11 +101,20 @@ def test_answers_of_an_engine_that_goes_on_come_together_and_its_last_ones_at_on
 
 @pytest.mark.parametrize("worker", [AnsweringEngine], indirect=True)
 def test_how_long_they_are_gathered_counts_from_the_last_requests(worker, monkeypatch):
-    began = []
-    monkeypatch.setattr(module, "pause", lambda since, least_s: began.append(since) or least_s)
+    began, linger_s = [], worker._linger_s
+    monkeypatch.setattr(worker, "_linger_s", lambda: began.append(worker.began) or linger_s())
     before = time.monotonic()
     worker.submit([])
     worker.poll(1000.0)
     assert began
     assert all(before <= since <= time.monotonic() for since in began)
     worker.close()
+
+
+@pytest.mark.parametrize("worker", [AnsweringEngine], indirect=True)
+@pytest.mark.parametrize(("age_s", "linger_s"), [(0, 0.02), (1, 0.02), (3, 0.06), (5, 0.1), (100, 0.1)])
+def test_they_are_gathered_for_a_fiftieth_of_that_time_within_bounds(worker, monkeypatch, age_s, linger_s):
+    worker.close()
+    worker.began = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0 + age_s))
+    assert worker._linger_s() == pytest.approx(linger_s)

@@ -3,6 +3,7 @@
 import pytest
 
 from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, WorkerError
+from workers.cluster.processes import Pending, Role
 from workers.sync import weight_sync
 from workers.sync.buckets import Bucket, Piece, Place
 from workers.sync.receiver import Receiver
@@ -30,82 +31,85 @@ class Engine:
             raise SyncError(f"cannot {what}")
 
 
-class Ranks:
-    """Two ranks on hosts that may differ."""
+class Process:
+    """A process whose calls run at once: those of its methods."""
 
-    def __init__(self, log, buckets=3, wheres=("here", "here"), fail="", error=WorkerError):
-        self.log, self.buckets, self.wheres, self.fail, self.error = log, buckets, wheres, fail, error
+    concurrent, how_lost = True, ""
 
-    @property
-    def hosts(self):
-        return self
+    def start(self, role, method, *args):
+        return Pending(self, getattr(self, method)(*args))
 
-    def dead(self):
-        return {}
 
-    def start(self, method, *args):
-        return [getattr(self, method)(rank, *args) for rank in range(2)]
+class Rank(Process):
+    """A training rank. Only the first of them notes what it is told, and fails where it should."""
 
-    def wait(self, pending, **_):
-        return pending
+    def __init__(self, number, log, buckets, where, fail, error):
+        self.number, self.log, self.buckets, self.where, self.fail, self.error = (
+            number,
+            log,
+            buckets,
+            where,
+            fail,
+            error,
+        )
 
-    def start_export(self, rank, path, version, check):
-        return Offer(self.buckets, self.wheres[rank] if path else None)
+    def start_export(self, path, version, check):
+        return Offer(self.buckets, self.where if path else None)
 
-    def export(self, rank, number, path, *loaded):
-        if rank == 0:
+    def export(self, number, path, *loaded):
+        if self.number == 0:
             self.log.append(f"write {number} to {'file' if path else 'calls'} after {len(loaded)}")
         if self.fail == f"write {number}":
             raise self.error("a worker process died")
-        pieces = [Piece("w", 4 * rank, 4)]
+        pieces = [Piece("w", 4 * self.number, 4)]
         return Bucket(number, "float32", [Place("w", (2,), 0, 8)], {}, pieces, path=path, data=b"" if path else None)
 
-    def end_export(self, rank):
-        if rank == 0:
+    def end_export(self):
+        if self.number == 0:
             self.log.append("end")
 
 
-class Replicas:
-    """Rollout workers that are nothing but their receivers."""
+def ranks(log, buckets=3, wheres=("here", "here"), fail="", error=WorkerError):
+    """Two ranks on hosts that may differ."""
+    return [Role(Rank(n, log, buckets, where, fail, error), "actor") for n, where in enumerate(wheres)]
 
-    concurrent = True
+
+class Replica(Process):
+    """A rollout worker that is nothing but its receiver."""
+
+    def __init__(self, engine, where):
+        self.engine, self.where, self.receiver = engine, where, Receiver()
+
+    def start_load(self, sync, version):
+        assert self.receiver.start(self.engine, sync, version)
+        return self.where
+
+    def load_bucket(self, sync, before, *parts):
+        assert before is None
+        self.receiver.bucket(self.engine, sync, parts)
+
+    def finish_load(self, sync, before):
+        self.receiver.finish(self.engine, sync)
+
+    def give_up_load(self, sync, reason):
+        self.receiver.give_up(sync, reason)
+
+
+class Replicas:
+    """Rollout workers, and their receivers."""
 
     def __init__(self, engines, wheres=None):
-        self.engines, self.size = engines, len(engines)
-        self.receivers = [Receiver() for _ in engines]
-        self.wheres = wheres or ["here"] * self.size
-
-    def dead(self):
-        return {}
-
-    def start(self, role, method, arguments, *, ranks=None):
-        chosen = range(self.size) if ranks is None else ranks
-        return [getattr(self, method)(n, *own) for n, own in zip(chosen, arguments, strict=True)]
-
-    call = start
-
-    def wait(self, pending, **_):
-        return pending
-
-    def start_load(self, n, sync, version):
-        assert self.receivers[n].start(self.engines[n], sync, version)
-        return self.wheres[n]
-
-    def load_bucket(self, n, sync, before, *parts):
-        assert before is None
-        self.receivers[n].bucket(self.engines[n], sync, parts)
-
-    def finish_load(self, n, sync, before):
-        self.receivers[n].finish(self.engines[n], sync)
-
-    def give_up_load(self, n, sync, reason):
-        self.receivers[n].give_up(sync, reason)
+        self.roles = [
+            Role(Replica(engine, where), "rollout")
+            for engine, where in zip(engines, wheres or ["here"] * len(engines), strict=True)
+        ]
+        self.receivers = [role.process.receiver for role in self.roles]
 
 
-def test_a_bucket_is_written_when_all_engines_have_loaded_the_one_whose_room_it_takes(monkeypatch):
+async def test_a_bucket_is_written_when_all_engines_have_loaded_the_one_whose_room_it_takes(monkeypatch):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
-    weight_sync.sync(Ranks(log), Replicas([Engine(log), Engine(log)]), 7, check=True)
+    await weight_sync.sync(ranks(log), Replicas([Engine(log), Engine(log)]).roles, 7, check=True)
     assert log == [
         "start", "start", "write 0 to file after 0", "load 0", "load 0", "write 1 to file after 0", "load 1", "load 1",
         "write 2 to file after 2", "load 2", "load 2", "finish 7", "finish 7", "end",
@@ -119,47 +123,49 @@ def test_a_bucket_is_written_when_all_engines_have_loaded_the_one_whose_room_it_
         (("here", "here"), ["there"], "calls"), ((None, "here"), ["here"], "calls"), ((None, None), [None], "calls"),
     ],
 )  # fmt: skip
-def test_the_file_is_used_where_all_see_the_same_memory(monkeypatch, actors, engines, kind):
+async def test_the_file_is_used_where_all_see_the_same_memory(monkeypatch, actors, engines, kind):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
-    weight_sync.sync(Ranks(log, buckets=1, wheres=actors), Replicas([Engine(log)], engines), 7, check=True)
+    await weight_sync.sync(ranks(log, buckets=1, wheres=actors), Replicas([Engine(log)], engines).roles, 7, check=True)
     assert f"write 0 to {kind} after 0" in log
 
 
 @pytest.mark.parametrize("fail", ["start", "load 1", "finish 7"])
-def test_an_engine_whose_sync_failed_generates_nothing_until_one_succeeds(monkeypatch, fail):
+async def test_an_engine_whose_sync_failed_generates_nothing_until_one_succeeds(monkeypatch, fail):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     good, bad = Engine(log), Engine(log, fail)
     replicas = Replicas([good, bad])
     with pytest.raises(SyncError, match=f"cannot {fail}"):
-        weight_sync.sync(Ranks(log), replicas, 7, check=True)
+        await weight_sync.sync(ranks(log), replicas.roles, 7, check=True)
     assert log[-1] == "end"
     assert not replicas.receivers[1].whole
     with pytest.raises(SyncError, match=rf"weight sync 7 failed \(SyncError: cannot {fail}\)"):
         replicas.receivers[1].require()
     bad.fail = ""
-    weight_sync.sync(Ranks(log), replicas, 8, check=True)
+    await weight_sync.sync(ranks(log), replicas.roles, 8, check=True)
     assert [receiver.whole for receiver in replicas.receivers] == [True, True]
 
 
-def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_engines(monkeypatch):
+async def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_engines(monkeypatch):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     replicas = Replicas([Engine(log), Engine(log)])
     with pytest.raises(SyncError, match="weight sync 7 broke off: a worker process died"):
-        weight_sync.sync(Ranks(log, fail="write 1"), replicas, 7, check=True)
+        await weight_sync.sync(ranks(log, fail="write 1"), replicas.roles, 7, check=True)
     assert [receiver.whole for receiver in replicas.receivers] == [False, False]
     with pytest.raises(RLTrainError, match="has weights of two versions"):
         replicas.receivers[0].require()
 
 
-def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
+async def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
     """As an error of the sync it would be answered with another sync, by processes that die with the daemon."""
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     with pytest.raises(ClusterLost):
-        weight_sync.sync(Ranks(log, fail="write 1", error=ClusterLost), Replicas([Engine(log)]), 7, check=True)
+        await weight_sync.sync(
+            ranks(log, fail="write 1", error=ClusterLost), Replicas([Engine(log)]).roles, 7, check=True
+        )
 
 
 def test_a_bucket_of_a_sync_that_was_given_up_is_not_loaded(monkeypatch):

@@ -6,10 +6,12 @@ import torch
 from rltrain.algorithms import TOKEN_SELECTORS, columns_of
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.compose import compose
-from workers.cluster.host_groups import LocalHosts
+from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES
-from workers.training.actor import with_selected
+from workers.training.actor import ActorWorker, with_selected
+from workers.training.reference import ReferenceWorker
+from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -22,22 +24,32 @@ class Run:
 
     def __init__(self, path, *overrides):
         self.config = compose([*CONSTANT, *overrides])[0]
-        hosts = LocalHosts(Host({}, verbose=True))
+        self.process = LocalProcess(Host({}, verbose=True))
         for role in self.config.roles(needs_critic=False):
-            hosts.host.build(role, ROLES[role], self.config, path)
-        self.actor, self.reference = WorkerGroup(hosts, "actor"), WorkerGroup(hosts, "reference")
-        self.worker = hosts.host.roles["actor"]
+            self.process.build(role, ROLES[role], self.config, path)
+        self.actor, self.reference = (WorkerGroup([Role(self.process, role)]) for role in ("actor", "reference"))
+        self.worker = self.process.host.roles["actor"]
 
-    def prepared(self, batch: DataProto) -> DataProto:
+    async def referred(self, batch: DataProto) -> DataProto:
+        """What the reference computes for the batch."""
+        return await self.reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=8192)
+
+    async def log_probs(self, batch: DataProto) -> DataProto:
+        """What the actor computes for the batch before an update."""
+        columns = log_probs_columns(self.config.algorithm)
+        return await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=8192)
+
+    async def prepared(self, batch: DataProto) -> DataProto:
         if self.config.algorithm.needs_reference:
-            batch = batch.union(self.reference.rows("compute_log_probs", batch, max_tokens=8192))
-        return batch.union(self.actor.rows("compute_log_probs", batch, max_tokens=8192))
+            batch = batch.union(await self.referred(batch))
+        return batch.union(await self.log_probs(batch))
 
-    def update(self, batch: DataProto, entropy_coef=0.0, **options):
-        return self.actor.update(batch, options.get("plan", ALL), entropy_coef, max_tokens=8192)
+    async def update(self, batch: DataProto, entropy_coef=0.0, **options):
+        columns = update_columns(self.config.algorithm)
+        return await self.actor.update(ActorWorker.update, batch, columns, options.get("plan", ALL), 8192, entropy_coef)
 
-    def weights(self):
-        weights = self.actor.wait(self.actor.start("weights"))[0]
+    async def weights(self):
+        (weights,) = await self.actor.call(ActorWorker.weights)
         return {name: tensor.clone() for name, tensor in weights.items()}
 
 
@@ -55,78 +67,80 @@ def moved(batch: DataProto, by: float) -> DataProto:
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "reinforce", "gspo"])
-def test_D8_a_correction_multiplies_the_loss_of_each_token_by_its_weight(start, sampled_batch, loss):
+async def test_D8_a_correction_multiplies_the_loss_of_each_token_by_its_weight(start, sampled_batch, loss):
     """For a loss that is linear in the advantage, that is a weighted advantage."""
     run = Run(start, f"algorithm.loss_mode={loss}", "algorithm.correction.level=token")
-    batch = moved(run.prepared(sampled_batch), 0.3)
-    weighted = run.update(batch)
+    batch = moved(await run.prepared(sampled_batch), 0.3)
+    weighted = await run.update(batch)
     assert weighted["correction_weight_mean"] != 1
     plain = Run(start, f"algorithm.loss_mode={loss}")
     weights = (batch.values("old_log_probs") - batch.values("rollout_log_probs")).exp()
     advantages = batch.values("advantages") * weights
-    expected = plain.update(plain.prepared(sampled_batch).with_values("responses", advantages=advantages))
+    prepared = await plain.prepared(sampled_batch)
+    expected = await plain.update(prepared.with_values("responses", advantages=advantages))
     assert weighted["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert weighted["policy_loss"] == pytest.approx(expected["policy_loss"], rel=1e-5)
-    assert apart(run.weights(), plain.weights()) < 1e-5
+    assert apart(await run.weights(), await plain.weights()) < 1e-5
 
 
-def test_D8_without_correction_what_the_engine_said_changes_nothing(start, sampled_batch):
+async def test_D8_without_correction_what_the_engine_said_changes_nothing(start, sampled_batch):
     found = []
     for by in (0.0, 0.3):
         run = Run(start)
-        metrics = run.update(moved(run.prepared(sampled_batch), by))
+        metrics = await run.update(moved(await run.prepared(sampled_batch), by))
         assert not [name for name in metrics if name.startswith(("correction", "rejection"))]
-        found.append((metrics, run.weights()))
+        found.append((metrics, await run.weights()))
     assert apart(found[0][1], found[1][1]) == 0
     assert found[0][0]["engine_gap"] == pytest.approx(0, abs=1e-6)
     assert found[1][0]["engine_gap"] == pytest.approx(0.3, abs=1e-5)
     assert found[1][0]["engine_effective_sample_size"] < 1
 
 
-def test_D8_with_correction_it_changes_the_update_and_weights_of_one_do_not(start, sampled_batch):
+async def test_D8_with_correction_it_changes_the_update_and_weights_of_one_do_not(start, sampled_batch):
     found = []
     for by in (0.0, 0.3):
         run = Run(start, "algorithm.correction.level=token")
-        run.update(moved(run.prepared(sampled_batch), by))
-        found.append(run.weights())
+        await run.update(moved(await run.prepared(sampled_batch), by))
+        found.append(await run.weights())
     plain = Run(start)
-    plain.update(moved(plain.prepared(sampled_batch), 0.0))
-    assert apart(found[0], plain.weights()) < 1e-6
-    assert apart(found[1], plain.weights()) > 1e-5
+    await plain.update(moved(await plain.prepared(sampled_batch), 0.0))
+    assert apart(found[0], await plain.weights()) < 1e-6
+    assert apart(found[1], await plain.weights()) > 1e-5
 
 
-def test_D8_one_optimizer_step_on_all_weighs_by_its_own_log_probs_without_a_pass_before(start, sampled_batch):
+async def test_D8_one_optimizer_step_on_all_weighs_by_its_own_log_probs_without_a_pass_before(start, sampled_batch):
     settings = ["algorithm.correction.level=token", "algorithm.correction.upper=1.2"]
     passed = Run(start, *settings)
-    batch = moved(passed.prepared(sampled_batch), 0.3)
-    expected = passed.update(batch)
+    batch = moved(await passed.prepared(sampled_batch), 0.3)
+    expected = await passed.update(batch)
     assert 0 < expected["correction_outside_fraction"] < 1
     alone = Run(start, *settings)
-    found = alone.update(batch.pop(["old_log_probs"])[1])
+    found = await alone.update(batch.pop(["old_log_probs"])[1])
     for name in ("correction_weight_mean", "correction_outside_fraction", "policy_loss", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
-    assert apart(alone.weights(), passed.weights()) < 1e-6
+    assert apart(await alone.weights(), await passed.weights()) < 1e-6
 
 
-def test_A4_an_update_counts_dropped_tokens_in_its_metrics_and_keeps_their_entropy(start, sampled_batch):
+async def test_A4_an_update_counts_dropped_tokens_in_its_metrics_and_keeps_their_entropy(start, sampled_batch):
     nothing = ["algorithm.rejection.kl_estimator=abs", "algorithm.rejection.level=token", "algorithm.rejection.upper=0"]
     run = Run(start, *nothing, "algorithm.entropy_coef=0.1")
-    metrics = run.update(moved(run.prepared(sampled_batch), 0.3), 0.1)
+    metrics = await run.update(moved(await run.prepared(sampled_batch), 0.3), 0.1)
     assert (metrics["rejection_dropped_fraction"], metrics["policy_loss"]) == (1, 0)
     assert metrics["rejection_divergence"] == pytest.approx(0.3, rel=1e-4)
     plain = Run(start, "algorithm.entropy_coef=0.1")
     no_advantage = sampled_batch.with_values("responses", advantages=0 * sampled_batch.values("advantages"))
-    expected = plain.update(plain.prepared(no_advantage), 0.1)
+    expected = await plain.update(await plain.prepared(no_advantage), 0.1)
     assert metrics["entropy"] == pytest.approx(expected["entropy"], rel=1e-6)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-def test_the_rejection_looks_at_the_policy_again_in_each_optimizer_step(start, sampled_batch):
+async def test_the_rejection_looks_at_the_policy_again_in_each_optimizer_step(start, sampled_batch):
     """Two passes over the same rows: the second one sees what the first one changed."""
     found = []
     for plan in (ALL, ALL * 2):
         run = Run(start, "algorithm.rejection.kl_estimator=k1", "algorithm.rejection.upper=9", "actor.lr=1e-2")
-        found.append(run.update(moved(run.prepared(sampled_batch), 0.0), plan=plan)["rejection_divergence"])
+        metrics = await run.update(moved(await run.prepared(sampled_batch), 0.0), plan=plan)
+        found.append(metrics["rejection_divergence"])
     assert found[0] == pytest.approx(0, abs=1e-5)
     assert abs(found[1]) > 1e-3
 
@@ -134,14 +148,14 @@ def test_the_rejection_looks_at_the_policy_again_in_each_optimizer_step(start, s
 # Entropy
 
 
-def test_D5_the_bonus_is_multiplied_by_the_coefficient_that_the_actor_is_given(start, sampled_batch):
+async def test_D5_the_bonus_is_multiplied_by_the_coefficient_that_the_actor_is_given(start, sampled_batch):
     """Without advantages the gradient is that of the bonus alone, so its norm is linear in the coefficient."""
     nothing = torch.zeros_like(sampled_batch.values("advantages"))
     batch = sampled_batch.with_values("responses", advantages=nothing)
     norms = {}
     for coef in (0.0, 0.01, 0.03):
         run = Run(start, "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.005")  # a start only
-        metrics = run.update(run.prepared(batch), coef)
+        metrics = await run.update(await run.prepared(batch), coef)
         norms[coef] = metrics["grad_norm"]
         assert metrics["entropy"] > 0
     assert norms[0.0] == 0
@@ -149,40 +163,40 @@ def test_D5_the_bonus_is_multiplied_by_the_coefficient_that_the_actor_is_given(s
     assert norms[0.03] == pytest.approx(3 * norms[0.01], rel=1e-4)
 
 
-def test_a_positive_coefficient_raises_the_entropy(start, sampled_batch):
+async def test_a_positive_coefficient_raises_the_entropy(start, sampled_batch):
     nothing = torch.zeros_like(sampled_batch.values("advantages"))
     run = Run(start, "algorithm.entropy_coef=0.1")
     batch = sampled_batch.with_values("responses", advantages=nothing)
-    entropies = [run.update(run.prepared(batch), 0.1)["entropy"] for _ in range(3)]
+    entropies = [(await run.update(await run.prepared(batch), 0.1))["entropy"] for _ in range(3)]
     assert entropies == sorted(entropies)
     assert entropies[0] < entropies[-1]
 
 
-def test_entropy_is_measured_only_where_something_reads_it(start, sampled_batch):
+async def test_entropy_is_measured_only_where_something_reads_it(start, sampled_batch):
     run = Run(start)
-    assert "entropy" not in run.update(run.prepared(sampled_batch), 0.0)
+    assert "entropy" not in await run.update(await run.prepared(sampled_batch), 0.0)
 
 
 # The old policy
 
 
-def test_D1_without_the_column_the_old_policy_is_the_current_one(start, sampled_batch):
+async def test_D1_without_the_column_the_old_policy_is_the_current_one(start, sampled_batch):
     run = Run(start)
-    metrics = run.update(sampled_batch)
+    metrics = await run.update(sampled_batch)
     assert (metrics["ratio_mean"], metrics["ppo_kl"], metrics["same_policy_gap"]) == (1.0, 0.0, 0.0)
     other = Run(start)
-    again = other.update(other.prepared(sampled_batch))
+    again = await other.update(await other.prepared(sampled_batch))
     assert metrics["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-5)
-    assert apart(run.weights(), other.weights()) < 1e-6
+    assert apart(await run.weights(), await other.weights()) < 1e-6
 
 
-def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, sampled_batch):
+async def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, sampled_batch):
     for name in TOKEN_SELECTORS.names():
         run = Run(start, f"algorithm.loss_mode={name}")
-        found = run.actor.rows("compute_log_probs", sampled_batch, max_tokens=8192)
+        found = await run.log_probs(sampled_batch)
         reads = "entropies" in columns_of(TOKEN_SELECTORS.get(name))
         assert sorted(found.keys()) == ["entropies", "old_log_probs"][0 if reads else 1 :]
-    plain = Run(start).actor.rows("compute_log_probs", sampled_batch, max_tokens=8192)
+    plain = await Run(start).log_probs(sampled_batch)
     assert plain.keys() == ["old_log_probs"]
 
 
@@ -206,13 +220,13 @@ def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [2, 9]])
-def test_a_mini_batch_has_its_share_selected_whatever_the_rest_of_the_batch_holds(start, sampled_batch, rows):
+async def test_a_mini_batch_has_its_share_selected_whatever_the_rest_of_the_batch_holds(start, sampled_batch, rows):
     run = Run(start, "algorithm.loss_mode=top_entropy", "algorithm.loss.entropy_fraction=0.5")
-    batch = run.prepared(sampled_batch)
+    batch = await run.prepared(sampled_batch)
     rest = torch.ones(12, dtype=torch.bool)
     rest[rows] = False
     higher = batch.values("entropies") + 9.0 * rest.repeat_interleave(batch.lengths("responses"))
-    metrics = run.update(batch.with_values("responses", entropies=higher), plan=[rows])
+    metrics = await run.update(batch.with_values("responses", entropies=higher), plan=[rows])
     tokens = int(batch.lengths("responses")[rows].sum())
     assert metrics["selected_fraction"] == pytest.approx((1 + int(0.5 * (tokens - 1))) / tokens)
 
@@ -224,35 +238,35 @@ FULL = [KL_LOSS, "algorithm.kl_loss.kl_estimator=full"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_D7_at_the_start_the_exact_kl_is_zero_with_zero_gradient(start, sampled_batch, dtype):
+async def test_D7_at_the_start_the_exact_kl_is_zero_with_zero_gradient(start, sampled_batch, dtype):
     nothing = torch.zeros_like(sampled_batch.values("advantages"))
     run = Run(start, *FULL, f"model.dtype={dtype}")
-    metrics = run.update(run.prepared(sampled_batch.with_values("responses", advantages=nothing)))
+    metrics = await run.update(await run.prepared(sampled_batch.with_values("responses", advantages=nothing)))
     assert metrics["ref_kl"] == pytest.approx(0, abs=1e-10)
     assert metrics["grad_norm"] == pytest.approx(0, abs=1e-5)
     reward = Run(
         start, "algorithm.kl_in_reward.kl_coef=1", "algorithm.kl_in_reward.kl_estimator=full", f"model.dtype={dtype}"
     )
-    assert float(reward.prepared(sampled_batch).values("full_kl").abs().max()) < 1e-9
+    assert float((await reward.prepared(sampled_batch)).values("full_kl").abs().max()) < 1e-9
 
 
-def test_a_reference_in_bfloat16_holds_no_more_and_agrees_with_the_actor_to_the_last_bit(start, sampled_batch):
+async def test_a_reference_in_bfloat16_holds_no_more_and_agrees_with_the_actor_to_the_last_bit(start, sampled_batch):
     run = Run(start, "algorithm.kl_loss.kl_loss_coef=1", "model.dtype=bfloat16")
-    batch = run.prepared(sampled_batch)
+    batch = await run.prepared(sampled_batch)
     assert torch.equal(batch.values("ref_log_probs"), batch.values("old_log_probs"))
-    reference = run.reference.hosts.host.roles["reference"].model
+    reference = run.process.host.roles["reference"].model
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in run.worker.model.parameters()} == {torch.float32}
 
 
-def test_D5_the_exact_kl_pulls_back_to_the_reference(start, sampled_batch):
+async def test_D5_the_exact_kl_pulls_back_to_the_reference(start, sampled_batch):
     """A policy that has moved away comes nearer again when nothing but the KL is in the loss."""
     run = Run(start, *FULL, "actor.lr=3e-4")
     for _ in range(3):
-        run.update(run.prepared(sampled_batch))
+        await run.update(await run.prepared(sampled_batch))
     nothing = torch.zeros_like(sampled_batch.values("advantages"))
     batch = sampled_batch.with_values("responses", advantages=nothing)
-    kls = [run.update(run.prepared(batch))["ref_kl"] for _ in range(4)]
+    kls = [(await run.update(await run.prepared(batch)))["ref_kl"] for _ in range(4)]
     assert kls[0] > 1e-4
     assert kls[-1] < kls[0]
 
@@ -266,18 +280,18 @@ def test_D5_the_exact_kl_pulls_back_to_the_reference(start, sampled_batch):
         (["algorithm.kl_in_reward.kl_coef=0.1", "algorithm.kl_in_reward.kl_estimator=full"], ["ref_hidden"]),
     ],
 )
-def test_the_reference_ships_only_what_the_kl_terms_read(start, sampled_batch, overrides, columns):
+async def test_the_reference_ships_only_what_the_kl_terms_read(start, sampled_batch, overrides, columns):
     run = Run(start, *overrides)
-    found = run.reference.rows("compute_log_probs", sampled_batch, max_tokens=8192)
+    found = await run.referred(sampled_batch)
     assert sorted(found.keys()) == columns
     if "ref_hidden" in columns:
         width = run.worker.model.config.hidden_size
         assert found.values("ref_hidden").shape == (len(sampled_batch.values("responses")), width)
 
 
-def test_the_head_of_the_reference_is_kept_only_for_the_exact_kl_and_stays_as_it_was(start, sampled_batch):
+async def test_the_head_of_the_reference_is_kept_only_for_the_exact_kl_and_stays_as_it_was(start, sampled_batch):
     assert Run(start, KL_LOSS).worker.ref_head is None
     run = Run(start, *FULL)
     before = run.worker.ref_head.clone()
-    run.update(run.prepared(sampled_batch))
+    await run.update(await run.prepared(sampled_batch))
     assert torch.equal(run.worker.ref_head, before)

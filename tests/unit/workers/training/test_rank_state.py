@@ -60,7 +60,10 @@ class Alone:
     """A group of one rank."""
 
     def __init__(self, worker):
-        self.start, self.wait = (lambda method, *arguments: getattr(worker, method)(*arguments)), lambda one: [one]
+        self.worker = worker
+
+    async def call(self, method, *arguments):
+        return [getattr(self.worker, method.__name__)(*arguments)]
 
 
 def copies(made):
@@ -208,12 +211,14 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_the_reason_is_said(start, small_disk, caplog):
+async def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_the_reason_is_said(
+    start, small_disk, caplog
+):
     made = actor(start)
     checkpoints = Checkpoints(Folder(str(small_disk)), "a: 1", keep=0, best=None)
     for step in (1, 2):  # one takes 7 MB
-        checkpoints.start(step, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
-        checkpoints.finish()
+        await checkpoints.start(step, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
+        await checkpoints.finish()
         learn(made)
     assert os.listdir(small_disk) == ["step_1"]
     assert checkpoints.newest().step == 1
@@ -281,12 +286,12 @@ def test_tensors_are_read_without_running_what_is_in_them(start, tmp_path):
 # python -m rltrain.export
 
 
-def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, capsys):
+async def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, capsys):
     made = actor(start)
     learn(made)
     checkpoints = Checkpoints(Folder(str(tmp_path / "checkpoints")), "a: 1", keep=0, best=None)
-    checkpoints.start(3, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
-    checkpoints.finish()
+    await checkpoints.start(3, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
+    await checkpoints.finish()
     folder, out = tmp_path / "checkpoints/step_3", tmp_path / "out"
     assert export.main([str(folder), str(out)]) == 0
     weights = made.weights()
@@ -300,12 +305,12 @@ def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, ca
     assert "usage:" in capsys.readouterr().err
 
 
-def test_adapters_are_not_exported_onto_a_model_that_is_not_whole_any_more(start, tmp_path, capsys):
+async def test_adapters_are_not_exported_onto_a_model_that_is_not_whole_any_more(start, tmp_path, capsys):
     base, name = Path(shutil.copytree(start, tmp_path / "base")), "model.layers.0.mlp.up_proj.weight"
     made = actor(str(base), "model.lora={rank:2,alpha:4,targets:[q_proj]}")
     checkpoints = Checkpoints(Folder(str(tmp_path / "checkpoints")), "a: 1", keep=0, best=None)
-    checkpoints.start(1, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
-    checkpoints.finish()
+    await checkpoints.start(1, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
+    await checkpoints.finish()
     tensors = load_file(base / "model.safetensors")
     save_file({one: tensor for one, tensor in tensors.items() if one != name}, base / "model.safetensors")
     assert export.main([str(tmp_path / "checkpoints/step_1"), str(tmp_path / "out")]) == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import ConfigError
 from rltrain.data.prompts import Prompt, load_prompts
 from rltrain.settings.compose import compose
@@ -17,7 +18,7 @@ from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.reward_models import RewardModel, reward_models
 from tests.fakes import NoCheckpoints
-from workers.cluster.host_groups import LocalHosts
+from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES
 from workers.placement import start as start_workers
@@ -39,9 +40,9 @@ def one_at_a_time(path: str, samples=SAMPLES, *, end: str = "") -> list[float]:
 
 def model_of(path: str, max_tokens: int = 8192) -> RewardModel:
     config, _ = compose([f"reward.models=[{path}]"])
-    hosts = LocalHosts(Host({}, verbose=True))
-    hosts.host.build("reward_model judge", ROLES["reward_model"], config, path)
-    (made,) = reward_models(config, [WorkerGroup(hosts, "reward_model judge")])
+    role = Role(LocalProcess(Host({}, verbose=True)), "reward_model judge")
+    role.process.build(role.name, ROLES["reward_model"], config, path)
+    (made,) = reward_models(config, [WorkerGroup([role])])
     made.max_tokens = max_tokens
     return made
 
@@ -51,31 +52,31 @@ def prompts_of(samples=SAMPLES):
 
 
 @pytest.mark.parametrize("budget", [8192, 20])
-def test_B6_packed_scores_are_those_of_transformers_one_at_a_time(reward_model, budget):
-    found, expected = model_of(reward_model, budget).scores(prompts_of()), one_at_a_time(reward_model)
+async def test_B6_packed_scores_are_those_of_transformers_one_at_a_time(reward_model, budget):
+    found, expected = await model_of(reward_model, budget).scores(prompts_of()), one_at_a_time(reward_model)
     assert found == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.1  # there is something to be equal to
 
 
-def test_behind_padding_tokens_at_the_end_nobody_looks_as_in_transformers(reward_model):
+async def test_behind_padding_tokens_at_the_end_nobody_looks_as_in_transformers(reward_model):
     made = model_of(reward_model)
     made.config = dataclasses.replace(made.config, prompt_template="{prompt}{response}<pad><pad>")
     expected = one_at_a_time(reward_model, SAMPLES[:6], end="<pad><pad>")
-    assert made.scores(prompts_of(SAMPLES[:6])) == pytest.approx(expected, abs=1e-5)
+    assert await made.scores(prompts_of(SAMPLES[:6])) == pytest.approx(expected, abs=1e-5)
 
 
-def test_editing_one_sample_of_a_pack_changes_no_other(reward_model):
+async def test_editing_one_sample_of_a_pack_changes_no_other(reward_model):
     made = model_of(reward_model)
-    before, edited = made.scores(prompts_of()), [("9", "9"), *SAMPLES[1:]]
-    after = made.scores(prompts_of(edited))
+    before, edited = await made.scores(prompts_of()), [("9", "9"), *SAMPLES[1:]]
+    after = await made.scores(prompts_of(edited))
     assert after[1:] == pytest.approx(before[1:], abs=1e-5)
     assert abs(after[0] - before[0]) > 1e-3
 
 
-def test_E10_its_positions_are_its_limit(reward_model):
+async def test_E10_its_positions_are_its_limit(reward_model):
     made = model_of(reward_model)
     assert made.longest == 64
-    fits, too_long = made.scores(prompts_of([("p", "x" * 63), ("p", "x" * 64)]))
+    fits, too_long = await made.scores(prompts_of([("p", "x" * 63), ("p", "x" * 64)]))
     assert isinstance(fits, float)
     assert too_long == "cannot read 65 tokens, its limit is 64; shorten rollout.max_response_length"
 
@@ -94,44 +95,47 @@ def test_a_model_that_is_no_linear_function_of_a_causal_state_is_refused(start, 
         model_of(str(tmp_path))
 
 
-def test_dropout_in_its_config_is_off(reward_model, tmp_path):
+async def test_dropout_in_its_config_is_off(reward_model, tmp_path):
     shutil.copytree(reward_model, tmp_path / "m")
     file = Path(tmp_path / "m" / "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
     made = model_of(str(tmp_path / "m"))
-    assert made.scores(prompts_of()) == made.scores(prompts_of())
+    assert await made.scores(prompts_of()) == await made.scores(prompts_of())
 
 
-def trainer(start: str, *overrides: str) -> Trainer:
+async def trainer(start: str, tasks: BackgroundTasks, *overrides: str) -> Trainer:
     config, _ = compose(
         ["placement=inprocess", "rollout=hf", "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=4",
          "rollout.samples_per_prompt=4", "rollout.max_response_length=12", *overrides]
     )  # fmt: skip
-    workers = start_workers(config, start, [EOS_ID], needs_critic=False)
+    workers = await start_workers(config, start, [EOS_ID], tasks, needs_critic=False)
     prompts = load_prompts("builtin:median", char_tokenizer(), split="train", seed=0, max_prompt_length=16,
                            overlong="refuse", limit=64)  # fmt: skip
     models = reward_models(config, workers.reward_models)
+    collector = Collector(
+        config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, tasks=tasks, models=models
+    )
+    collector.start()
     made = Trainer(
-        config, actor=workers.actor, reference=None, critic=None, tracker=None,
-        checkpoints=NoCheckpoints(), val_prompts=[],
-        collector=Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, models=models),
+        config, actor=workers.actor, reference=None, critic=None, tracker=None, checkpoints=NoCheckpoints(),
+        val_prompts=[], collector=collector, tasks=tasks,
     )  # fmt: skip
-    made.sync_weights()
+    await made.sync_weights()
     return made
 
 
-def test_a_model_alone_is_reward_enough(start, reward_model):
-    made = trainer(start, "reward.functions=[]", f"reward.models=[{reward_model}]")
-    metrics, batch = made.train_step()
+async def test_a_model_alone_is_reward_enough(start, reward_model, tasks):
+    made = await trainer(start, tasks, "reward.functions=[]", f"reward.models=[{reward_model}]")
+    metrics, batch = await made.train_step()
     assert batch.batch["reward_components"].shape == (16, 1)
     assert torch.equal(batch.batch["reward_components"][:, 0], batch.batch["scores"])
     assert metrics["actor/grad_norm"] > 0
 
 
-def test_a_run_with_a_function_and_a_model_reports_and_trains_on_both(start, reward_model):
-    made = trainer(start, f"reward.models=[{{name: judge, path: {reward_model}, weight: 0.25}}]")
+async def test_a_run_with_a_function_and_a_model_reports_and_trains_on_both(start, reward_model, tasks):
+    made = await trainer(start, tasks, f"reward.models=[{{name: judge, path: {reward_model}, weight: 0.25}}]")
     for _ in range(2):
-        metrics, batch = made.train_step()
+        metrics, batch = await made.train_step()
         components, objects = batch.batch["reward_components"], batch.non_tensor_batch
         samples = list(zip(objects["prompt_text"], objects["response_text"], strict=True))
         assert components[:, 1].tolist() == pytest.approx(one_at_a_time(reward_model, samples), abs=1e-5)
@@ -140,12 +144,12 @@ def test_a_run_with_a_function_and_a_model_reports_and_trains_on_both(start, rew
         assert metrics["reward/final_answer/mean"] == pytest.approx(float(components[:, 0].mean()))
         assert metrics["reward/judge/failed_fraction"] == 0.0
         assert metrics["actor/grad_norm"] > 0
-    evaluated = made.collector.evaluate(made.collector.prompts[:3], greedy=True)
+    evaluated = await made.collector.evaluate(made.collector.prompts[:3], greedy=True)
     assert evaluated.batch["reward_components"].shape == (3, 2)
     assert not evaluated.batch["reward_components"].isnan().any()
 
 
-def test_rows_come_back_in_their_order_whoever_computed_them(reward_model):
+async def test_rows_come_back_in_their_order_whoever_computed_them(reward_model):
     made = model_of(reward_model, 20)
     shuffled = [*SAMPLES[7:], *SAMPLES[:7]]
-    assert made.scores(prompts_of(shuffled)) == pytest.approx(one_at_a_time(reward_model, shuffled), abs=1e-5)
+    assert await made.scores(prompts_of(shuffled)) == pytest.approx(one_at_a_time(reward_model, shuffled), abs=1e-5)

@@ -1,0 +1,11 @@
+"""What a training step asks of the collector, for tests that have nothing to do in between."""
+
+from rltrain.batch.data_proto import DataProto
+from rltrain.trajectories.collector import Collector
+
+
+async def collect(collector: Collector, version: int) -> DataProto:
+    """Wait for the next answers and then for their scores, and end the step."""
+    batch = await collector.scored(await collector.answers(version))
+    collector.take()
+    return batch

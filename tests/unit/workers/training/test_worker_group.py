@@ -1,0 +1,158 @@
+"""A batch split over ranks: every row comes to one of them, and all comes back in order."""
+
+import pickle
+
+import pytest
+import torch
+
+from rltrain.base import errors
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.row_costs import RowWork
+from tests.fake_replicas import Reply
+from workers.cluster.processes import LocalProcess, RayProcess, Role
+from workers.cluster.worker_process import Host
+from workers.training.dispatch import PLAN_METRICS, UpdateResult
+from workers.training.worker_group import WorkerGroup, row_lengths
+
+FORWARD = ["prompts", "responses"]
+UPDATE = [*FORWARD, "response_mask"]
+
+
+def batch(rows: int = 5) -> DataProto:
+    made = DataProto.from_dict(
+        {"prompts": jagged([[9] * (row % 2 + 1) for row in range(rows)], torch.int64),
+         "responses": jagged([[row] * (row + 1) for row in range(rows)], torch.int64)}
+    )  # fmt: skip
+    return made.with_values("responses", response_mask=torch.ones(len(made.values("responses")), dtype=torch.bool))
+
+
+class Worker:
+    """A role without a model."""
+
+    def __init__(self, rank=0):
+        self.rank, self.seen = rank, []
+
+    def double(self, batch, microbatches):
+        """The tokens times two, rows in the order of the micro-batches."""
+        rows = [row for part in microbatches for row in part]
+        self.seen.append((batch, microbatches))
+        part = batch[rows]
+        return part.with_values("responses", doubled=2 * part.values("responses")).select(["doubled"])
+
+    def update(self, batch, minibatches):
+        self.seen.append((batch, minibatches))
+        tokens = [len(batch[rows].values("responses")) for m in minibatches for rows in m.microbatches if rows]
+        total = sum(m.num_tokens for m in minibatches)
+        steps = [{"lr": 1.0, "grad_norm": 2.0, "skipped": 0.0}] * len(minibatches)
+        return UpdateResult({"tokens_share": float(sum(tokens))}, {}, total, steps)
+
+    def greet(self, name):
+        return f"{name} from {self.rank}"
+
+    def fail(self):
+        raise errors.SyncError("weights differ")
+
+
+class Stored:
+    """A value in the object store, which is pickled on its way there."""
+
+    def __init__(self, value):
+        self.pickled = pickle.dumps(value)
+
+
+class Method:
+    """A method of an actor, which gets the values of the references among its arguments."""
+
+    def __init__(self, method):
+        self.method = method
+
+    def remote(self, *args):
+        return Reply.of(self.method(*(pickle.loads(one.pickled) if isinstance(one, Stored) else one for one in args)))
+
+
+class Rank(RayProcess):
+    """A rank whose actor is an object in this process."""
+
+    def __init__(self, rank):
+        host = Host({}, verbose=True)
+        host.roles["actor"] = self.worker = Worker(rank)
+        self.call, self.call_joined, self.shared = Method(host.call), Method(host.call_joined), 0
+        super().__init__(self, f"training rank {rank}")
+
+    def share(self, value):
+        self.shared += 1
+        return Stored(value)
+
+
+def group_of(size, work=None):
+    """A group of so many ranks, and their workers."""
+    ranks = [Rank(rank) for rank in range(size)]
+    return WorkerGroup([Role(rank, "actor") for rank in ranks], work), [rank.worker for rank in ranks]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("max_tokens", [7, 100])
+async def test_a_pass_over_all_rows_comes_back_in_order_from_any_number_of_ranks(size, max_tokens):
+    (group, workers), made = group_of(size), batch()
+    result = await group.rows(Worker.double, made, FORWARD, max_tokens=max_tokens)
+    assert result.keys() == ["doubled"]
+    assert result.values("doubled").tolist() == [2 * token for token in made.values("responses").tolist()]
+    assert made.union(result).offsets("doubled") is made.offsets("responses")
+    assert sum(rank.process.shared for rank in group.ranks) == 1  # the batch is put into the store once, not per rank
+    for worker in workers:
+        sizes = [sum(row_lengths(made)[row] for row in rows) for rows in worker.seen[0][1]]
+        assert max(sizes) <= max_tokens
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
+    (group, workers), made = group_of(size), batch()
+    metrics = await group.update(Worker.update, made, UPDATE, [[0, 3], [1, 2, 4]], 100)
+    planned = {name: metrics.pop(name) for name in PLAN_METRICS}
+    assert all(0 <= value < 0.5 for value in planned.values())
+    assert (planned["idle_fraction"] == 0) == (size == 1)
+    assert metrics == {"tokens_share": 1.0, "lr": 1.0, "grad_norm": 2.0, "grad_norm_max": 2.0, "skipped_updates": 0.0}
+    for number, rows in enumerate([[0, 3], [1, 2, 4]]):
+        given = [row for worker in workers for part in worker.seen[0][1][number].microbatches for row in part]
+        assert sorted(given) == rows
+
+
+async def test_rows_go_to_ranks_by_the_work_of_the_groups_own_model():
+    """Where a row costs the square of its length, the longest has a rank of its own; by tokens it has company."""
+    lengths, square = [9, 5, 5, 5], RowWork(token=0, attention=((None, 2),))
+    made = DataProto.from_dict(
+        {"prompts": jagged([[1] * n for n in lengths], torch.int64), "responses": jagged([[2]] * 4, torch.int64)}
+    )
+    sizes = []
+    for work in (None, square):
+        group, workers = group_of(2, work)
+        await group.rows(Worker.double, made, FORWARD, max_tokens=100)
+        sizes.append(sorted(sum(map(len, worker.seen[0][1])) for worker in workers))
+    assert sizes == [[2, 2], [1, 3]]
+
+
+async def test_a_call_on_every_rank_has_the_same_arguments():
+    group, _ = group_of(2)
+    assert await group.call(Worker.greet, "hello") == ["hello from 0", "hello from 1"]
+
+
+def test_the_last_response_token_takes_no_place_in_a_pack_and_an_empty_answer_costs_its_prompt():
+    made = DataProto.from_dict(
+        {"prompts": jagged([[1, 2, 3], [1, 2], [1]], torch.int64), "responses": jagged([[4, 5], [], [6]], torch.int64)}
+    )
+    assert row_lengths(made) == [4, 2, 1]
+
+
+async def test_a_rank_in_this_process_gets_values_as_they_are():
+    host = Host({}, verbose=True)
+    host.roles["actor"] = worker = Worker()
+    process, made = LocalProcess(host), batch()
+    assert process.share(made) is made
+    group = WorkerGroup([Role(process, "actor")])
+    assert group.size == 1
+    result = await group.rows(Worker.double, made, FORWARD, max_tokens=7)
+    assert result.values("doubled").tolist() == [2 * token for token in made.values("responses").tolist()]
+    assert worker.seen[0][0].values("responses") is made.values("responses")
+    assert await group.call(Worker.greet, "hi") == ["hi from 0"]
+    with pytest.raises(errors.SyncError, match="weights differ"):
+        await group.call(Worker.fail)
