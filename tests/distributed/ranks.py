@@ -76,8 +76,3 @@ def prepared(workers: dict[str, WorkerGroup], step: int = 0) -> DataProto:
     for role in ("actor", "reference"):
         batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=8192))
     return batch
-
-
-def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
-    weights = actor.wait(actor.start("weights"))[0]
-    return {name: tensor.clone() for name, tensor in weights.items()}

@@ -8,6 +8,7 @@ from ranks import ENTROPY_COEF, LORA, config_of, group, replayed
 from safetensors.torch import load_file
 
 from rltrain.batch.row_assignment import minibatches
+from tests.policy_weights import weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SAVED_AFTER, STEPS = 2, 4
@@ -21,7 +22,7 @@ def learn(actor, steps, config):
         batch = batch.union(actor.rows("compute_log_probs", batch, max_tokens=8192))
         plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
         actor.update(batch, plan, ENTROPY_COEF, max_tokens=8192)
-    return {name: tensor.clone() for name, tensor in actor.wait(actor.start("weights"))[0].items()}
+    return weights_of(actor)
 
 
 def save(actor, folder):

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from ranks import ENTROPY_COEF, config_of, group, prepared, weights_of
+from ranks import ENTROPY_COEF, config_of, group, prepared
 
 from rltrain.base.errors import NumericsError
 from rltrain.batch.data_proto import DataProto
+from tests.policy_weights import weights_of
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]

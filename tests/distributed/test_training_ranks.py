@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import ENTROPY_COEF, LORA, STEPS, config_of, group, prepared, replayed, weights_of
+from ranks import ENTROPY_COEF, LORA, STEPS, config_of, group, prepared, replayed
 
 from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.schema import Config
+from tests.policy_weights import weights_of
 from workers.training.dispatch import PLAN_METRICS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -27,8 +28,7 @@ def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]
             batch = batch.union(workers[role].rows("compute_log_probs", batch, max_tokens=budget))
         plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
         history.append(workers["actor"].update(batch, plan, ENTROPY_COEF, max_tokens=budget))
-    weights = workers["actor"].wait(workers["actor"].start("weights"))[0]
-    return history, {name: tensor.clone() for name, tensor in weights.items()}
+    return history, weights_of(workers["actor"])
 
 
 @pytest.fixture(scope="module")

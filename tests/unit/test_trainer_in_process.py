@@ -15,6 +15,7 @@ from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.prompt_groups import stream_seed
 from rltrain.trajectories.scoring import zero_spread
 from tests.fakes import NoCheckpoints
+from tests.policy_weights import weights_of
 from workers.models.fsdp import full
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
@@ -56,8 +57,7 @@ def trainer(model, *overrides) -> Trainer:
 
 
 def weights(made: Trainer) -> dict[str, torch.Tensor]:
-    weights = made.actor.wait(made.actor.start("weights"))[0]
-    return {name: tensor.clone() for name, tensor in weights.items()}
+    return weights_of(made.actor)
 
 
 def run(made: Trainer, steps: int):
@@ -163,7 +163,7 @@ def sequential(model, steps, *overrides):
     )
     trained = []
     for step in range(steps):
-        current = workers.actor.wait(workers.actor.start("weights"))[0]
+        current = weights_of(workers.actor)
         with torch.no_grad():
             for name, parameter in engine.model.named_parameters():
                 parameter.copy_(current[name])
@@ -199,7 +199,7 @@ def sequential(model, steps, *overrides):
         plan = minibatches(batch.batch["uid"].tolist(), 1, 1, seed=0, step=step)
         workers.actor.update(batch, plan, 0.0, max_tokens=budget)
         trained.append((batch, scores))
-    return trained, workers.actor.wait(workers.actor.start("weights"))[0]
+    return trained, weights_of(workers.actor)
 
 
 def test_E7_at_staleness_zero_a_run_is_bitwise_a_plain_sequential_loop(start, reward):

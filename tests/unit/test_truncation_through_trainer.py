@@ -16,6 +16,7 @@ from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from tests.fakes import Immortal, NoCheckpoints
+from tests.policy_weights import weights_of
 from workers.cluster.host_groups import LocalHosts
 from workers.cluster.worker_process import Host
 from workers.reward.messages import RewardResult
@@ -243,10 +244,8 @@ def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppresse
         hosts.host.build("actor", "workers.training.actor:ActorWorker", BASE, start)
         actor = WorkerGroup(hosts, "actor")
         trained(two_groups(score), actor=actor)
-        weights = actor.wait(actor.start("weights"))[0]
-        found.append({name: tensor.clone() for name, tensor in weights.items()})
+        found.append(weights_of(actor))
     hosts.host.build("actor", "workers.training.actor:ActorWorker", BASE, start)
-    first = actor.wait(actor.start("weights"))[0]
-    untrained = {name: tensor.clone() for name, tensor in first.items()}
+    untrained = weights_of(actor)
     assert all(torch.equal(found[0][name], found[1][name]) for name in untrained)
     assert any(not torch.equal(found[0][name], untrained[name]) for name in untrained)

@@ -14,6 +14,7 @@ from rltrain.base.errors import ConfigError, SyncError
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import LoRAConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from tests.policy_weights import merged_weights
 from workers.cluster.host_groups import LocalHosts
 from workers.cluster.worker_process import Host
 from workers.models.adapter_weights import BaseWeights
@@ -90,7 +91,7 @@ def same(found, expected, tolerance=1e-6) -> bool:
 def test_merged_weights_are_those_that_peft_merges(start, sampled_batch, tmp_path):
     run = Run(start, "model.lora={rank:4,alpha:12,targets:[q_proj,down_proj]}")
     run.update(sampled_batch, times=3)
-    expected, found = by_peft(run, start, tmp_path), run.worker.weights()
+    expected, found = by_peft(run, start, tmp_path), merged_weights(run.worker.model)
     assert found.keys() == expected.keys()
     assert same(found, expected)
     base = dict(AutoModelForCausalLM.from_pretrained(start).named_parameters())
@@ -166,7 +167,7 @@ def test_only_adapters_travel_in_float32_and_proofs_are_of_what_the_engine_holds
     places = [place for bucket in sent for place in bucket.places]
     assert {place.name.rpartition(".lora_")[2] for place in places} == {"A.weight", "B.weight"}
     assert sum(place.size for place in places) == 4 * adapter_parameters(start, run.config.model.lora)
-    proofs, weights = sent[-1].probes(), run.worker.weights()
+    proofs, weights = sent[-1].probes(), merged_weights(run.worker.model)
     assert proofs.keys() == {*weights, "lm_head.weight"}
     for name, weight in weights.items():
         expected = probe(weight.to(getattr(torch, dtype)))

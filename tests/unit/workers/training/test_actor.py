@@ -6,6 +6,7 @@ import torch
 from rltrain.algorithms import TOKEN_SELECTORS, columns_of
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.compose import compose
+from tests.policy_weights import weights_of
 from workers.cluster.host_groups import LocalHosts
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES
@@ -37,8 +38,7 @@ class Run:
         return self.actor.update(batch, options.get("plan", ALL), entropy_coef, max_tokens=8192)
 
     def weights(self):
-        weights = self.actor.wait(self.actor.start("weights"))[0]
-        return {name: tensor.clone() for name, tensor in weights.items()}
+        return weights_of(self.actor)
 
 
 def apart(first, second) -> float:
