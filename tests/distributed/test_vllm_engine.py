@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trajectories.prompt_groups import stream_seed
 from workers.cluster.host_groups import RayHosts
 from workers.cluster.leftovers import shared_files
+from workers.cluster.worker_process import Host
 from workers.placement import build, ray_hosts
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket, join
@@ -100,6 +102,21 @@ def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completi
     return predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
 
+def resolved(hosts: RayHosts, request: Request) -> dict[str, Any]:
+    """The sampling parameters that vLLM makes of a request after all its defaults."""
+
+    def of(host: Host) -> dict[str, Any]:
+        from workers.rollout.vllm_engine import sampling_params  # vLLM is imported in the engine's process only
+
+        engine = host.roles["rollout"].engine
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request, engine.stop_ids)
+        processor = engine.engine.input_processor
+        found = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
+        return {name: getattr(found, name) for name in found.__struct_fields__}
+
+    return ray.get(hosts.actors[0].__ray_call__.remote(of))
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 def test_E1_engine_log_probs_are_log_softmax_of_logits_over_temperature(hosts, start, temperature):
     model = AutoModelForCausalLM.from_pretrained(start)
@@ -112,7 +129,7 @@ def test_E1_engine_log_probs_are_log_softmax_of_logits_over_temperature(hosts, s
 
 
 def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the_models_own(hosts):
-    settings = hosts.call("rollout", "settings", [(Request((0, 0), PROMPT, 0.7, 5, 42),)])[0]
+    settings = resolved(hosts, Request((0, 0), PROMPT, 0.7, 5, 42))
     expected = {
         "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "max_tokens": 5, "min_tokens": 0, "seed": 42, "stop_token_ids": [EOS_ID],
