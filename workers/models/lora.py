@@ -150,14 +150,9 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     Tied parameters appear once.
     """
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    return {plain_name(name): parameter for name, parameter in named if not is_adapter(name)}
+    return {name.replace(WRAPPED, "."): parameter for name, parameter in named if not is_adapter(name)}
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter with this name is part of an adapter."""
     return any(half in name for half in HALVES)
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a parameter has in the model without adapters."""
-    return name.replace(WRAPPED, ".")
