@@ -74,7 +74,7 @@ class KLInRewardConfig:
     controller: Literal["fixed", "adaptive"] = key(
         "fixed: kl_coef stays constant. adaptive: kl_coef changes so that the measured KL approaches the target."
     )
-    target: float = key("KL that the adaptive controller aims at.", unit="nats per token", at_least=0)
+    target: float = key("Target KL of the adaptive controller.", unit="nats per token", at_least=0)
     horizon: int = key(
         "Number of sequences over which the adaptive controller reacts. A larger number means slower changes.",
         at_least=1,
@@ -127,9 +127,9 @@ class CorrectionConfig:
     """
 
     level: Literal["token", "sequence", "geometric"] | None = key(
-        "Ratio that is the weight of a token: its own, the product over the row (sequence), or the geometric mean over "
-        "the row. null: no weights. auto: token, limited to 2, if trainer.max_staleness > 0 and neither rejection nor "
-        "old_log_probs=rollout takes care of stale answers; otherwise null.",
+        "Importance ratio that weights a token. token: its own ratio. sequence: the product over the row. geometric: "
+        "the geometric mean over the row. null: no weights. auto: token with an upper bound of 2 if "
+        "trainer.max_staleness > 0, unless rejection or old_log_probs=rollout handles stale answers; otherwise null.",
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
     mode: Literal["truncate", "mask", "reject"] = key(
@@ -167,12 +167,18 @@ class RejectionConfig:
         "Estimator of the KL from the engine's policy to the policy of the update. null: drop nothing."
     )
     level: Literal["token", "sequence", "max"] = key(
-        "Values that are compared with the bounds. token: that of each token. sequence: the mean of the row. max: the "
-        "row is dropped if one of its tokens is outside."
+        "What is dropped. token: each token whose estimate is outside the bounds. sequence: each row whose mean "
+        "estimate is outside. max: each row that has a token whose estimate is outside."
     )
-    lower: float | None = key("Lower bound of the estimate. null: no bound.", unit="nats per token")
-    upper: float | None = key("Upper bound of the estimate. null: no bound.", unit="nats per token")
-    only_negative: bool = key("Drop only where the advantage is negative.")
+    lower: float | None = key(
+        "Lower bound of the estimate. Only for k1. null: no bound.",
+        values="number <= 0, or `null`",
+        unit="nats per token",
+    )
+    upper: float | None = key(
+        "Upper bound of the estimate. null: no bound.", values="number >= 0, or `null`", unit="nats per token"
+    )
+    only_negative: bool = key("Drop only tokens and rows whose advantage is negative.")
 
     def __post_init__(self) -> None:
         require(
@@ -197,16 +203,16 @@ class AlgorithmConfig:
     loss_mode: str = key("Name of the policy loss.", values="name of a policy loss")
     loss: dict[str, Any] = key("Knobs of the policy loss and of its token selector that differ from their defaults.")
     loss_agg_mode: AggMode = key(
-        "How the losses of a mini-batch's tokens become one loss. token-*: every token has the same weight. "
-        "seq-mean-token-mean: every answer has the same weight. seq-mean-token-sum: sum per answer. -norm: divide by "
-        "rollout.max_response_length too."
+        "How the losses of the tokens in a mini-batch are combined. token-mean: mean over tokens. token-sum: sum over "
+        "tokens. seq-mean-token-sum: mean over answers of the sum over tokens. seq-mean-token-mean: mean over answers "
+        "of the mean over tokens. seq-mean-token-sum-norm: seq-mean-token-sum divided by rollout.max_response_length."
     )
     old_log_probs: Literal["actor", "rollout"] = key(
         "Source of the old log-probs (proximal policy). actor: the actor before the update. rollout: the engine."
     )
     suppress_truncated: bool = key(
         "Score an answer that was cut at the length limit as if each reward function had given 0, or with its own "
-        "score if that is lower. The answer is left out of statistics."
+        "score if that is lower. The length penalty still applies. The answer is left out of statistics."
     )
     exclude_truncated: bool = key(
         "Leave an answer that was cut at the length limit out of statistics. It keeps its score."
@@ -217,8 +223,9 @@ class AlgorithmConfig:
         "It stands for the reward that the answer could still earn."
     )
     dynamic_sampling: int = key(
-        "Limit on the groups that a step generates to replace groups whose answers all have the same outcome, as a "
-        "multiple of trainer.prompts_per_step. 0: replace no groups.",
+        "Maximum number of groups that a step generates, as a multiple of trainer.prompts_per_step, to replace groups "
+        "whose answers all have the same outcome. The outcome is the score of the functions and models with "
+        "outcome=true, before shaping. 0: replace no groups.",
         at_least=0,
     )
     entropy_coef: float = key("Coefficient of the entropy bonus in the loss. 0: no bonus.", at_least=0)

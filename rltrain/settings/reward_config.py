@@ -19,7 +19,7 @@ class RewardFunctionConfig:
         "Place of the function.", values="`package.module:function` or `file.py:function`", default="required"
     )
     weight: float = key("Factor of the function's score in the sum of all scores.", default="`1.0`")
-    gate: bool = key("Where this function's score is <= 0, let every other function count 0.", default="`false`")
+    gate: bool = key("Count every other score as 0 where this function's score is <= 0.", default="`false`")
     outcome: bool = key(
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
         default="`true`; `false` for rltrain's own penalties",
@@ -46,7 +46,7 @@ class RewardModelConfig:
         default="required",
     )
     weight: float = key("Factor of the model's score in the sum of all scores.", default="`1.0`")
-    gate: bool = key("Where this model's score is <= 0, let every other score count 0.", default="`false`")
+    gate: bool = key("Count every other score as 0 where this model's score is <= 0.", default="`false`")
     outcome: bool = key(
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
         default="`true`",
@@ -79,8 +79,8 @@ class RewardConfig:
     )
     models: list[RewardModelConfig] = key("Reward models. An entry is a mapping, or only the directory of a model.")
     aggregation: str = key(
-        "How the scores of an answer become one score. sum: weighted sum. normalize_then_sum: normalise each score in "
-        "its group first. A path: a function of the user.",
+        "How the scores of an answer are combined. sum: weighted sum. normalize_then_sum: weighted sum of scores that "
+        "are first normalised in their group. A path: a function of the user.",
         values="`sum`, `normalize_then_sum`, or the path of a function",
     )
     timeout_s: float = key(

@@ -77,7 +77,7 @@ class TrainerConfig:
     )
     max_skipped_updates: int = key(
         "Maximum number of consecutive updates that may be skipped because their loss or gradient is not finite. The "
-        "run stops after more.",
+        "run stops if there are more.",
         at_least=0,
         changeable=True,
     )
@@ -204,7 +204,7 @@ class CriticConfig(OptimizerConfig):
     """The critic's optimizer and its value clipping."""
 
     clip_range_value: float = key(
-        "Maximum distance of a new value from the old one. The value loss of a token is clipped beyond.", above=0
+        "Distance from the old value beyond which the value loss of a token is clipped.", above=0
     )
 
 
@@ -269,7 +269,7 @@ class VLLMConfig:
 class RolloutConfig:
     """Settings for the generation of answers."""
 
-    engine: str = key("Program that generates the answers. hf: transformers.", values="`vllm` or `hf`")
+    engine: str = key("Program that generates the answers. vllm: vLLM. hf: transformers.", values="`vllm` or `hf`")
     samples_per_prompt: int = key("Number of answers to each prompt. These answers form a group.", at_least=1)
     temperature: float = key(
         "Temperature of the distribution from which answers are sampled. The same distribution is trained.",
@@ -313,10 +313,12 @@ class PlacementConfig:
     actor_ranks: int = key("Number of processes that train the actor together.", at_least=1)
     shard_ranks: int | None = key(
         "Number of ranks over which one copy of a model is sharded; further ranks hold further copies. Must divide "
-        "actor_ranks. null: all ranks."
+        "actor_ranks. null: all ranks.",
+        values="whole number >= 1, or `null`",
     )
     sequence_ranks: int = key(
-        "Number of ranks that divide the tokens of one pack among them, for long answers. Must divide actor_ranks."
+        "Number of ranks that divide the tokens of one pack among them, for long answers. Must divide actor_ranks.",
+        values="whole number >= 1",
     )
     rollout_replicas: int = key("Number of engines that generate answers.", at_least=1)
     reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
