@@ -22,7 +22,7 @@ class Key:
         meaning: one or two sentences about the effect of the key.
         unit: unit of the value; "" if the value has none, or if the meaning names it.
         values: description of the valid values; "" if type and bounds describe them.
-        default: what applies if an entry of a list or mapping leaves the key out; "" if YAML holds the default.
+        if_left_out: what applies if an entry of a list or mapping leaves the key out; "" if YAML holds the default.
         changeable: whether a resumed run may change the value. For a section, this applies to all its keys.
         at_least: smallest valid value.
         above: the valid values are greater than this number.
@@ -34,7 +34,7 @@ class Key:
     meaning: str
     unit: str
     values: str
-    default: str
+    if_left_out: str
     changeable: bool
     at_least: float | None
     above: float | None
@@ -69,7 +69,7 @@ def key(
     *,
     unit: str = "",
     values: str = "",
-    default: str = "",
+    if_left_out: str = "",
     changeable: bool = False,
     at_least: float | None = None,
     above: float | None = None,
@@ -82,7 +82,7 @@ def key(
         meaning=meaning,
         unit=unit,
         values=values,
-        default=default,
+        if_left_out=if_left_out,
         changeable=changeable,
         at_least=at_least,
         above=above,

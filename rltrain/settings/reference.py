@@ -80,14 +80,14 @@ def _section(section: Declared, every: tuple[Declared, ...], defaults: Mapping[s
 
 def _table(path: str, every: tuple[Declared, ...], defaults: Mapping[str, Any]) -> list[str]:
     rows = [one for one in every if _parent(one.path) == path and (_is_set_whole(one) or one.section is None)]
-    columns = ENTRY_COLUMNS if any(one.key.default for one in rows) else COLUMNS
+    columns = ENTRY_COLUMNS if any(one.key.if_left_out for one in rows) else COLUMNS
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, *(_cells(one, defaults) for one in rows))]
     return [lines[0], f"|{'---|' * len(columns)}", *lines[1:]]
 
 
 def _cells(one: Declared, defaults: Mapping[str, Any]) -> tuple[str, ...]:
-    default = one.key.default or f"`{_shown(_value_at(one.path, defaults))}`"
-    name = one.path if not one.key.default else one.path.rpartition(".")[2]
+    default = one.key.if_left_out or f"`{_shown(_value_at(one.path, defaults))}`"
+    name = one.path if not one.key.if_left_out else one.path.rpartition(".")[2]
     return (
         f"`{name}`",
         default,

@@ -14,17 +14,17 @@ _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 class RewardFunctionConfig:
     """One reward function. `path` is `package.module:function` or `file.py:function`."""
 
-    name: str = key("Name of the function in metrics and messages.", default="name of the function")
+    name: str = key("Name of the function in metrics and messages.", if_left_out="name of the function")
     path: str = key(
-        "Place of the function.", values="`package.module:function` or `file.py:function`", default="required"
+        "Place of the function.", values="`package.module:function` or `file.py:function`", if_left_out="required"
     )
-    weight: float = key("Factor of the function's score in the sum of all scores.", default="`1.0`")
-    gate: bool = key("Count every other score as 0 where this function's score is <= 0.", default="`false`")
+    weight: float = key("Factor of the function's score in the sum of all scores.", if_left_out="`1.0`")
+    gate: bool = key("Count every other score as 0 where this function's score is <= 0.", if_left_out="`false`")
     outcome: bool = key(
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
-        default="`true`; `false` for rltrain's own penalties",
+        if_left_out="`true`; `false` for rltrain's own penalties",
     )
-    kwargs: dict[str, Any] = key("Keyword arguments of the function.", default="`{}`")
+    kwargs: dict[str, Any] = key("Keyword arguments of the function.", if_left_out="`{}`")
 
     def __post_init__(self) -> None:
         for option in self.kwargs:
@@ -39,22 +39,22 @@ class RewardFunctionConfig:
 class RewardModelConfig:
     """One reward model. `path` is the directory of a sequence classifier with one output in Hugging Face format."""
 
-    name: str = key("Name of the reward model in metrics and messages.", default="name of the directory")
+    name: str = key("Name of the reward model in metrics and messages.", if_left_out="name of the directory")
     path: str = key(
         "Directory of a sequence classifier with one output, in Hugging Face format.",
         values="path of a directory",
-        default="required",
+        if_left_out="required",
     )
-    weight: float = key("Factor of the model's score in the sum of all scores.", default="`1.0`")
-    gate: bool = key("Count every other score as 0 where this model's score is <= 0.", default="`false`")
+    weight: float = key("Factor of the model's score in the sum of all scores.", if_left_out="`1.0`")
+    gate: bool = key("Count every other score as 0 where this model's score is <= 0.", if_left_out="`false`")
     outcome: bool = key(
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
-        default="`true`",
+        if_left_out="`true`",
     )
     prompt_template: str | None = key(
         "Template of the model's input, with {prompt} and {response}. null: the model's chat template, or prompt and "
         "response one after the other if it has none.",
-        default="`null`",
+        if_left_out="`null`",
     )
 
     def __post_init__(self) -> None:

@@ -123,17 +123,17 @@ class LoRAConfig:
 
     given_whole = True  # the user sets one key, whose value is a mapping
 
-    rank: int = key("Rank of the two matrices A and B of an adapter.", default="required", at_least=1)
+    rank: int = key("Rank of the two matrices A and B of an adapter.", if_left_out="required", at_least=1)
     alpha: float = key(
         "Scale of the adapters: the product of the two matrices is multiplied by alpha / rank.",
-        default="twice the rank",
+        if_left_out="twice the rank",
         above=0,
         refusal="{name} must be {rule}, got {value:g}: adapters that weigh nothing learn nothing",
     )
     targets: list[str] = key(
         "Last parts of the names of the linear layers that get an adapter, such as q_proj. all-linear: every linear "
         "layer except the last.",
-        default=f"`[{ALL_LINEAR}]`",
+        if_left_out=f"`[{ALL_LINEAR}]`",
     )
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ def test_what_applies_where_an_entry_leaves_a_key_out_is_what_compose_fills_in()
         ("model.lora", config.model.lora),
     ):
         for path, one in DECLARED.items():
-            told = one.key.default.partition(";")[0]
+            told = one.key.if_left_out.partition(";")[0]
             if path.startswith(f"{prefix}.") and told.startswith("`"):
                 assert getattr(entry, path.rpartition(".")[2]) == yaml.safe_load(told.strip("`")), path
     assert (function.name, model.name, config.model.lora.alpha) == ("c", "judge", 8)
@@ -102,7 +102,7 @@ def test_what_applies_where_an_entry_leaves_a_key_out_is_what_compose_fills_in()
 
 def test_the_keys_inside_of_entries_say_what_applies_without_them_and_no_other_keys_do():
     inside = re.compile(r"model\.lora\.|reward\.\w+\[\]\.")
-    assert {path for path, one in DECLARED.items() if bool(one.key.default) != bool(inside.match(path))} == set()
+    assert {path for path, one in DECLARED.items() if bool(one.key.if_left_out) != bool(inside.match(path))} == set()
 
 
 def test_a_key_with_a_description_of_its_values_does_not_declare_bounds_that_it_would_hide():
