@@ -1,4 +1,7 @@
-"""The number of CPU cores that this process may use, and OpenMP settings for processes that share cores."""
+"""The number of CPU cores that this process may use, and OpenMP settings for processes that share cores.
+
+`psutil.cpu_count` and `os.process_cpu_count` do not know the quotas of control groups, which this module reads.
+"""
 
 import contextlib
 import math

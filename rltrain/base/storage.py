@@ -1,4 +1,9 @@
-"""Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on."""
+"""Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
+
+universal-pathlib could only replace `at`, `path`, `open`, `read` and `exists`. It has no atomic write, no checksum and
+no listing that bypasses fsspec's cache. fsspec's transactions are no atomic write either: they write a local file in
+the system's temporary folder, which may be on another disk, and then copy it.
+"""
 
 import os
 import sys
@@ -54,8 +59,7 @@ class Folder:
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
-        with self.open(name) as stream:
-            content: bytes = stream.read()
+        content: bytes = self.fs.cat_file(self.path(name))
         return content
 
     def write(self, name: str, content: bytes) -> None:

@@ -66,7 +66,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/kl_coef", "coefficient of that KL", "number"),
     ),
     "Answers and the engine": (
-        Metric("rollout/length_mean", "mean length of answers", "tokens"),
+        Metric("rollout/length_mean", "mean length of answers, in sampled tokens", "tokens"),
         Metric("rollout/length_max", "longest answer", "tokens"),
         Metric("rollout/truncated_fraction", "answers cut at the length limit", "share", "below 0.1"),
         Metric(
@@ -191,7 +191,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Time": (
         Metric("timing/<phase>", "time of one phase; `timing/step` is the whole step", "seconds"),
-        Metric("perf/tokens_per_s", "prompt and response tokens over the whole step", "tokens a second"),
+        Metric(
+            "perf/tokens_per_s",
+            "prompt and response tokens, text of tools included, over the whole step",
+            "tokens a second",
+        ),
         Metric("perf/actor_filler_fraction", "tokens that stand in where a rank has no rows", "share", "near 0"),
         Metric("perf/critic_filler_fraction", "the same for the critic", "share", "near 0"),
         Metric(

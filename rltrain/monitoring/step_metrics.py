@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from rltrain.algorithms import rollout_diagnostics
 from rltrain.batch.data_proto import DataProto
+from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
 from workers.training.dispatch import divergence
 
 # Metrics that dynamic sampling stores in `meta_info`.
@@ -28,7 +29,10 @@ class Timer:
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
-        """Return the seconds of each phase and of the whole step, and the prompt and response tokens per second."""
+        """Return the seconds of each phase and of the whole step, and the prompt and response tokens per second.
+
+        Observations count as response tokens here, because the workers process them too.
+        """
         step = time.perf_counter() - self.began
         tokens = len(batch.values("prompts")) + len(batch.values("responses"))
         return {**self.seconds, "timing/step": step, "perf/tokens_per_s": tokens / step}
@@ -37,13 +41,14 @@ class Timer:
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Compute the metrics of a batch for rewards, answer lengths and finish reasons.
 
-    Reward means and standard deviations are over valid rows. Lengths and fractions are over all rows.
+    Reward means and standard deviations are over valid rows. Lengths and fractions are over all rows. The length of
+    an answer is its number of sampled tokens.
 
     `reward/accuracy` is the share of valid rows whose outcome is above 0. The outcome is the score without the
     functions that only score the form of an answer. Rows without an outcome are left out.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
-    lengths = batch.lengths("responses").float()
+    lengths = sampled_lengths(batch).float()
     reasons = list(batch.non_tensor_batch["finish_reason"])
     kept, outcomes = scores[valid], batch.batch["outcomes"][valid]
     outcomes = outcomes[~outcomes.isnan()]
@@ -74,13 +79,13 @@ def entropy_estimate(batch: DataProto) -> float:
 
     The estimate is minus the mean log-prob of the sampled tokens, or NaN if there are none.
     """
-    sampled = batch.values("rollout_log_probs")
+    sampled = batch.values("rollout_log_probs")[sampled_tokens(batch)]
     return -float(sampled.mean()) if len(sampled) else float("nan")
 
 
 def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
-    """Compute the mean and the largest number of weight versions by which tokens are older than `version`."""
-    behind = version - batch.values("policy_version")
+    """Compute the mean and the largest number of weight versions by which sampled tokens are older than `version`."""
+    behind = version - batch.values("policy_version")[sampled_tokens(batch)]
     return {
         "rollout/staleness_mean": float(behind.float().mean()) if len(behind) else 0.0,
         "rollout/staleness_max": float(behind.max()) if len(behind) else 0.0,
@@ -88,7 +93,7 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
-    """Compare the engine's log-probs of the response tokens with the actor's.
+    """Compare the engine's log-probs of the tokens in `response_mask` with the actor's.
 
     Returns:
         Mean and largest absolute difference in nats, estimates of KL(engine || actor), and the effective sample size of

@@ -235,7 +235,7 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
         ],
     }
     names = {"responses": "response_ids"}
-    for name in ("responses", "rollout_log_probs", "policy_version", "advantages"):
+    for name in ("responses", "response_mask", "rollout_log_probs", "policy_version", "advantages"):
         if name in batch:
             values = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
             columns[names.get(name, name)] = values

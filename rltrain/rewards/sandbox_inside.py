@@ -2,7 +2,7 @@
 
 Only `rltrain.rewards.sandbox` uses this file. The watcher never reads the program's text, and the program runs in a
 fork of the watcher. So a start costs only one interpreter, and the program's memory contains nothing that the judge
-knows.
+knows. The interpreter runs without site-packages, so there is no psutil here.
 """
 
 import os

@@ -3,26 +3,22 @@
 A second run would overwrite the files of the first one and remove its checkpoints.
 """
 
-import errno
-import fcntl
 import os
 import socket
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
+
+from filelock import FileLock, Timeout
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.storage import Folder, absolute, local_path
 from rltrain.settings.schema import TrainerConfig
 
-_HELD = (errno.EACCES, errno.EAGAIN)
-
 
 class RunLock:
     """Context manager that locks a run's output folder and, if it is local, its checkpoint folder.
 
-    The locks last until the context exits or the process ends. They are POSIX record locks: they end with the process
-    however it dies, and a forked child does not keep them. The filelock library uses flock, whose locks a forked child
-    would keep.
+    The locks last until the context exits or the process ends, however it dies. A forked child does not keep them.
 
     Entering the context creates no files, but raises ConfigError if another run holds one of the folders. The method
     `take` creates the lock files.
@@ -37,7 +33,7 @@ class RunLock:
         if checkpoints.local:
             folder = Path(_real(checkpoints.root))
             self.files[f"trainer.checkpoint_dir={trainer.checkpoint_dir}"] = folder.parent / f".{folder.name}.lock"
-        self.held: list[IO[str]] = []
+        self.held: list[FileLock] = []
 
     def __enter__(self) -> Self:
         for where, file in self.files.items():
@@ -46,8 +42,9 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self.held:
-            file.close()
+        for lock in self.held:
+            lock.release()
+        self.held = []
 
     def take(self) -> None:
         """Create the output folder and the lock files, and lock both folders.
@@ -56,32 +53,26 @@ class RunLock:
             ConfigError: another run holds one of the folders.
         """
         self.__exit__()
-        self.held = []
         for where, file in self.files.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._hold(where, file)
-        for stream in self.held:
-            stream.truncate(0)
-            stream.write(f"{os.getpid()} on {socket.gethostname()}\n")
-            stream.flush()
+        for lock in self.held:
+            Path(lock.lock_file).write_text(f"{os.getpid()} on {socket.gethostname()}\n", "utf-8")
 
     def _hold(self, where: str, file: Path) -> None:
+        # Without `fallback_to_soft=False`, a file left by a killed run would lock a file system that has no locks.
+        lock = FileLock(file, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
-            stream = file.open("a", encoding="utf-8")
-        except OSError:  # no write access: the code that later writes to the folder reports that
-            return
-        try:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            stream.close()
-            if error.errno not in _HELD:
-                return  # the file system does not support locks
+            lock.acquire()
+        except Timeout:
             holder = " ".join(file.read_text("utf-8", "replace").split())[:80]
             raise ConfigError(
                 f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
                 "folder"
             ) from None
-        self.held.append(stream)
+        except OSError:  # no write access, which the code that later writes there reports; or no support of locks
+            return
+        self.held.append(lock)
 
 
 def _real(path: str) -> str:

@@ -17,6 +17,7 @@ from rltrain.run.checkpoints import MANIFEST, Checkpoint, Checkpoints, read, rea
 from rltrain.run.checks import RUN_FILES
 from rltrain.run.source_fingerprints import sources
 from rltrain.settings.algorithm_rules import needs_critic
+from rltrain.settings.key import changeable_keys
 from rltrain.settings.schema import Config, TrainerConfig
 from rltrain.settings.typed import require
 from rltrain.trajectories.collector import Collector
@@ -24,35 +25,7 @@ from rltrain.trajectories.token_rewards import entropy_controller, kl_controller
 from workers.models.state_files import read_index
 from workers.training.rank_state import MODEL, STATE, reason
 
-# Config sections and keys that do not affect what the model learns: a resumed run may change them.
-FREE = (
-    "verbose",
-    "placement",
-    *(
-        f"trainer.{key}"
-        for key in (
-            "total_steps",
-            "save_every",
-            "eval_every",
-            "sample_every",
-            "output_dir",
-            "resume",
-            "checkpoint_dir",
-            "keep_checkpoints",
-            "keep_best",
-            "max_restarts",
-            "hang_timeout_s",
-            "max_skipped_updates",
-        )
-    ),
-    "actor.max_tokens_per_microbatch",
-    "critic.max_tokens_per_microbatch",
-    "data.val",
-    "data.val_size",
-    *(f"reward.{key}" for key in ("timeout_s", "memory_mb", "concurrency", "max_failed_fraction")),
-    *(f"rollout.{key}" for key in ("max_concurrent_sequences", "max_log_prob_gap", "verify_sync", "vllm")),
-    *(f"model.{key}" for key in ("activation_checkpointing", "cpu_offload", "compile")),
-)
+CHANGEABLE = changeable_keys(Config)
 AUTO, NEVER = "auto", "never"
 
 
@@ -263,7 +236,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 
 
 def _require_same(config: Config, saved: str, where: str) -> None:
-    """Check that the config agrees with a checkpoint's in every key that affects what the model learns.
+    """Check that the config agrees with a checkpoint's in every key that the schema does not call changeable.
 
     The `trainer` keys are compared first, because some of the other values follow from them.
 
@@ -273,15 +246,16 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # `repr` finds two NaN equal
-        if not same and not _is_free(key):
+        if not same and not _is_changeable(key):
             raise ConfigError(
                 f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
                 f"value would be another run ({where}); use the same, or start a new run with its model as model.path"
             )
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+def _is_changeable(key: str) -> bool:
+    """Return whether the schema lets a resumed run change this key, or a section around it."""
+    return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
 
 
 class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]

@@ -4,44 +4,49 @@ Each class is one feature. The value 0, null or false turns a feature off. This 
 each other. `rltrain.settings.algorithm_rules` refuses settings that the selected functions cannot use.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from rltrain.settings.typed import at_least, require
+from rltrain.settings.key import key, section
+from rltrain.settings.typed import require
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Level = Literal["batch", "group"]
 FULL_KL = "full"  # the exact KL over the vocabulary, as an alternative to the sample-based estimators
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RewardShapingConfig:
     """Shaping of each single score: min(max((score + bias) * scale, -clip), clip), then the length penalty."""
 
-    bias: float
-    scale: float
-    clip: float | None
-    overlong_buffer: int  # number of tokens before the length limit over which the penalty grows; 0: no penalty
-    overlong_penalty: float  # penalty at the length limit
+    bias: float = key("Number that is added to each score.")
+    scale: float = key("Factor of each score, after the bias.", values="any number except 0")
+    clip: float | None = key("Limit of the absolute value of a score, after the scale. null: no limit.", above=0)
+    overlong_buffer: int = key(
+        "Number of tokens before rollout.max_response_length over which the length penalty grows. 0: no penalty.",
+        at_least=0,
+    )
+    overlong_penalty: float = key("Length penalty of an answer that reaches rollout.max_response_length.", above=0)
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "overlong_buffer")
         require(self.scale != 0, "scale=0.0: every score would become 0; use another factor")
-        require(self.clip is None or self.clip > 0, f"clip must be > 0 or null, got {self.clip}")
-        require(self.overlong_penalty > 0, f"overlong_penalty must be > 0, got {self.overlong_penalty}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class NormalizationConfig:
     """Normalization (x - mean) / std, with the statistics of the batch or of each prompt group.
 
     A level of null leaves out the mean or the std.
     """
 
-    mean_level: Level | None
-    std_level: Level | None
-    leave_one_out: bool  # whether the mean for a sample leaves out that sample
-    unbiased: bool  # whether the std divides the sum of squares by n - 1
+    mean_level: Level | None = key(
+        "Samples whose mean is subtracted: those of the batch, or of the prompt's group. null: subtract nothing."
+    )
+    std_level: Level | None = key(
+        "Samples by whose standard deviation the values are divided: those of the batch, or of the prompt's group. "
+        "null: do not divide."
+    )
+    leave_one_out: bool = key("Leave a sample out of the mean that is subtracted from it.")
+    unbiased: bool = key("Divide the sum of squares of n samples by n - 1 for the standard deviation. false: by n.")
 
     def __post_init__(self) -> None:
         require(
@@ -56,19 +61,26 @@ class NormalizationConfig:
         return self.mean_level is not None or self.std_level is not None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class KLInRewardConfig:
     """KL penalty that is subtracted from the rewards. `kl_coef` 0 with a fixed controller turns it off."""
 
-    kl_coef: float
-    kl_estimator: str
-    controller: Literal["fixed", "adaptive"]
-    target: float  # target KL of the adaptive controller, in nats per token
-    horizon: int  # number of sequences over which the adaptive controller reacts
+    kl_coef: float = key("Coefficient of the KL penalty in the reward. 0: no penalty.", at_least=0)
+    kl_estimator: str = key(
+        "Estimator of the KL to the reference. full: the exact KL over the vocabulary. k3 is limited to 10 nats per "
+        "token.",
+        values="`k1`, `k2`, `k3`, `abs` or `full`",
+    )
+    controller: Literal["fixed", "adaptive"] = key(
+        "fixed: kl_coef stays constant. adaptive: kl_coef changes so that the measured KL approaches the target."
+    )
+    target: float = key("Target KL of the adaptive controller.", unit="nats per token", at_least=0)
+    horizon: int = key(
+        "Number of sequences over which the adaptive controller reacts. A larger number means slower changes.",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "kl_coef", "target")
-        at_least(self, 1, "horizon")
         require(
             self.controller == "fixed" or (self.kl_coef > 0 and self.target > 0),
             f"controller=adaptive with kl_coef={self.kl_coef}, target={self.target}: the adaptive controller "
@@ -81,16 +93,21 @@ class KLInRewardConfig:
         return self.kl_coef > 0 and self.kl_estimator == FULL_KL
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class KLLossConfig:
     """KL term that is added to the loss. `kl_loss_coef` 0 turns it off."""
 
-    kl_loss_coef: float
-    kl_estimator: str
-    ratio_weighted: bool  # multiply by pi / pi_old, with gradient; k1 and k3 then have the gradient of the reverse KL
+    kl_loss_coef: float = key("Coefficient of the KL term in the loss. 0: no KL term.", at_least=0)
+    kl_estimator: str = key(
+        "Estimator of the KL to the reference. full: the exact KL over the vocabulary. A + after the name keeps the "
+        "value and gives the term the gradient of the reverse KL.",
+        values="`k1`, `k2`, `k3`, `abs`, one of these with `+`, or `full`",
+    )
+    ratio_weighted: bool = key(
+        "Multiply the KL term by pi / pi_old, with gradient. k1 and k3 then have the gradient of the reverse KL."
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "kl_loss_coef")
         require(
             not self.ratio_weighted or self.kl_estimator != FULL_KL,
             "ratio_weighted=true with kl_estimator=full: the exact KL is not an estimate from samples; use false",
@@ -102,17 +119,25 @@ class KLLossConfig:
         return self.kl_loss_coef > 0 and self.kl_estimator == FULL_KL
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class CorrectionConfig:
     """Importance weights of the policy term: pi of the actor before the update / pi of the engine.
 
     `level` null turns the weights off.
     """
 
-    level: Literal["token", "sequence", "geometric"] | None
-    mode: Literal["truncate", "mask", "reject"]
-    lower: float | None
-    upper: float | None
+    level: Literal["token", "sequence", "geometric"] | None = key(
+        "Importance ratio that weights a token. token: its own ratio. sequence: the product over the row. geometric: "
+        "the geometric mean over the row. null: no weights. auto: token with an upper bound of 2 if "
+        "trainer.max_staleness > 0, unless rejection or old_log_probs=rollout handles stale answers; otherwise null.",
+        values="`token`, `sequence`, `geometric`, `auto` or `null`",
+    )
+    mode: Literal["truncate", "mask", "reject"] = key(
+        "Treatment of weights outside the bounds. truncate: clamp the weight. mask: drop the policy term of the token. "
+        "reject: drop the policy term of the whole row, and set all other weights to 1."
+    )
+    lower: float | None = key("Lower bound of the weights. null: no bound.", values="number in [0, 1], or `null`")
+    upper: float | None = key("Upper bound of the weights. null: no bound.", values="number >= 1, or `null`")
 
     def __post_init__(self) -> None:
         low, high = self.lower or 0.0, self.upper
@@ -131,18 +156,29 @@ class CorrectionConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RejectionConfig:
     """Removal of the policy term where the policy in the update is too far from the engine's policy.
 
     `kl_estimator` null turns the removal off.
     """
 
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] | None
-    level: Literal["token", "sequence", "max"]
-    lower: float | None
-    upper: float | None
-    only_negative: bool  # reject only where the advantage is negative
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = key(
+        "Estimator of the KL from the engine's policy to the policy of the update. null: drop nothing."
+    )
+    level: Literal["token", "sequence", "max"] = key(
+        "What is dropped. token: each token whose estimate is outside the bounds. sequence: each row whose mean "
+        "estimate is outside. max: each row that has a token whose estimate is outside."
+    )
+    lower: float | None = key(
+        "Lower bound of the estimate. Only for k1. null: no bound.",
+        values="number <= 0, or `null`",
+        unit="nats per token",
+    )
+    upper: float | None = key(
+        "Upper bound of the estimate. null: no bound.", values="number >= 0, or `null`", unit="nats per token"
+    )
+    only_negative: bool = key("Drop only tokens and rows whose advantage is negative.")
 
     def __post_init__(self) -> None:
         require(
@@ -156,44 +192,71 @@ class RejectionConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AlgorithmConfig:
     """All algorithm settings. `advantage` and `loss` hold the knobs that differ from the function's defaults."""
 
-    advantage_estimator: str
-    advantage: dict[str, Any]
-    loss_mode: str
-    loss: dict[str, Any]
-    loss_agg_mode: AggMode
-    old_log_probs: Literal["actor", "rollout"]
-    # An answer truncated at the length limit scores as if every reward function gave 0, or its own score if that is
-    # lower. It is excluded from statistics.
-    suppress_truncated: bool
-    exclude_truncated: bool  # a truncated answer is excluded from statistics, but keeps its score
-    mask_truncated: bool  # the tokens of a truncated answer are not trained on
-    # The critic's value of the state at the end of a truncated answer replaces the reward that it could still earn.
-    bootstrap_truncated: bool
-    # To replace groups of one outcome, a step may generate this many times prompts_per_step groups in all. 0: off.
-    dynamic_sampling: int
-    entropy_coef: float
-    entropy_target: float | None  # target entropy in nats per token, towards which entropy_coef adapts; null: fixed
-    entropy_coef_step: float  # change of entropy_coef in one training step
-    entropy_coef_max: float  # upper bound of entropy_coef
-    reward_shaping: RewardShapingConfig
-    reward_normalization: NormalizationConfig
-    advantage_normalization: NormalizationConfig
-    kl_in_reward: KLInRewardConfig
-    kl_loss: KLLossConfig
-    correction: CorrectionConfig
-    rejection: RejectionConfig
+    advantage_estimator: str = key(
+        "Name of the function that computes the advantages.", values="name of an advantage estimator"
+    )
+    advantage: dict[str, Any] = key("Knobs of the advantage estimator that differ from its defaults.")
+    loss_mode: str = key("Name of the policy loss.", values="name of a policy loss")
+    loss: dict[str, Any] = key("Knobs of the policy loss and of its token selector that differ from their defaults.")
+    loss_agg_mode: AggMode = key(
+        "How the losses of the tokens in a mini-batch are combined. token-mean: mean over tokens. token-sum: sum over "
+        "tokens. seq-mean-token-sum: mean over answers of the sum over tokens. seq-mean-token-mean: mean over answers "
+        "of the mean over tokens. seq-mean-token-sum-norm: seq-mean-token-sum divided by rollout.max_response_length."
+    )
+    old_log_probs: Literal["actor", "rollout"] = key(
+        "Source of the old log-probs (proximal policy). actor: the actor before the update. rollout: the engine."
+    )
+    suppress_truncated: bool = key(
+        "Score an answer that was cut at the length limit as if each reward function had given 0, or with its own "
+        "score if that is lower. The length penalty still applies. The answer is left out of statistics."
+    )
+    exclude_truncated: bool = key(
+        "Leave an answer that was cut at the length limit out of statistics. It keeps its score."
+    )
+    mask_truncated: bool = key("Do not train on the tokens of an answer that was cut at the length limit.")
+    bootstrap_truncated: bool = key(
+        "Add the critic's value of the state at the end of a cut answer, times gamma, to the reward of its last token. "
+        "It stands for the reward that the answer could still earn."
+    )
+    dynamic_sampling: int = key(
+        "Maximum number of groups that a step generates, as a multiple of trainer.prompts_per_step, to replace groups "
+        "whose answers all have the same outcome. The outcome is the score of the functions and models with "
+        "outcome=true, before shaping. 0: replace no groups.",
+        at_least=0,
+    )
+    entropy_coef: float = key("Coefficient of the entropy bonus in the loss. 0: no bonus.", at_least=0)
+    entropy_target: float | None = key(
+        "Entropy below which entropy_coef grows and above which it shrinks. null: entropy_coef stays constant.",
+        unit="nats per token",
+        above=0,
+        refusal="{name} must be > 0 nats or null, got {value}",
+    )
+    entropy_coef_step: float = key("Change of entropy_coef in one training step, with an entropy_target.", above=0)
+    entropy_coef_max: float = key(
+        "Upper limit of entropy_coef with an entropy_target. Skywork-OR1's training script has 0.005.", above=0
+    )
+    reward_shaping: RewardShapingConfig = key("Shaping of each single score.")
+    reward_normalization: NormalizationConfig = key("Normalisation of the scores, before the advantage estimator.")
+    advantage_normalization: NormalizationConfig = key(
+        "Normalisation of the advantages of trained tokens, after the advantage estimator."
+    )
+    kl_in_reward: KLInRewardConfig = key("Penalty in the reward for the KL to the reference.")
+    kl_loss: KLLossConfig = key("Term of the loss for the KL to the reference.")
+    correction: CorrectionConfig = key(
+        "Importance weights of the policy term: the actor's policy before the update over the engine's. KL and entropy "
+        "terms have no weights."
+    )
+    rejection: RejectionConfig = key(
+        "Removal of the policy term where the policy of the update is too far from the engine's. KL and entropy terms "
+        "stay."
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "entropy_coef", "dynamic_sampling")
-        target = self.entropy_target
-        require(target is None or target > 0, f"entropy_target must be > 0 nats or null, got {target}")
-        require(self.entropy_coef_step > 0, f"entropy_coef_step must be > 0, got {self.entropy_coef_step}")
-        most = self.entropy_coef_max
-        require(most > 0, f"entropy_coef_max must be > 0, got {most}")
+        target, most = self.entropy_target, self.entropy_coef_max
         require(
             target is None or self.entropy_coef <= most,
             f"entropy_coef={self.entropy_coef} with entropy_target={target}: starts above algorithm.entropy_coef_max="

@@ -1,25 +1,30 @@
 """The names, types and rules of the keys under `reward`, which define how answers are scored."""
 
 import re
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from rltrain.settings.typed import at_least, require
+from rltrain.settings.key import key, section
+from rltrain.settings.typed import require
 
 _LARGEST_WEIGHT = 3.4e38  # largest float32
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RewardFunctionConfig:
     """One reward function. `path` is `package.module:function` or `file.py:function`."""
 
-    name: str
-    path: str
-    weight: float
-    gate: bool  # true: if this function's score is <= 0, every other function counts 0
-    outcome: bool  # true: the score tells whether the task was solved; false: it rates the form, such as length
-    kwargs: dict[str, Any]  # keyword arguments of the function
+    name: str = key("Name of the function in metrics and messages.", if_left_out="name of the function")
+    path: str = key(
+        "Place of the function.", values="`package.module:function` or `file.py:function`", if_left_out="required"
+    )
+    weight: float = key("Factor of the function's score in the sum of all scores.", if_left_out="`1.0`")
+    gate: bool = key("Count every other score as 0 where this function's score is <= 0.", if_left_out="`false`")
+    outcome: bool = key(
+        "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
+        if_left_out="`true`; `false` for rltrain's own penalties",
+    )
+    kwargs: dict[str, Any] = key("Keyword arguments of the function.", if_left_out="`{}`")
 
     def __post_init__(self) -> None:
         for option in self.kwargs:
@@ -30,17 +35,27 @@ class RewardFunctionConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RewardModelConfig:
     """One reward model. `path` is the directory of a sequence classifier with one output in Hugging Face format."""
 
-    name: str
-    path: str
-    weight: float
-    gate: bool  # see RewardFunctionConfig
-    outcome: bool  # see RewardFunctionConfig
-    # Template with {prompt} and {response}. null: the model's chat template, or the concatenation if there is none.
-    prompt_template: str | None
+    name: str = key("Name of the reward model in metrics and messages.", if_left_out="name of the directory")
+    path: str = key(
+        "Directory of a sequence classifier with one output, in Hugging Face format.",
+        values="path of a directory",
+        if_left_out="required",
+    )
+    weight: float = key("Factor of the model's score in the sum of all scores.", if_left_out="`1.0`")
+    gate: bool = key("Count every other score as 0 where this model's score is <= 0.", if_left_out="`false`")
+    outcome: bool = key(
+        "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
+        if_left_out="`true`",
+    )
+    prompt_template: str | None = key(
+        "Template of the model's input, with {prompt} and {response}. null: the model's chat template, or prompt and "
+        "response one after the other if it has none.",
+        if_left_out="`null`",
+    )
 
     def __post_init__(self) -> None:
         template = self.prompt_template
@@ -55,28 +70,48 @@ class RewardModelConfig:
         return f"reward.models: path of '{self.name}'"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RewardConfig:
     """The reward functions and models, their limits, and the treatment of failures."""
 
-    functions: list[RewardFunctionConfig]
-    models: list[RewardModelConfig]
-    aggregation: str  # sum, normalize_then_sum, or the path of the user's own function
-    timeout_s: float  # limit on the wall-clock time of one call, in seconds
-    memory_mb: int  # limit on the memory that a reward process allocates after its start, in MB
-    concurrency: int  # number of concurrent calls of async functions in one process
-    sandbox: Literal["auto", "required"]  # for model-written code; required: never run it without namespaces
-    max_failed_fraction: float  # the run stops if a larger fraction of a step's samples fails
+    functions: list[RewardFunctionConfig] = key(
+        "Reward functions. An entry is a mapping, or only the path of a function."
+    )
+    models: list[RewardModelConfig] = key("Reward models. An entry is a mapping, or only the directory of a model.")
+    aggregation: str = key(
+        "How the scores of an answer are combined. sum: weighted sum. normalize_then_sum: weighted sum of scores that "
+        "are first normalised in their group. A path: a function of the user.",
+        values="`sum`, `normalize_then_sum`, or the path of a function",
+    )
+    timeout_s: float = key(
+        "Limit on the wall-clock time of one call of a reward function.", unit="seconds", above=0, changeable=True
+    )
+    memory_mb: int = key(
+        "Limit on the memory that a reward process may allocate after its start.",
+        unit="MB",
+        at_least=1,
+        changeable=True,
+    )
+    concurrency: int = key(
+        "Maximum number of concurrent calls of async reward functions in one process.", at_least=1, changeable=True
+    )
+    sandbox: Literal["auto", "required"] = key(
+        "Isolation of code that the model wrote. auto: use Linux namespaces where they are available. required: refuse "
+        "to run without them."
+    )
+    max_failed_fraction: float = key(
+        "Maximum fraction of the samples of a step or an evaluation whose reward may fail. The run stops if more fail.",
+        at_least=0,
+        at_most=1,
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
         require(
             bool(self.components),
             "functions is empty, and so is models: name one, as in reward.functions=[my_reward.py:score]",
         )
-        require(self.timeout_s > 0, f"timeout_s must be > 0, got {self.timeout_s}")
-        at_least(self, 1, "concurrency", "memory_mb")
-        share, names = self.max_failed_fraction, [component.name for component in self.components]
-        require(0 <= share <= 1, f"max_failed_fraction must be in [0, 1], got {share}")
+        names = [component.name for component in self.components]
         require(
             any(c.weight for c in self.components),
             "functions, models: all weights are 0, so nothing is learnt; set one",

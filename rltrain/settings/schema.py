@@ -6,50 +6,94 @@ and `reward` are defined in `rltrain.settings.algorithm_config` and `rltrain.set
 files, registries or the number of cores are in `rltrain.run.checks`.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from rltrain.settings.algorithm_config import AlgorithmConfig
+from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
-from rltrain.settings.typed import at_least, require
+from rltrain.settings.typed import require
 
 REWARD_MODEL = "reward_model"  # start of a training rank's role; the name of the reward model follows
 ALL_LINEAR = "all-linear"  # LoRA target that stands for every linear layer except the last
 SHORTEST_HANG_S = 10.0  # processes are polled once a second, and report progress once per micro-batch
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TrainerConfig:
     """Length of the run, batch sizes, output, checkpoints, failure limits and evaluation."""
 
-    total_steps: int
-    prompts_per_step: int
-    prompts_per_minibatch: int
-    epochs_per_step: int
-    max_staleness: int  # weight versions that an answer may lag behind when it is trained on; 0: synchronous training
-    seed: int
-    output_dir: str
-    resume: str  # never, auto (the newest checkpoint of this run, if there is one), or the path of a checkpoint
-    save_every: int  # steps between checkpoints; 0: only at the end
-    checkpoint_dir: str  # any path that fsspec supports
-    keep_checkpoints: int  # number of newest checkpoints to keep; 0: all
-    keep_best: str | None  # name of a metric; the checkpoint with its highest value is also kept
-    max_restarts: int  # maximum number of restarts of the training ranks in one run
-    hang_timeout_s: float  # seconds without progress after which a worker counts as dead
-    max_skipped_updates: int  # maximum number of consecutive updates skipped for a non-finite loss or gradient
-    eval_every: int  # steps between evaluations; 0: only before and after training
-    sample_every: int  # steps between samples shown in the terminal; 0: never
-    deterministic: bool
+    total_steps: int = key("Number of training steps in the run.", at_least=1, changeable=True)
+    prompts_per_step: int = key(
+        "Number of prompts in one training step. Each prompt gets rollout.samples_per_prompt answers.", at_least=1
+    )
+    prompts_per_minibatch: int = key(
+        "Number of prompts whose answers form one mini-batch, which is one optimizer step. Must divide "
+        "prompts_per_step.",
+        at_least=1,
+    )
+    epochs_per_step: int = key(
+        "Number of times that one training step goes through its answers to update the model.", at_least=1
+    )
+    max_staleness: int = key(
+        "Maximum number of weight versions by which an answer may lag behind when it is trained on. "
+        "0: synchronous training.",
+        at_least=0,
+    )
+    seed: int = key(
+        "Seed of all random choices, such as the order of the prompts and the sampling of answers.",
+        at_least=0,
+    )
+    output_dir: str = key("Folder for everything that the run writes.", changeable=True)
+    resume: str = key(
+        "Where the run begins. never: a new run. auto: the newest checkpoint of the run in output_dir, or a new run if "
+        "there is none. A path: that checkpoint.",
+        values="`never`, `auto`, or the path of a checkpoint",
+        changeable=True,
+    )
+    save_every: int = key(
+        "Number of steps between two checkpoints. 0: one checkpoint when the run ends.", at_least=0, changeable=True
+    )
+    checkpoint_dir: str = key("Folder for checkpoints. Any path that fsspec supports.", changeable=True)
+    keep_checkpoints: int = key(
+        "Number of newest checkpoints to keep. 0: keep all checkpoints.", at_least=0, changeable=True
+    )
+    keep_best: str | None = key(
+        "Name of a metric, such as eval/sampled_accuracy. The run also keeps the checkpoint with the highest value of "
+        "this metric. null: no such checkpoint.",
+        changeable=True,
+    )
+    max_restarts: int = key(
+        "Maximum number of restarts of the training ranks in one run. The ranks restart from the last checkpoint when "
+        "one of them dies.",
+        at_least=0,
+        changeable=True,
+    )
+    hang_timeout_s: float = key(
+        "Time without progress after which a worker counts as dead.",
+        unit="seconds",
+        at_least=SHORTEST_HANG_S,
+        refusal="{name} must be {rule}, got {value}: a slow micro-batch would count as a hang, and use up the restarts",
+        changeable=True,
+    )
+    max_skipped_updates: int = key(
+        "Maximum number of consecutive updates that may be skipped because their loss or gradient is not finite. The "
+        "run stops if there are more.",
+        at_least=0,
+        changeable=True,
+    )
+    eval_every: int = key(
+        "Number of steps between two evaluations. 0: evaluate only before and after training.",
+        at_least=0,
+        changeable=True,
+    )
+    sample_every: int = key(
+        "Number of steps between two sample answers in the terminal. 0: show no samples.",
+        at_least=0,
+        changeable=True,
+    )
+    deterministic: bool = key("Give the same answers in every run with the same seed. This costs some speed.")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "total_steps", "prompts_per_step", "prompts_per_minibatch", "epochs_per_step")
-        at_least(self, 0, "max_staleness", "seed", "save_every", "eval_every", "sample_every", "keep_checkpoints")
-        at_least(self, 0, "max_restarts", "max_skipped_updates")
-        require(
-            self.hang_timeout_s >= SHORTEST_HANG_S,
-            f"hang_timeout_s must be >= {SHORTEST_HANG_S:g}, got {self.hang_timeout_s}: a slow micro-batch would "
-            "count as a hang, and use up the restarts",
-        )
         require(
             self.prompts_per_step % self.prompts_per_minibatch == 0,
             f"prompts_per_step={self.prompts_per_step} is not a multiple of trainer.prompts_per_minibatch="
@@ -73,19 +117,26 @@ def _largest_divisor(total: int, at_most: int) -> int:
     return next(n for n in range(min(total, at_most), 0, -1) if total % n == 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LoRAConfig:
     """Low-rank adapters, arXiv 2106.09685. A target layer uses W + alpha / rank * B A. W is frozen, A and B train."""
 
     given_whole = True  # the user sets one key, whose value is a mapping
 
-    rank: int
-    alpha: float
-    targets: list[str]  # last parts of the names of linear layers, or only all-linear
+    rank: int = key("Rank of the two matrices A and B of an adapter.", if_left_out="required", at_least=1)
+    alpha: float = key(
+        "Scale of the adapters: the product of the two matrices is multiplied by alpha / rank.",
+        if_left_out="twice the rank",
+        above=0,
+        refusal="{name} must be {rule}, got {value:g}: adapters that weigh nothing learn nothing",
+    )
+    targets: list[str] = key(
+        "Last parts of the names of the linear layers that get an adapter, such as q_proj. all-linear: every linear "
+        "layer except the last.",
+        if_left_out=f"`[{ALL_LINEAR}]`",
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "rank")
-        require(self.alpha > 0, f"alpha must be > 0, got {self.alpha:g}: adapters that weigh nothing learn nothing")
         targets, hint = self.targets, f"name layers, as in [q_proj,v_proj], or {ALL_LINEAR}"
         require(bool(targets) and all(targets), f"targets={targets}: names no layer; {hint}")
         require(len(set(targets)) == len(targets), f"targets={targets}: names one twice; {hint}")
@@ -95,80 +146,118 @@ class LoRAConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ModelConfig:
     """The model. `dtype` applies to the engine and to the trainer's matrix products. Master weights stay float32."""
 
-    path: str
-    dtype: Literal["float32", "bfloat16"]
-    activation_checkpointing: bool
-    cpu_offload: bool
-    compile: bool
-    lora: LoRAConfig | None  # null: no adapters, all weights are trained
+    path: str = key(
+        "Directory of a causal language model in Hugging Face format. builtin: the tiny model of the built-in task in "
+        "data.train.",
+        values="`builtin`, or the path of a directory",
+    )
+    dtype: Literal["float32", "bfloat16"] = key(
+        "Number format of the engine and of the trainer's matrix products. Master weights are always float32."
+    )
+    activation_checkpointing: bool = key(
+        "Keep one activation per layer and recompute the others in the backward pass: less memory, more time.",
+        changeable=True,
+    )
+    cpu_offload: bool = key(
+        "Keep parameters and optimizer state in CPU memory while they are not in use. Only for GPUs.", changeable=True
+    )
+    compile: bool = key(
+        "Compile each layer with torch.compile. The first steps become slower and the others faster. Only for GPUs.",
+        changeable=True,
+    )
+    lora: LoRAConfig | None = key(
+        "Low-rank adapters to train instead of the weights, such as {rank: 16}. null: train all weights.",
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class OptimizerConfig:
     """Settings of AdamW and its learning-rate schedule, which advances by one at each optimizer step."""
 
-    lr: float
-    lr_schedule: Literal["constant", "linear", "cosine"]
-    lr_warmup_steps: int
-    beta1: float
-    beta2: float
-    weight_decay: float
-    max_grad_norm: float
-    max_tokens_per_microbatch: int
+    lr: float = key("Highest learning rate of the schedule.", above=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = key(
+        "Course of the learning rate after the warm-up. linear and cosine reach 0 after the last optimizer step."
+    )
+    lr_warmup_steps: int = key(
+        "Number of optimizer steps over which the learning rate rises linearly to lr.", at_least=0
+    )
+    beta1: float = key("AdamW's decay rate of the mean of gradients.", at_least=0, below=1)
+    beta2: float = key("AdamW's decay rate of the mean of squared gradients.", at_least=0, below=1)
+    weight_decay: float = key("AdamW's weight decay.", at_least=0)
+    max_grad_norm: float = key(
+        "Maximum norm of a gradient. A gradient with a larger norm is scaled down to this norm.", above=0
+    )
+    max_tokens_per_microbatch: int = key(
+        "Maximum number of prompt and response tokens in one forward pass. This limits memory and does not change the "
+        "results.",
+        at_least=1,
+        changeable=True,
+    )
 
-    def __post_init__(self) -> None:
-        require(self.lr > 0, f"lr must be > 0, got {self.lr}")
-        require(self.max_grad_norm > 0, f"max_grad_norm must be > 0, got {self.max_grad_norm}")
-        at_least(self, 0, "lr_warmup_steps", "weight_decay")
-        at_least(self, 1, "max_tokens_per_microbatch")
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), got {getattr(self, name)}")
 
-
-@dataclass(frozen=True, kw_only=True)
+@section
 class CriticConfig(OptimizerConfig):
     """The critic's optimizer and its value clipping."""
 
-    clip_range_value: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.clip_range_value > 0, f"clip_range_value must be > 0, got {self.clip_range_value}")
+    clip_range_value: float = key(
+        "Distance from the old value beyond which the value loss of a token is clipped.", above=0
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DataConfig:
     """Sources and treatment of the prompts. A source is `builtin:NAME`, or a JSONL, JSON or parquet file."""
 
-    train: str
-    val: str | None
-    val_size: int  # maximum number of prompts in one evaluation
-    shuffle: bool
-    overlong_prompts: Literal["refuse", "filter"]
-    special_tokens: Literal["text", "refuse", "allow"]  # treatment of text that spells a control token
-    lossy_tokenizer: Literal["refuse", "allow"]  # treatment of a tokenizer that loses a part of the first prompts
+    train: str = key(
+        "Source of the training prompts: a built-in task, or a JSONL, JSON or parquet file with a column prompt.",
+        values="`builtin:median`, `builtin:sort`, or the path of a file",
+    )
+    val: str | None = key(
+        "Source of the prompts for evaluation. A built-in task has its own prompts for this, which are not trained on. "
+        "null: no evaluation.",
+        values="as for `data.train`, or `null`",
+        changeable=True,
+    )
+    val_size: int = key(
+        "Maximum number of prompts in one evaluation.",
+        at_least=1,
+        changeable=True,
+    )
+    shuffle: bool = key("Put the prompts into a new random order for every pass through them.")
+    overlong_prompts: Literal["refuse", "filter"] = key(
+        "Treatment of prompts that are longer than rollout.max_prompt_length. refuse: the run does not start. filter: "
+        "the run leaves them out."
+    )
+    special_tokens: Literal["text", "refuse", "allow"] = key(
+        "Treatment of text in the data that spells a control token. text: encode it as plain text. refuse: refuse the "
+        "row. allow: encode it as the control token."
+    )
+    lossy_tokenizer: Literal["refuse", "allow"] = key(
+        "Treatment of a tokenizer that loses characters, or spaces between words, of the first 64 prompts."
+    )
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, "val_size")
 
-
-@dataclass(frozen=True, kw_only=True)
+@section
 class VLLMConfig:
     """Settings that only vLLM uses."""
 
-    process: Literal["auto", "inprocess", "async"]  # auto: inprocess on CPU, async on GPUs and for tensor parallelism
-    tensor_parallel_size: int
-    kv_cache_mb: int  # used only on CPU
-    gpu_memory_utilization: float  # used only on GPUs
+    process: Literal["auto", "inprocess", "async"] = key(
+        "Form of vLLM's engine core: in the worker's process (inprocess) or in a process of its own (async). auto: "
+        "inprocess on CPUs, async on GPUs and for tensor parallelism."
+    )
+    tensor_parallel_size: int = key("Number of shards of one engine, each on a device of its own.", at_least=1)
+    kv_cache_mb: int = key("Size of an engine's KV cache. Only for CPUs.", unit="MB", at_least=1)
+    gpu_memory_utilization: float = key(
+        "Fraction of a GPU's memory that an engine may use for weights, activations and KV cache. Only for GPUs.",
+        above=0,
+        at_most=1,
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "tensor_parallel_size", "kv_cache_mb")
-        share = self.gpu_memory_utilization
-        require(0 < share <= 1, f"gpu_memory_utilization must be in (0, 1], got {share}")
         require(
             self.process != "inprocess" or self.tensor_parallel_size == 1,
             f"process=inprocess with tensor_parallel_size={self.tensor_parallel_size}: one process holds one shard; "
@@ -176,24 +265,33 @@ class VLLMConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RolloutConfig:
     """Settings for the generation of answers."""
 
-    engine: str
-    samples_per_prompt: int
-    temperature: float
-    max_prompt_length: int
-    max_response_length: int
-    max_concurrent_sequences: int  # per engine
-    max_log_prob_gap: float  # limit on the mean |engine - trainer| in nats over the tokens of the first step
-    verify_sync: bool
-    vllm: VLLMConfig | None
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "samples_per_prompt", "max_prompt_length", "max_response_length", "max_concurrent_sequences")
-        require(self.temperature > 0, f"temperature must be > 0, got {self.temperature}: sampling needs randomness")
-        require(self.max_log_prob_gap > 0, f"max_log_prob_gap must be > 0, got {self.max_log_prob_gap}")
+    engine: str = key("Program that generates the answers. vllm: vLLM. hf: transformers.", values="`vllm` or `hf`")
+    samples_per_prompt: int = key("Number of answers to each prompt. These answers form a group.", at_least=1)
+    temperature: float = key(
+        "Temperature of the distribution from which answers are sampled. The same distribution is trained.",
+        above=0,
+        refusal="{name} must be {rule}, got {value}: sampling needs randomness",
+    )
+    max_prompt_length: int = key("Maximum number of tokens in a prompt.", at_least=1)
+    max_response_length: int = key("Maximum number of tokens in an answer, including the end token.", at_least=1)
+    max_concurrent_sequences: int = key(
+        "Maximum number of answers that one engine generates at a time.", at_least=1, changeable=True
+    )
+    max_log_prob_gap: float = key(
+        "Maximum mean distance between the engine's and the actor's log-probs in the first step. The run stops if the "
+        "distance is larger.",
+        unit="nats per token",
+        above=0,
+        changeable=True,
+    )
+    verify_sync: bool = key(
+        "Check after each weight sync that the engines compute with the trainer's weights.", changeable=True
+    )
+    vllm: VLLMConfig | None = key("Settings that only vLLM uses. null: another engine.", changeable=True)
 
     @property
     def shards(self) -> int:
@@ -201,25 +299,42 @@ class RolloutConfig:
         return self.vllm.tensor_parallel_size if self.engine == "vllm" and self.vllm else 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class PlacementConfig:
     """The number of processes of each kind, and where they run."""
 
-    launcher: Literal["ray", "inprocess"]
-    address: str  # address of the Ray cluster; `local` starts a cluster for this run
-    actor_ranks: int
-    shard_ranks: int | None  # number of ranks over which one copy of a model is sharded; null: all ranks
-    sequence_ranks: int  # number of ranks that divide the tokens of one pack among them
-    rollout_replicas: int
-    reward_workers: int
-    reward_spares: int  # number of extra processes that a reward worker may start while a call takes long
-    share_ranks: bool  # whether the actor, the reference and the critic of a rank share one process
-    threads_per_worker: int | None  # CPU threads of a rank, an engine or the single process; null: cores / workers
-    start_timeout_s: float
+    launcher: Literal["ray", "inprocess"] = key(
+        "Form of the workers. ray: processes that Ray starts. inprocess: objects in one process, for debugging."
+    )
+    address: str = key(
+        "Address of the Ray cluster. local: start Ray on this machine for the run. auto: join the running cluster.",
+        values="`local`, `auto` or `HOST:PORT`",
+    )
+    actor_ranks: int = key("Number of processes that train the actor together.", at_least=1)
+    shard_ranks: int | None = key(
+        "Number of ranks over which one copy of a model is sharded; further ranks hold further copies. Must divide "
+        "actor_ranks. null: all ranks.",
+        values="whole number >= 1, or `null`",
+    )
+    sequence_ranks: int = key(
+        "Number of ranks that divide the tokens of one pack among them, for long answers. Must divide actor_ranks.",
+        values="whole number >= 1",
+    )
+    rollout_replicas: int = key("Number of engines that generate answers.", at_least=1)
+    reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
+    reward_spares: int = key(
+        "Number of extra processes that each reward worker may start while a call takes longer than a tenth of "
+        "reward.timeout_s.",
+        at_least=0,
+    )
+    share_ranks: bool = key("Run the actor, the reference and the critic of a rank in one process.")
+    threads_per_worker: int | None = key(
+        "Number of CPU threads of each rank and engine, or of the single process. null: divide the cores evenly.",
+        at_least=1,
+    )
+    start_timeout_s: float = key("Time limit for a process to start and to load its model.", unit="seconds", above=0)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "actor_ranks", "rollout_replicas", "reward_workers")
-        at_least(self, 0, "reward_spares")
         require(
             self.shard_ranks is None or (self.shard_ranks >= 1 and self.actor_ranks % self.shard_ranks == 0),
             f"shard_ranks={self.shard_ranks} does not divide actor_ranks={self.actor_ranks}: every copy of a model is "
@@ -230,9 +345,6 @@ class PlacementConfig:
             f"sequence_ranks={self.sequence_ranks} does not divide actor_ranks={self.actor_ranks}: ranks share out the "
             "tokens of a pack in groups of equal size; use a divisor, or 1",
         )
-        threads = self.threads_per_worker
-        require(threads is None or threads >= 1, f"threads_per_worker must be >= 1 or null, got {threads}")
-        require(self.start_timeout_s > 0, f"start_timeout_s must be > 0, got {self.start_timeout_s}")
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
             require(
                 self.launcher == "ray" or getattr(self, name) == 1,
@@ -241,20 +353,20 @@ class PlacementConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class Config:
     """The complete resolved config."""
 
-    trainer: TrainerConfig
-    algorithm: AlgorithmConfig
-    model: ModelConfig
-    data: DataConfig
-    reward: RewardConfig
-    rollout: RolloutConfig
-    actor: OptimizerConfig
-    critic: CriticConfig
-    placement: PlacementConfig
-    verbose: bool
+    trainer: TrainerConfig = key("Length of the run, batch sizes, output, checkpoints, failure limits and evaluation.")
+    algorithm: AlgorithmConfig = key("What is learned from a batch: advantages, policy loss, KL terms and corrections.")
+    model: ModelConfig = key("The model that is trained.")
+    data: DataConfig = key("Sources of the prompts, and their treatment.")
+    reward: RewardConfig = key("How answers are scored.")
+    rollout: RolloutConfig = key("Generation of the answers.")
+    actor: OptimizerConfig = key("Optimizer of the actor: AdamW and its learning-rate schedule.")
+    critic: CriticConfig = key("Optimizer of the critic, which exists only if the advantage estimator uses values.")
+    placement: PlacementConfig = key("Number of processes of each kind, and where they run.", changeable=True)
+    verbose: bool = key("Show the log messages and warnings of libraries.", changeable=True)
 
     def __post_init__(self) -> None:
         self.require_budget("actor")

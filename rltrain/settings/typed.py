@@ -19,13 +19,6 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def at_least(config: Any, minimum: float, *names: str) -> None:
-    """Raise ConfigError unless the named fields of `config` are at least `minimum`."""
-    for name in names:
-        value = getattr(config, name)
-        require(value >= minimum, f"{name} must be >= {minimum:g}, got {value}")
-
-
 def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Convert nested plain values into the dataclass `kind`.
 

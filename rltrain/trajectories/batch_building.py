@@ -1,14 +1,16 @@
-"""Batches of prompt groups: one row per answer, with its tokens, texts and scores."""
+"""Batches of prompt groups: one row per trajectory, with its tokens, texts and scores."""
 
 from collections.abc import Sequence
 
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.trajectory import Trajectory, Turn, sampled_tokens
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
-from rltrain.trajectories.scoring import of_outcome, on_last_token, weighted_sum
+from rltrain.trajectories.scoring import of_outcome, weighted_sum
+from workers.rollout.messages import Completion
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
@@ -23,23 +25,42 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
 
     With `baseline`, the batch has only the greedy answers, one row per group.
     """
-    rows = [(group, group.completions[number]) for group, number in _rows(groups, baseline=baseline)]
-    responses = jagged([completion.token_ids for _, completion in rows], torch.int64)
+    rows = _rows(groups, baseline=baseline)
+    batch = batch_of([trajectory_of(group.prompt.ids, group.completions[number]) for group, number in rows])
+    texts = {"prompt_text": [group.prompt.text for group, _ in rows]}
+    return batch.union(DataProto.from_dict(non_tensors=texts))
+
+
+def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
+    """Return the trajectory of one turn that a prompt and a finished answer to it make."""
+    c = completion
+    turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
+    return Trajectory(*c.key, (turn,))
+
+
+def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
+    """Convert trajectories to a batch with one row each, in the same order.
+
+    `responses` holds the sampled tokens and the observations after the prompt. `response_mask` is True exactly at the
+    sampled tokens. At observations, `rollout_log_probs` is 0 and `policy_version` is `NOT_SAMPLED`.
+    Rewards of single turns are not part of the batch.
+    """
     batch = DataProto.from_dict(
         {
-            "prompts": jagged([group.prompt.ids for group, _ in rows], torch.int64),
-            "responses": responses,
-            "rollout_log_probs": jagged([c.log_probs for _, c in rows], torch.float32),
-            "policy_version": jagged([c.versions for _, c in rows], torch.int64),
-            "uid": torch.tensor([group.uid for group, _ in rows]),
+            "prompts": jagged([t.prompt_ids for t in trajectories], torch.int64),
+            "responses": jagged([t.response_ids() for t in trajectories], torch.int64),
+            "rollout_log_probs": jagged([t.log_probs() for t in trajectories], torch.float32),
+            "policy_version": jagged([t.versions() for t in trajectories], torch.int64),
+            "uid": torch.tensor([t.uid for t in trajectories]),
         },
-        {
-            "finish_reason": [c.finish_reason for _, c in rows],
-            "prompt_text": [group.prompt.text for group, _ in rows],
-            "response_text": [c.text for _, c in rows],
-        },
+        {"finish_reason": [t.finish_reason for t in trajectories], "response_text": [t.text for t in trajectories]},
     )
-    return batch.with_values("responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool))
+    segments = [segment for t in trajectories for segment in t.segments()]
+    lengths = torch.tensor([length for length, _ in segments], dtype=torch.int64)
+    mask = torch.tensor([sampled for _, sampled in segments], dtype=torch.bool).repeat_interleave(lengths)
+    batch = batch.with_values("responses", response_mask=mask)
+    assert torch.equal(sampled_tokens(batch), mask), "the weight version of a sampled token must be 0 or above"
+    return batch
 
 
 def with_scores(
@@ -70,7 +91,7 @@ def with_scores(
         },
         {"reward_error": [r.error for r in results]},
     )
-    return place_scores(batch.union(columns))
+    return without_invalid(batch.union(columns))
 
 
 def to_batch(
@@ -89,12 +110,7 @@ def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]
     ]
 
 
-def place_scores(batch: DataProto) -> DataProto:
-    """Add `response_mask` and `token_level_scores`.
-
-    `response_mask` is False in rows that are not valid. `token_level_scores` has the row's score on its last trained
-    token and 0 elsewhere.
-    """
-    mask = batch.batch["valid"].repeat_interleave(batch.lengths("responses"))
-    batch = batch.with_values("responses", response_mask=mask)
-    return batch.with_values("responses", token_level_scores=on_last_token(batch, batch.batch["scores"].float()))
+def without_invalid(batch: DataProto) -> DataProto:
+    """Clear `response_mask` in the rows that are not valid."""
+    valid = batch.batch["valid"].repeat_interleave(batch.lengths("responses"))
+    return batch.with_values("responses", response_mask=batch.values("response_mask") & valid)

@@ -17,7 +17,7 @@ from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt, PromptOrder, PromptSet
 from rltrain.settings.schema import Config
-from rltrain.trajectories.batch_building import answers_of, mean_score, place_scores, to_batch, with_scores
+from rltrain.trajectories.batch_building import answers_of, mean_score, to_batch, with_scores, without_invalid
 from rltrain.trajectories.prompt_groups import Group, PromptGroups, State, requests_of
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from rltrain.trajectories.scoring import flat_rows, shaped_scores
@@ -272,7 +272,7 @@ class Collector:
             "failed": batch.batch["failed"] | greedy.batch["failed"].repeat_interleave(samples),
             "baseline_rewards": shaped_scores(greedy, self.config).scores.repeat_interleave(samples),
         }
-        return place_scores(batch.pop(["valid", "failed"])[1].union(DataProto.from_dict(columns)))
+        return without_invalid(batch.pop(["valid", "failed"])[1].union(DataProto.from_dict(columns)))
 
     def _without_flat(self, batch: DataProto) -> DataProto:
         """Mask the response tokens of groups with a single outcome.

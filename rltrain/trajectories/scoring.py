@@ -14,6 +14,7 @@ from rltrain.algorithms import combine_rewards, overlong_penalty, required_colum
 from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RewardError, described
 from rltrain.batch.data_proto import DataProto
+from rltrain.batch.trajectory import sampled_lengths
 from rltrain.rewards.loading import AGGREGATIONS, load_function, source_name
 from rltrain.settings.algorithm_config import AlgorithmConfig, RewardShapingConfig
 from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
@@ -165,8 +166,9 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     """Compute the scores of a batch as the advantage estimators see them, before normalisation.
 
     With `suppress_truncated`, a cut answer gets the score that it would have if each reward function had given 0, or
-    its own score if that is lower. The length penalty is subtracted afterwards, so cut answers pay it too. The penalty
-    of cut answers affects only the estimators that read rows outside of the statistics (gae).
+    its own score if that is lower. The length penalty is subtracted afterwards, so cut answers pay it too. It counts
+    the sampled tokens of an answer and not the observations between them. The penalty of cut answers affects only the
+    estimators that read rows outside of the statistics (gae).
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -178,7 +180,7 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
         scores = suppress_truncated(scores, cut, _shaped(nothing, shaping))
     if shaping.overlong_buffer:
         scores = scores + overlong_penalty(
-            batch.lengths("responses"),
+            sampled_lengths(batch),
             max_response_length=config.rollout.max_response_length,
             buffer=shaping.overlong_buffer,
             factor=shaping.overlong_penalty,

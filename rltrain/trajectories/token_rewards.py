@@ -29,6 +29,7 @@ from rltrain.algorithms import (
 )
 from rltrain.base.errors import EstimatorError, NumericsError, described
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
+from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLInRewardConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.scoring import flat_rows, on_last_token, shaped_scores, truncated_rows, zero_spread
@@ -257,8 +258,12 @@ def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
-    """Add `random_draws` if the token selector of the loss chooses tokens at random."""
+    """Add `random_draws` if the token selector of the loss chooses tokens at random.
+
+    Draws are numbered by sampled token, so observations do not change them.
+    """
     if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
         return batch
-    draws = uniform_draws(batch.lengths("responses"), seed=config.trainer.seed, step=step)
+    draws = torch.zeros(len(batch.values("responses")), dtype=torch.float64)
+    draws[sampled_tokens(batch)] = uniform_draws(sampled_lengths(batch), seed=config.trainer.seed, step=step)
     return batch.with_values("responses", random_draws=draws)

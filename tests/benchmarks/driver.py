@@ -161,11 +161,9 @@ def rollouts() -> DataProto:
         {"finish_reason": ["stop"] * rows, "prompt_text": ["what is the median of 3 1 2?"] * rows,
          "response_text": ["it is two, since one is less and three is more"] * rows, "reward_error": [None] * rows},
     )  # fmt: skip
-    last = batch.offsets("responses")[1:] - 1
-    scores = torch.zeros(tokens).index_put((last,), draws)
     return batch.with_values(
         "responses", rollout_log_probs=torch.zeros(tokens), policy_version=torch.zeros(tokens, dtype=torch.int64),
-        response_mask=torch.ones(tokens, dtype=torch.bool), token_level_scores=scores,
+        response_mask=torch.ones(tokens, dtype=torch.bool),
     )  # fmt: skip
 
 

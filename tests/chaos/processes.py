@@ -7,6 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.chaos.strikes import DAEMONS
 
 GUARD = "ray::Guard"
@@ -73,35 +75,32 @@ def mapped() -> set[Path]:
 
 def below(root: int) -> list[int]:
     """All processes below one, oldest first."""
-    parents = {int(entry.name): parent(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    members = {root}
-    while grown := {pid for pid, above in parents.items() if above in members} - members:
-        members |= grown
-    return sorted(members - {root})
+    try:
+        return sorted(process.pid for process in psutil.Process(root).children(recursive=True))
+    except psutil.Error:
+        return []
 
 
 def parent(pid: int) -> int:
     """Its parent; 0 where it has ended."""
-    words = _stat(pid)
-    return int(words[1]) if words else 0
+    try:
+        return int(psutil.Process(pid).ppid())
+    except psutil.Error:
+        return 0
 
 
 def state(pid: int) -> str:
-    """Its state, "" where it has ended or is a zombie."""
-    words = _stat(pid)
-    return words[0] if words and words[0] != "Z" else ""
-
-
-def _stat(pid: int) -> list[str]:
+    """Its state, such as "sleeping"; "" where it has ended or is a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+        found = str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""
+    return "" if found == psutil.STATUS_ZOMBIE else found
 
 
 def command(pid: int) -> str:
     """Its command line."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
+        return " ".join(psutil.Process(pid).cmdline()).strip()
+    except psutil.Error:
         return ""

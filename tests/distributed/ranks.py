@@ -78,7 +78,10 @@ def replayed(step: int) -> DataProto:
     mask = torch.ones(tokens, dtype=torch.bool)
     mask[: len(responses[0])] = False
     noise = torch.randn(tokens, generator=generator)
-    return batch.with_values("responses", response_mask=mask, advantages=noise, rollout_log_probs=-noise.abs())
+    versions = torch.zeros(tokens, dtype=torch.int64)
+    return batch.with_values(
+        "responses", response_mask=mask, advantages=noise, rollout_log_probs=-noise.abs(), policy_version=versions
+    )
 
 
 async def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:

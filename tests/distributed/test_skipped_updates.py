@@ -8,6 +8,7 @@ from ranks import config_of, group, prepared, updated, weights_of
 
 from rltrain.base.errors import NumericsError
 from rltrain.batch.data_proto import DataProto
+from tests.policy_weights import weights_of
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]

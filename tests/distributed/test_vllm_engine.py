@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -100,6 +101,21 @@ def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completi
         log_softmax = (model(ids).logits[0].double() / request.temperature).log_softmax(-1)
     predicting = log_softmax[len(request.prompt_ids) - 1 : -1]
     return predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+
+def resolved(hosts: RayHosts, request: Request) -> dict[str, Any]:
+    """The sampling parameters that vLLM makes of a request after all its defaults."""
+
+    def of(host: Host) -> dict[str, Any]:
+        from workers.rollout.vllm_engine import sampling_params  # vLLM is imported in the engine's process only
+
+        engine = host.roles["rollout"].engine
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request, engine.stop_ids)
+        processor = engine.engine.input_processor
+        found = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
+        return {name: getattr(found, name) for name in found.__struct_fields__}
+
+    return ray.get(hosts.actors[0].__ray_call__.remote(of))
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])

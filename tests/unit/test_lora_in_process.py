@@ -13,6 +13,7 @@ from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
+from tests.policy_weights import weights_of
 from workers.placement import start as start_workers
 from workers.training.actor import ActorWorker
 

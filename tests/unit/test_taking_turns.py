@@ -151,8 +151,8 @@ class Collector:
              "valid": torch.ones(4, dtype=torch.bool), "failed": torch.zeros(4, dtype=torch.bool),
              "failed_function": torch.full((4,), -1), "scores": torch.tensor([1.0, 0, 1, 0]),
              "outcomes": torch.tensor([1.0, 0, 1, 0]),
-             "response_mask": jagged([[True]] * 4, torch.bool), "token_level_scores": jagged([[1.0], [0.0]] * 2,
-             torch.float32), "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
+             "response_mask": jagged([[True]] * 4, torch.bool),
+             "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
             {"finish_reason": ["stop"] * 4},
         )  # fmt: skip
 

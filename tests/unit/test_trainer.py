@@ -22,8 +22,9 @@ from workers.rollout.messages import Completion
 
 def samples(version: int) -> DataProto:
     """Two groups of two one-token answers, one right and one wrong each."""
-    batch = DataProto.from_dict(
+    return DataProto.from_dict(
         {"prompts": jagged([[1]] * 4, torch.int64), "responses": jagged([[2]] * 4, torch.int64),
+         "response_mask": jagged([[True]] * 4, torch.bool),
          "rollout_log_probs": jagged([[-1.0]] * 4, torch.float32),
          "policy_version": jagged([[version]] * 4, torch.int64),
          "uid": torch.tensor([0, 0, 1, 1]), "valid": torch.ones(4, dtype=torch.bool),
@@ -33,7 +34,6 @@ def samples(version: int) -> DataProto:
          "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
         {"finish_reason": ["stop"] * 4},
     )  # fmt: skip
-    return place_scores(batch)
 
 
 class FakeCollector:

@@ -15,6 +15,7 @@ from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.prompt_groups import stream_seed
 from rltrain.trajectories.scoring import zero_spread
 from tests.fakes import NoCheckpoints
+from tests.policy_weights import weights_of
 from workers.models.fsdp import full
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request

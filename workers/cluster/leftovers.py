@@ -32,19 +32,13 @@ def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
             process = psutil.Process(pid)
             # The file is read directly, because psutil stops at the first gap in the environment.
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if wanted in environment or (logs is not None and _writes_to(pid, logs)):
+            if wanted in environment or (logs is not None and _writes_to(process, logs)):
                 found.append(process)
     return found
 
 
-def _writes_to(pid: int, folder: Path) -> bool:
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if os.readlink(descriptor).startswith(f"{folder}/"):
-                flags = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text().split("flags:")[1].split()[0]
-                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
-                    return True
-    return False
+def _writes_to(process: psutil.Process, folder: Path) -> bool:
+    return any(file.mode != "r" and file.path.startswith(f"{folder}/") for file in process.open_files())
 
 
 def group_of(leader: int) -> list[int]:
@@ -64,6 +58,7 @@ def shared_files(pids: Collection[int]) -> set[Path]:
 
 
 def _mapped(pids: Iterable[int]) -> set[Path]:
+    # psutil's `memory_maps` also counts the pages of each mapping: 0.5 s for 94 processes, and this loop takes 0.02 s.
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,4 +1,9 @@
-"""Finds and ends the descendants of a process, such as those that reward functions start. Finds none outside Linux."""
+"""Finds and ends the descendants of a process, such as those that reward functions start. Finds none outside Linux.
+
+psutil is too slow here: `Process.children(recursive=True)` reads the status of every process of the machine. It takes
+10 ms with 480 processes, and `descendants` takes 0.1 ms. A reward process lists its descendants several times after
+each scoring call that leaves processes. psutil also has no `prctl`, and it does not report RssShmem.
+"""
 
 import contextlib
 import ctypes

@@ -2,6 +2,9 @@
 
 The counter and the stack traces are unnamed files in memory. They vanish with the process, and other processes open
 them through `/proc`. Long-running work calls `tick` repeatedly. `tick` does nothing until `announce` has been called.
+
+Start times are read from `/proc` and not with psutil, because processes compare them with each other: psutil's public
+`create_time()` is a time of day, which moves when the machine's clock is set, and its `Process` cannot be pickled.
 """
 
 import contextlib

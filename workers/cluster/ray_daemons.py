@@ -7,7 +7,6 @@ checkpoint.
 """
 
 import logging
-import os
 import socket
 import struct
 import time
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from rltrain.base.errors import ClusterLost
-from workers.cluster.process_tree import descendants
 from workers.cluster.progress import began_of, state_of
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,8 @@ def find() -> tuple[Path, list[Daemon]]:
     found: list[Daemon] = []
     if raylet := _listener(node["RayletSocketName"]):
         found += _local(RAYLET, node["NodeManagerAddress"], [raylet])
-    if gcs := [pid for pid in descendants(os.getpid()) if _is_gcs_of(session.name, pid)]:
+    below = [process.pid for process in psutil.Process().children(recursive=True)]
+    if gcs := [pid for pid in below if _is_gcs_of(session.name, pid)]:
         found += _local(GCS, node["NodeManagerAddress"], gcs)
     else:
         host, _, port = context.gcs_address.rpartition(":")
@@ -179,7 +180,7 @@ def _is_gcs_of(session: str, pid: int) -> bool:
     The check is necessary because another Ray cluster may also run below this process.
     """
     try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
+        arguments = psutil.Process(pid).cmdline() or [""]
+    except psutil.Error:
         return False
     return Path(arguments[0]).name == GCS and f"--session-name={session}" in arguments

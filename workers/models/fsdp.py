@@ -110,15 +110,6 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the gathered value of every parameter, with tied parameters once under their first name.
-
-    This is a collective: all ranks must iterate.
-    """
-    for name, parameter in model.named_parameters():
-        yield name, full(parameter.detach())
-
-
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return the additional names of tied parameters, each mapped to the first name of the parameter."""
     first: dict[int, str] = {}

@@ -5,7 +5,7 @@ section 4.1). In this module, `X.weight` is the name of the matrix of layer X, w
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from rltrain.base.errors import ConfigError
 from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
-from workers.models.adapter_weights import A, B, BaseWeights, merge
-from workers.models.fsdp import full, named_tensors
+from workers.models.adapter_weights import A, B, BaseWeights
 
 NAME = "default"  # peft's default adapter name, used for the only adapter
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
@@ -151,28 +150,9 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     Tied parameters appear once.
     """
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    return {plain_name(name): parameter for name, parameter in named if not is_adapter(name)}
+    return {name.replace(WRAPPED, "."): parameter for name, parameter in named if not is_adapter(name)}
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter with this name is part of an adapter."""
     return any(half in name for half in HALVES)
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a parameter has in the model without adapters."""
-    return name.replace(WRAPPED, ".")
-
-
-def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and gathered value of every parameter once, with adapters merged into their matrices.
-
-    This is a collective: all ranks must iterate.
-    """
-    adapters = adapters_of(model)
-    for name, tensor in named_tensors(model):
-        adapter = None if is_adapter(name) else adapters.get(plain_name(name))
-        if adapter is not None:
-            yield plain_name(name), merge(tensor, full(adapter.b.detach()), full(adapter.a.detach()), adapter.scale)
-        elif not is_adapter(name):
-            yield plain_name(name), tensor

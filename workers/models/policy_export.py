@@ -3,6 +3,9 @@
 The export holds one tensor in memory at a time and needs no collective. The model's config and the tokenizer's files
 are small and are collected before the weights are written. The weights are streamed from the checkpoint into
 safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's format.
+
+The safetensors library takes all tensors of a file at once and writes to local paths only. PyTorch's consolidation of
+safetensors files also needs local paths, and it writes every tensor twice.
 """
 
 import copy

@@ -3,6 +3,9 @@
 PyTorch's distributed checkpoint format stores its index, `.metadata`, as a pickle. This module unpickles only the
 classes of which such an index consists, and validates the contents of the index. The tensors are read with
 `weights_only=True`.
+
+PyTorch's own reader unpickles any class. PyTorch's `HuggingFaceStorageWriter` has no pickle, but it writes to local
+paths only, and takes 2.4 times as long (0.57 s instead of 0.24 s for 50 MB from two ranks).
 """
 
 import io

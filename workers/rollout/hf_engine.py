@@ -6,7 +6,7 @@ bitwise reproducible.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -183,18 +183,6 @@ class HFEngine:
     def sleep(self) -> bool:
         """Return False: this engine keeps its weights. It is for machines where no other process needs their memory."""
         return False
-
-    def settings(self, request: Request) -> dict[str, Any]:
-        """Return the sampling parameters that this engine uses for a request."""
-        return {
-            "temperature": request.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "seed": request.seed,
-            "max_tokens": request.max_tokens,
-            "stop_token_ids": sorted(self.stop_ids),
-        }
 
     def close(self) -> None:
         """Do nothing, because this engine has no processes or threads to end."""

@@ -203,10 +203,6 @@ class InProcessVLLM:
         self._wake(CACHE)
         self.engine.set_weight_version(str(version))
 
-    def settings(self, request: Request) -> dict[str, Any]:
-        """Return the sampling parameters that the engine resolved for this request, after all its defaults."""
-        return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
-
     def close(self) -> None:
         """End the engine."""
         self.engine.engine_core.shutdown()
@@ -405,23 +401,12 @@ class AsyncVLLM:
         await self._wake(CACHE)
         await self.engine.resume_generation()
 
-    def settings(self, request: Request) -> dict[str, Any]:
-        """Return the sampling parameters that the engine resolved for this request, after all its defaults."""
-        return resolved_settings(self.engine.input_processor, sampling_params(request, self.stop_ids), request)
-
     def close(self) -> None:
         """End the engine's processes."""
         if self.family:
             self.family.dismissed = True
         self.engine.shutdown()
         self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-def resolved_settings(processor: Any, params: SamplingParams, request: Request) -> dict[str, Any]:
-    """Return the sampling parameters after vLLM's own processing of a request."""
-    prompt = {"prompt_token_ids": request.prompt_ids}
-    resolved = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
-    return {name: getattr(resolved, name) for name in resolved.__struct_fields__}
 
 
 def sleep_level(config: Config) -> int:

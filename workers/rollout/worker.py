@@ -37,9 +37,6 @@ class Engine(Loads, Protocol):
     def sleep(self) -> bool:
         """Release device memory (weights and caches) until weights are loaded. Returns False if the engine keeps it."""
 
-    def settings(self, request: Request) -> dict[str, Any]:
-        """Return the sampling parameters that the engine resolved for a request."""
-
     def close(self) -> None:
         """Free what the engine holds."""
 
@@ -144,10 +141,6 @@ class RolloutWorker:
     def give_up_load(self, sync: str, reason: str) -> None:
         """Abandon this weight sync. The engine generates nothing until another sync succeeds."""
         self._run(lambda: self.receiver.give_up(sync, reason))
-
-    def settings(self, request: Request) -> dict[str, Any]:
-        """Return the sampling parameters that the engine resolved for a request."""
-        return self._run(lambda: self.engine.settings(request))
 
     def close(self) -> None:
         """End the engine and its thread."""

@@ -4,6 +4,9 @@ The file is accessible to this user only. It is removed as soon as all processes
 even if the sync fails. If every process that knows the file is killed earlier, a file with two buckets is left over.
 The next sync on this host removes every such file that no process has open. Each process holds a lock on a file that
 it maps, and the lock ends with the process.
+
+Python's `SharedMemory` does not preallocate, so a full folder would kill its writer. The filelock library can lock an
+open file only exclusively.
 """
 
 import contextlib

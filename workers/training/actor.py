@@ -24,7 +24,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.settings.schema import Config
 from workers.models.fsdp import Optimizer, device, full, shard
-from workers.models.lora import adapt, merged_tensors
+from workers.models.lora import adapt
 from workers.models.packed_forward import Pack, microbatch, policy_output, row_pass, unpack
 from workers.models.row_isolation import load_policy
 from workers.sync.buckets import Bucket
@@ -195,13 +195,6 @@ class ActorWorker:
         """Release the sender after all weights were sent, or after the sync failed."""
         self.sender.close()
         del self.sender  # the sender keeps the parameters alive
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return every parameter once, gathered, in float32 and with adapters merged, on every rank.
-
-        This is a collective.
-        """
-        return dict(merged_tensors(self.model))
 
     def save_state(self, url: str) -> None:
         """Start to write this rank's part of a checkpoint, and the exported model. All ranks must call this method."""

@@ -3,6 +3,9 @@
 Only tensors are saved. Their names do not depend on the number of ranks. Any number of ranks, with or without sharding,
 can therefore load any checkpoint. A save copies the tensors and returns, and a thread then writes them. The thread has
 its own process group, so that its collectives never mix with the collectives of the training.
+
+PyTorch's distributed checkpoint writes and reads the tensors. Its `async_save` is not used, because the thread also
+exports the model and reads all files back for their checksums, which PyTorch does not compute.
 """
 
 import functools

@@ -13,6 +13,7 @@ NAN = math.nan
 def samples(scores, valid, components, outcomes=None) -> DataProto:
     return DataProto.from_dict(
         {"responses": jagged([[1], [1, 2, 3], [1, 2], [1, 2]], torch.int64), "prompts": jagged([[1]] * 4, torch.int64),
+         "policy_version": jagged([[0], [0] * 3, [0] * 2, [0] * 2], torch.int64),
          "scores": torch.tensor(scores), "outcomes": torch.tensor(outcomes or scores), "valid": torch.tensor(valid),
          "failed": ~torch.tensor(valid), "reward_components": torch.tensor(components),
          "failed_function": torch.where(torch.tensor(valid), -1, len(components[0]) - 1)},
@@ -133,6 +134,7 @@ def test_the_timer_adds_up_each_phase_and_counts_tokens_a_second():
 
 
 def test_entropy_is_estimated_from_what_the_engine_drew():
-    made = DataProto.from_dict({"rollout_log_probs": jagged([[-1.0, -2.0], [], [-6.0]], torch.float32)})
+    log_probs, versions = jagged([[-1.0, -2.0], [], [-6.0]], torch.float32), jagged([[0, 0], [], [0]], torch.int64)
+    made = DataProto.from_dict({"rollout_log_probs": log_probs, "policy_version": versions})
     assert entropy_estimate(made) == 3.0
     assert math.isnan(entropy_estimate(made[1:2]))

@@ -26,7 +26,7 @@ def batch() -> DataProto:
     )  # fmt: skip
     return made.with_values(
         "responses", rollout_log_probs=torch.tensor([-1.0, -2.0, -3.0]), policy_version=torch.tensor([7, 7, 8]),
-        advantages=torch.tensor([0.5, 0.5, -1.0]),
+        advantages=torch.tensor([0.5, 0.5, -1.0]), response_mask=torch.tensor([True, False, True]),
     )  # fmt: skip
 
 
@@ -144,6 +144,7 @@ def test_every_sample_is_in_the_parquet_file_of_its_step(run):
         "uid": 0, "prompt": "a", "response": "good", "score": 1.0, "valid": True, "finish_reason": "stop",
         "reward_error": "", "reward_components": {"right": 1.0, "short": None}, "response_ids": [4, 5],
         "rollout_log_probs": [-1.0, -2.0], "policy_version": [7, 7], "advantages": [0.5, 0.5], "prompt_ids": [1],
+        "response_mask": [True, False],
     }  # fmt: skip
     assert (rows[1]["response_ids"], rows[1]["valid"], rows[1]["reward_error"]) == ([], False, "it broke")
     assert rows[1]["prompt_ids"] == [1, 2]

@@ -10,11 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from rltrain.base.errors import ConfigError
 from rltrain.data.prompts import Prompt
-from rltrain.run.resume import FREE, beginning, require_usable
+from rltrain.run.resume import beginning, require_usable
 from rltrain.run.source_fingerprints import sources
 from rltrain.settings.compose import compose, to_yaml
 from rltrain.settings.schema import Config
-from rltrain.settings.typed import keys
 from rltrain.trajectories.token_rewards import with_all_knobs
 from tests.unit.run.test_checkpoints import Ranks, made, save
 
@@ -37,11 +36,6 @@ def refusal(tmp_path, *overrides) -> str:
         beginning(config(tmp_path, *overrides))
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_every_free_key_exists():
-    known = [*keys(Config), "rollout.vllm", "placement"]
-    assert [free for free in FREE if free not in known] == []
 
 
 def test_auto_starts_anew_where_there_is_no_run_and_says_so(tmp_path):

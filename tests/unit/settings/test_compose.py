@@ -156,15 +156,9 @@ def test_an_algorithm_opens_with_its_paper(name):
     assert re.match(r"# .*(arXiv:\d{4}\.\d{5}|https://\S+)", head[0])
 
 
-def test_every_line_of_yaml_whose_meaning_is_not_its_name_has_a_comment():
-    bare = {"lr", "beta1", "beta2", "weight_decay", "seed", "resume", "engine", "samples_per_prompt", "temperature"}
+def test_every_yaml_file_says_what_it_is():
     for file in config_dir().rglob("*.yaml"):
         assert file.read_text().startswith("# "), f"{file} says nothing about itself"
-    for line in (config_dir() / "train.yaml").read_text().partition("critic:")[0].splitlines():
-        name = line.strip().partition(":")[0]
-        is_key = line.startswith("  ") and not line.strip().startswith("-")
-        named = name in bare | {"total_steps", "output_dir", "lr_schedule", "max_grad_norm"}
-        assert not is_key or "  # " in line or named, line
 
 
 OFF = CorrectionConfig(level=None, mode="truncate", lower=None, upper=None)

@@ -24,7 +24,7 @@ def batch(*, mask=(True,) * 6, reasons=("stop",) * 3) -> DataProto:
     old = torch.full((6,), -2.0)
     return made.with_values(
         "responses", response_mask=torch.tensor(mask), advantages=-torch.ones(6), old_log_probs=old,
-        rollout_log_probs=old + 9.0,
+        rollout_log_probs=old + 9.0, policy_version=torch.zeros(6, dtype=torch.int64),
     )  # fmt: skip
 
 

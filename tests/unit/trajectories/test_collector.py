@@ -10,7 +10,7 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
-from rltrain.trajectories.batch_building import place_scores, to_batch
+from rltrain.trajectories.batch_building import to_batch, without_invalid
 from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, State, stream_seed
 from tests.collecting import collect
@@ -332,18 +332,23 @@ def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
     return Group(uid, PROMPTS[uid], len(tokens), len(tokens), State.READY, 0, completions, results)
 
 
+def with_placed_scores(batch) -> DataProto:
+    return batch.with_values("responses", placed=on_last_token(batch, batch.batch["scores"]))
+
+
 def test_B8_the_score_sits_on_the_last_trained_token_and_token_scores_sum_to_it():
     batch = to_batch([group(0, [(2.0,), (-1.0,)]), group(1, [(0.25,), (0.0,)], tokens=((4, 5, 6), (7,)))], ONE)
-    assert batch.padded("token_level_scores").tolist() == [[0, 2, 0], [-1, 0, 0], [0, 0, 0.25], [0, 0, 0]]
-    assert batch.padded("token_level_scores").sum(-1).tolist() == batch.batch["scores"].tolist()
+    batch = with_placed_scores(batch)
+    assert batch.padded("placed").tolist() == [[0, 2, 0], [-1, 0, 0], [0, 0, 0.25], [0, 0, 0]]
+    assert batch.padded("placed").sum(-1).tolist() == batch.batch["scores"].tolist()
     assert batch.padded("response_mask").tolist() == batch.padding_mask("responses").tolist()
 
 
 def test_C4_a_failed_row_is_masked_and_not_valid_and_its_zero_is_in_no_token():
-    batch = to_batch([group(0, [(2.0,), (5.0,)], failed=(1,))], ONE)
+    batch = with_placed_scores(to_batch([group(0, [(2.0,), (5.0,)], failed=(1,))], ONE))
     assert batch.batch["valid"].tolist() == [True, False]
     assert batch.padded("response_mask").tolist() == [[True, True], [False, False]]
-    assert batch.padded("token_level_scores").tolist() == [[0, 2], [0, 0]]
+    assert batch.padded("placed").tolist() == [[0, 2], [0, 0]]
     assert batch.batch["reward_components"].isnan().tolist() == [[False], [True]]
     assert batch.non_tensor_batch["reward_error"].tolist() == ["", "it broke"]
 
@@ -381,10 +386,10 @@ def test_scores_that_are_whole_numbers_keep_their_weights():
 
 
 def test_B3_an_empty_answer_gets_no_token_score_and_disturbs_no_neighbour():
-    batch = to_batch([group(0, [(1.0,), (9.0,), (3.0,)], tokens=((), (1,), ()))], ONE)
-    assert batch.values("token_level_scores").tolist() == [9.0]
-    first = to_batch([group(0, [(7.0,), (9.0,)], tokens=((1, 2), ()))], ONE)
-    assert first.values("token_level_scores").tolist() == [0.0, 7.0]
+    batch = with_placed_scores(to_batch([group(0, [(1.0,), (9.0,), (3.0,)], tokens=((), (1,), ()))], ONE))
+    assert batch.values("placed").tolist() == [9.0]
+    first = with_placed_scores(to_batch([group(0, [(7.0,), (9.0,)], tokens=((1, 2), ()))], ONE))
+    assert first.values("placed").tolist() == [0.0, 7.0]
 
 
 def test_rows_are_sorted_by_group_and_sample():
@@ -393,10 +398,19 @@ def test_rows_are_sorted_by_group_and_sample():
     assert batch.batch["scores"].tolist() == [3, 4, 1, 2]
 
 
-def test_place_scores_shares_the_offsets_of_the_responses():
-    batch = place_scores(
-        DataProto.from_dict(
-            {"responses": jagged([[1]], torch.int64), "valid": torch.tensor([True]), "scores": torch.ones(1)}
-        )
-    )
-    assert batch.offsets("token_level_scores") is batch.offsets("response_mask") is batch.offsets("responses")
+def test_the_mask_shares_the_offsets_of_the_responses():
+    batch = DataProto.from_dict(
+        {"responses": jagged([[1]], torch.int64), "response_mask": jagged([[True]], torch.bool),
+         "valid": torch.tensor([True])}
+    )  # fmt: skip
+    batch = without_invalid(batch)
+    assert batch.offsets("response_mask") is batch.offsets("responses")
+
+
+def test_B9_the_mask_of_invalid_rows_is_cleared_and_no_bit_of_another_row_is_set():
+    mask = [[True, False, True], [True, False], [False]]
+    batch = DataProto.from_dict(
+        {"response_mask": jagged(mask, torch.bool), "responses": jagged([[1] * len(row) for row in mask], torch.int64),
+         "valid": torch.tensor([True, False, True])}
+    )  # fmt: skip
+    assert without_invalid(batch).padded("response_mask").tolist() == [[True, False, True], [False] * 3, [False] * 3]

@@ -363,7 +363,8 @@ async def test_a_greedy_answer_without_a_score_leaves_its_group_without_a_baseli
     batch = await collect(collector(lambda uid, n: None if (uid, n) == (1, SAMPLES) else varied(uid, n), *REMAX), 0)
     assert batch.batch["valid"].tolist() == [True] * 4 + [False] * 4 + [True] * 4
     assert batch.padded("response_mask")[:, 0].tolist() == batch.batch["valid"].tolist()
-    assert batch.padded("token_level_scores")[4:8].abs().sum() == 0
+    placed = batch.with_values("responses", placed=on_last_token(batch, batch.batch["scores"]))
+    assert placed.padded("placed")[4:8].abs().sum() == 0
     assert not bool(batch.batch["failed"].any())
 
 

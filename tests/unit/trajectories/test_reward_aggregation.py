@@ -13,7 +13,7 @@ from rltrain.rewards.loading import check_aggregation
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.prompt_groups import Group, State
-from rltrain.trajectories.scoring import shaped_scores
+from rltrain.trajectories.scoring import on_last_token, shaped_scores
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
 
@@ -118,7 +118,7 @@ def test_a_gate_at_or_below_0_silences_the_others_and_one_that_does_not_apply_is
     assert shaped(config_of(), rows)[0] == [7.0, 6.0, 5.0, 6.0]
     made = batch(config_of(gate="true"), rows)
     assert made.batch["reward_components"][:, 1].tolist() == [3.0] * 4  # what a function said stays
-    assert made.values("token_level_scores").tolist() == [0.0, 7.0, 0.0, 0.0, 0.0, -1.0, 0.0, 6.0]  # B8
+    assert on_last_token(made, made.batch["scores"]).tolist() == [0.0, 7.0, 0.0, 0.0, 0.0, -1.0, 0.0, 6.0]  # B8
 
 
 def test_normalize_then_sum_takes_each_function_in_units_of_its_own_group():

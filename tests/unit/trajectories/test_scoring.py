@@ -19,7 +19,8 @@ def batch(scores, *, reasons=None, valid=None, lengths=None, mask=None) -> DataP
         {"finish_reason": reasons or ["stop"] * rows},
     )  # fmt: skip
     trained = made.batch["valid"].repeat_interleave(torch.tensor(lengths)) if mask is None else torch.tensor(mask)
-    return made.with_values("responses", response_mask=trained)
+    versions = torch.zeros(len(trained), dtype=torch.int64)
+    return made.with_values("responses", response_mask=trained, policy_version=versions)
 
 
 def shaped(made, *overrides):

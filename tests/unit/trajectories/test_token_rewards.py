@@ -46,7 +46,7 @@ def batch(scores, *, uid=None, valid=None, lengths=None, reasons=None) -> DataPr
     tokens[made.offsets("responses")[1:] - 1] = made.batch["scores"]
     mask = made.batch["valid"].repeat_interleave(torch.tensor(lengths))
     return made.with_values(
-        "responses", response_mask=mask, token_level_scores=torch.where(mask, tokens, 0.0), token_level_rewards=tokens
+        "responses", response_mask=mask, token_level_rewards=tokens, policy_version=torch.zeros(sum(lengths)).long()
     )
 
 
@@ -70,7 +70,7 @@ def test_the_penalty_is_the_coefficient_times_the_kl_of_each_trained_token():
     assert result.padded("token_level_rewards").tolist() == [pytest.approx([-0.1, 0.9]), [0, 0]]
     assert metrics == pytest.approx({"reward/kl": 0.5, "reward/kl_coef": 0.2})
     assert "token_level_rewards" in result
-    assert made.values("token_level_scores").tolist() == [0, 1, 0, 0]
+    assert made.values("token_level_rewards").tolist() == [0, 1, 0, 5]
 
 
 def test_B8_without_a_coefficient_the_rewards_are_the_scores():

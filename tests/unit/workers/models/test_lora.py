@@ -172,7 +172,7 @@ async def test_only_adapters_travel_in_float32_and_proofs_are_of_what_the_engine
     places = [place for bucket in sent for place in bucket.places]
     assert {place.name.rpartition(".lora_")[2] for place in places} == {"A.weight", "B.weight"}
     assert sum(place.size for place in places) == 4 * adapter_parameters(start, run.config.model.lora)
-    proofs, weights = sent[-1].probes(), run.worker.weights()
+    proofs, weights = sent[-1].probes(), merged_weights(run.worker.model)
     assert proofs.keys() == {*weights, "lm_head.weight"}
     for name, weight in weights.items():
         expected = probe(weight.to(getattr(torch, dtype)))

@@ -25,6 +25,7 @@ from rltrain.base.errors import CheckpointError
 from rltrain.base.storage import Folder
 from rltrain.run.checkpoints import Checkpoints
 from rltrain.settings.compose import compose
+from tests.policy_weights import merged_weights
 from workers.models import policy_export
 from workers.models.fsdp import full
 from workers.models.state_files import INDEX, StateFiles, _Unpickler, read_index
@@ -152,7 +153,7 @@ def test_the_export_is_the_model_for_transformers_in_one_file_or_several(
     assert len([name for name in files if name.startswith("model/model")]) > 1 or shard_bytes > 1 << 30
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.dtype == torch.float32
-    weights = made.weights()
+    weights = merged_weights(made.model)
     parameters = dict(loaded.named_parameters())
     assert parameters.keys() == weights.keys()
     assert all(torch.equal(parameters[name], tensor) for name, tensor in weights.items())
@@ -294,7 +295,7 @@ async def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_pa
     await checkpoints.finish()
     folder, out = tmp_path / "checkpoints/step_3", tmp_path / "out"
     assert export.main([str(folder), str(out)]) == 0
-    weights = made.weights()
+    weights = merged_weights(made.model)
     for name, tensor in AutoModelForCausalLM.from_pretrained(out).named_parameters():
         assert torch.equal(tensor, weights[name])
     assert export.main([str(folder), str(out)]) == 2

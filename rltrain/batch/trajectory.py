@@ -1,0 +1,131 @@
+"""Trajectories: what was put into the context of the policy, and what the policy sampled, turn by turn.
+
+A trajectory becomes one row of a batch. The observation of its first turn is the row's prompt. Everything after that is
+the row's response: the sampled tokens of all turns, and the observations between them.
+
+Two columns of a batch tell sampled tokens from observations. `response_mask` is True at sampled tokens that are trained
+on; a later step may set it to False, for instance in rows without a score. `policy_version` never changes, so
+`sampled_tokens` and `sampled_lengths` also know the sampled tokens of rows that are not trained on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rltrain.batch.data_proto import DataProto
+
+NOT_SAMPLED = -1  # `policy_version` of a response token that no weights sampled, because it is part of an observation
+
+_Value = TypeVar("_Value", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One observation and the policy's action on it.
+
+    Attributes:
+        observation_ids: token ids that were put into the context since the last turn. In the first turn, this is the
+            prompt; later it is a tool's result or a user's reply, for instance.
+        action_ids: token ids that the policy sampled. It is empty if the trajectory ended with the observation.
+        log_probs: log-probability of each sampled token in nats, under the distribution that was sampled from.
+        versions: weight version that sampled each token, 0 or above.
+        finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.
+        text: the action, decoded without special tokens.
+        reward: reward that the environment gave for the turn; None if it gave none.
+    """
+
+    observation_ids: Sequence[int]
+    action_ids: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str
+    text: str = ""
+    reward: float | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.action_ids) == len(self.log_probs) == len(self.versions):
+            raise ValueError(
+                f"{len(self.action_ids)} sampled tokens, {len(self.log_probs)} log-probs, {len(self.versions)} "
+                "versions: a turn must have one of each"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sample of a prompt. The context of each turn is all tokens before it.
+
+    Attributes:
+        uid: number of the prompt group.
+        sample: number of the sample in its group.
+        turns: the turns in order, at least one.
+    """
+
+    uid: int
+    sample: int
+    turns: Sequence[Turn]
+
+    def __post_init__(self) -> None:
+        if not self.turns:
+            raise ValueError(f"sample {(self.uid, self.sample)} has no turn: the first turn holds the prompt")
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Token ids of the prompt, which is the observation of the first turn."""
+        return self.turns[0].observation_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Reason why the last turn ended."""
+        return self.turns[-1].finish_reason
+
+    @property
+    def text(self) -> str:
+        """Text of the sampled tokens of all turns, without the observations between them."""
+        return "".join(turn.text for turn in self.turns)
+
+    def segments(self) -> list[tuple[int, bool]]:
+        """Return the response as segments (number of tokens, whether the policy sampled them), in order."""
+        found = [(len(self.turns[0].action_ids), True)]
+        for turn in self.turns[1:]:
+            found += (len(turn.observation_ids), False), (len(turn.action_ids), True)
+        return found
+
+    def response_ids(self) -> Sequence[int]:
+        """Return the token ids of the response: the first action, and then each later observation and action."""
+        return _response([t.action_ids for t in self.turns], [t.observation_ids for t in self.turns[1:]])
+
+    def log_probs(self) -> Sequence[float]:
+        """Return the log-prob of each response token in nats; 0 in observations."""
+        observed = [[0.0] * len(turn.observation_ids) for turn in self.turns[1:]]
+        return _response([turn.log_probs for turn in self.turns], observed)
+
+    def versions(self) -> Sequence[int]:
+        """Return the weight version of each response token; `NOT_SAMPLED` in observations."""
+        observed = [[NOT_SAMPLED] * len(turn.observation_ids) for turn in self.turns[1:]]
+        return _response([turn.versions for turn in self.turns], observed)
+
+
+def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequence[_Value]]) -> Sequence[_Value]:
+    """Return the first action, and then each observation followed by its action. A single action is not copied."""
+    first, *later = actions
+    if not later:
+        return first
+    return list(chain(first, *chain.from_iterable(zip(observations, later, strict=True))))
+
+
+def sampled_tokens(batch: DataProto) -> Tensor:
+    """Return whether the policy sampled each response token: (N,) bool.
+
+    Tokens of rows that are not trained on count as sampled, unlike in `response_mask`.
+    """
+    return batch.values("policy_version") != NOT_SAMPLED
+
+
+def sampled_lengths(batch: DataProto) -> Tensor:
+    """Return the number of tokens in each row that the policy sampled: (B,) int64."""
+    counts = sampled_tokens(batch).cumsum(0)
+    return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

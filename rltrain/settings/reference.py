@@ -1,0 +1,238 @@
+"""Documentation of the config keys, generated from the schema: `docs/settings.md` and the comments in the YAML files.
+
+This command writes both, and prints the names of the files that it changed:
+
+    python -m rltrain.settings.reference
+
+A YAML file that builds on another choice of its group holds only what differs from that choice. The comments in such a
+file explain its values, so they stay as they are. All other YAML files hold every key of their sections. The comments
+of these keys are generated. The comment at the start of a file, and comments of lines that are no keys, stay.
+"""
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from rltrain.settings.compose import choices, config_dir, group_names
+from rltrain.settings.key import Declared, declared_keys
+from rltrain.settings.schema import Config
+
+WIDTH = 120  # longest line of a YAML file
+TOP = ""  # path of the whole config
+INTRODUCTION = """\
+# Settings
+
+This page lists every config key. It is generated from `rltrain/settings` by `python -m rltrain.settings.reference`.
+
+`GROUP=CHOICE` selects a file of a folder in `config/`, and `KEY=VALUE` sets one key. The defaults on this page are
+those of `config/train.yaml` and of the default choice of each group. Other choices may have other defaults. A default
+may refer to another key: `${data.train}` is the value of `data.train`. This command prints the value of every key for
+the given arguments, and stops:
+
+```bash
+python -m rltrain.main algorithm=ppo trainer.total_steps=60 --cfg
+```
+
+The last column says whether a run may continue from a checkpoint with another value of the key.
+[Checkpoints](checkpoints.md) describes how a run is resumed."""
+COLUMNS = ("key", "default", "values", "meaning", "on resume")
+ENTRY_COLUMNS = ("key", "if left out", *COLUMNS[2:])
+PLAIN_TYPES: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "`true` or `false`",
+    dict: "mapping",
+}
+_LINE_OF_KEY = re.compile(r"(?P<indent> *)(?P<dash>- )?(?P<name>\w+):(?P<rest>( .*)?)")
+
+
+def page() -> str:
+    """Return the text of `docs/settings.md`."""
+    every, defaults = tuple(declared_keys(Config)), _defaults()
+    lines = [INTRODUCTION]
+    for one in every:
+        if one.section is not None:
+            lines += ["", *_section(one, every, defaults)]
+    return "\n".join([*lines, "", "## Other keys", "", *_table(TOP, every, defaults)]) + "\n"
+
+
+def _section(section: Declared, every: tuple[Declared, ...], defaults: Mapping[str, Any]) -> list[str]:
+    """Return the lines about one section: heading, meaning, choices of the config group, and the table of its keys."""
+    path, title = section.path, f"`{section.path}`"
+    if get_origin(section.hint) is list:
+        path, title = f"{path}[]", f"An entry of {title}"
+    group = path.split(".")[0]
+    lines = ["#" * (2 if path == group else 3) + f" {title}", "", section.key.meaning]
+    if path in group_names():
+        lines += ["", f"Choices of `{group}=CHOICE`: {', '.join(f'`{choice}`' for choice in choices(group))}."]
+    return [*lines, "", *_table(path, every, defaults)]
+
+
+def _table(path: str, every: tuple[Declared, ...], defaults: Mapping[str, Any]) -> list[str]:
+    rows = [one for one in every if _parent(one.path) == path and (_is_set_whole(one) or one.section is None)]
+    columns = ENTRY_COLUMNS if any(one.key.if_left_out for one in rows) else COLUMNS
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *(_cells(one, defaults) for one in rows))]
+    return [lines[0], f"|{'---|' * len(columns)}", *lines[1:]]
+
+
+def _cells(one: Declared, defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    default = one.key.if_left_out or f"`{_shown(_value_at(one.path, defaults))}`"
+    name = one.path if not one.key.if_left_out else one.path.rpartition(".")[2]
+    return (
+        f"`{name}`",
+        default,
+        values_of(one),
+        one.key.meaning,
+        "may change" if one.changeable else "must stay the same",
+    )
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_set_whole(one: Declared) -> bool:
+    """Return whether a user sets this section as one value: it is a list, or a mapping that is given as a whole."""
+    return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
+
+
+def values_of(one: Declared) -> str:
+    """Return the description of a key's valid values, such as `whole number >= 1, or null`."""
+    unit = f", in {one.key.unit}" if one.key.unit else ""
+    return one.key.values + unit if one.key.values else f"{_type(one.hint, one.key.bounds)}{unit}"
+
+
+def _type(hint: Any, bounds: str = "") -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        (kind,) = (arg for arg in args if arg is not NoneType)
+        return f"{_type(kind, bounds)}, or `null`"
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in args)
+    if origin is list:
+        return "list of names" if args == (str,) else "list of entries"
+    plain = PLAIN_TYPES.get(origin or hint, "mapping")
+    return f"{plain} {bounds}" if bounds else plain
+
+
+def _defaults() -> Mapping[str, Any]:
+    """Return the nested values of `config/train.yaml` and the default choices. References to other keys stay text."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        values = OmegaConf.to_container(hydra_compose("train"), resolve=False)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+def _value_at(path: str, values: Mapping[str, Any]) -> Any:
+    head, _, rest = path.partition(".")
+    return _value_at(rest, values[head]) if rest else values[head]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a user would write it on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(item['path'] if isinstance(item, dict) else str(item) for item in value)}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def commented(text: str, prefix: str = "") -> str:
+    """Return the text of a YAML file with the generated comments.
+
+    Args:
+        text: the text of the file, with or without comments.
+        prefix: text before the names of the file's keys, such as `trainer.`.
+    """
+    if _builds_on_another_choice(text):
+        return text
+    meanings = {one.path: _comment(one) for one in declared_keys(Config)}
+    head, body = _without_head(text.splitlines())
+    lines, waiting = [*head, ""], list[str]()
+    for line, path in _paths(body, prefix):
+        if not line.strip() or line.strip().startswith("#"):
+            waiting.append(line)
+        elif path in meanings:
+            lines += [above for above in waiting if not above.strip()] + _with_comment(line, meanings[path])
+            waiting = []
+        else:
+            lines += [*waiting, line]
+            waiting = []
+    result = "\n".join([*lines, *waiting]) + "\n"
+    assert yaml.safe_load(result) == yaml.safe_load(text), "comments change no value"
+    return result
+
+
+def _builds_on_another_choice(text: str) -> bool:
+    defaults = yaml.safe_load(text).get("defaults", [])
+    return any(isinstance(choice, str) and choice != "_self_" for choice in defaults)
+
+
+def _comment(one: Declared) -> str:
+    return f"{one.key.meaning} Unit: {one.key.unit}." if one.key.unit else one.key.meaning
+
+
+def _without_head(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Split off the comment at the start of a file, and the empty lines after it."""
+    end = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    start = next((n for n, line in enumerate(lines) if n >= end and line.strip()), len(lines))
+    return lines[:end], lines[start:]
+
+
+def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield each line with the path of its key. The path is "" for a line without a key."""
+    around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]  # column and path of the keys that the line is inside of
+    for line in lines:
+        found = _LINE_OF_KEY.fullmatch(line)
+        if found is None:
+            yield line, ""
+            continue
+        column = len(found["indent"])
+        while around[-1][0] >= column:
+            around.pop()
+        if found["dash"]:
+            around.append((column, f"{around[-1][1]}[]"))
+            column += len(found["dash"])
+        path = f"{around[-1][1]}.{found['name']}".lstrip(".")
+        around.append((column, path))
+        yield line, path
+
+
+def _with_comment(line: str, comment: str) -> list[str]:
+    """Return the lines of a key with its comment behind it, or above it if the line would be too long."""
+    bare = re.sub(r"\s+#.*", "", line)
+    short = f"{bare}  # {comment}"
+    if len(short) <= WIDTH:
+        return [short]
+    start = " " * (len(line) - len(line.lstrip())) + "# "
+    return [*textwrap.wrap(comment, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False), bare]
+
+
+def outdated() -> dict[Path, str]:
+    """Return the files that differ from the schema, with their new text."""
+    folder = config_dir()
+    new = {folder.parent / "docs" / "settings.md": page()}
+    for file in sorted(folder.rglob("*.yaml")):
+        new[file] = commented(file.read_text("utf-8"), "" if file.parent == folder else f"{file.parent.name}.")
+    return {file: text for file, text in new.items() if not file.exists() or file.read_text("utf-8") != text}
+
+
+def main() -> None:
+    """Write the files that differ from the schema, and print their names."""
+    for file, text in outdated().items():
+        file.write_text(text, "utf-8")
+        sys.stdout.write(f"{file}\n")
+
+
+if __name__ == "__main__":
+    main()

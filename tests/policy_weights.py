@@ -1,0 +1,33 @@
+"""The policy's weights as its ranks hold them: gathered, in float32, with adapters merged."""
+
+import ray
+from torch import Tensor, nn
+
+from workers.cluster.host_groups import LocalHosts
+from workers.cluster.worker_process import Host
+from workers.models.adapter_weights import merge
+from workers.models.fsdp import full
+from workers.models.lora import adapters_of, plain_parameters
+from workers.training.worker_group import WorkerGroup
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once. This is a collective of the model's ranks."""
+    adapters, found = adapters_of(model), {}
+    for name, parameter in plain_parameters(model).items():
+        found[name] = full(parameter).clone()
+        if name in adapters:
+            adapter = adapters[name]
+            found[name] = merge(found[name], full(adapter.b.detach()), full(adapter.a.detach()), adapter.scale)
+    return found
+
+
+def weights_of(actor: WorkerGroup) -> dict[str, Tensor]:
+    """The weights of the actor, as rank 0 gathers them."""
+
+    def on_a_rank(host: Host, role: str) -> dict[str, Tensor]:
+        return merged_weights(host.roles[role].model)
+
+    if isinstance(actor.hosts, LocalHosts):
+        return on_a_rank(actor.hosts.host, actor.role)
+    return ray.get([rank.__ray_call__.remote(on_a_rank, actor.role) for rank in actor.hosts.actors])[0]
