@@ -2,7 +2,7 @@
 
 
 class Immortal:
-    """Engines none of which dies, and that need no weights. A subclass has `submit`, `pending` and the coroutine `poll`."""
+    """Engines that never die and need no weights. A subclass has `submit`, `pending` and the coroutine `poll`."""
 
     async def load(self, ranks, version, *, check):
         """Take the weights."""

@@ -1,9 +1,10 @@
 """The policy's weights as its ranks hold them: gathered, in float32, with adapters merged."""
 
-import ray
+import asyncio
+
 from torch import Tensor, nn
 
-from workers.cluster.host_groups import LocalHosts
+from workers.cluster.processes import LocalProcess
 from workers.cluster.worker_process import Host
 from workers.models.adapter_weights import merge
 from workers.models.fsdp import full
@@ -22,12 +23,14 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def weights_of(actor: WorkerGroup) -> dict[str, Tensor]:
+async def weights_of(actor: WorkerGroup) -> dict[str, Tensor]:
     """The weights of the actor, as rank 0 gathers them."""
 
     def on_a_rank(host: Host, role: str) -> dict[str, Tensor]:
         return merged_weights(host.roles[role].model)
 
-    if isinstance(actor.hosts, LocalHosts):
-        return on_a_rank(actor.hosts.host, actor.role)
-    return ray.get([rank.__ray_call__.remote(on_a_rank, actor.role) for rank in actor.hosts.actors])[0]
+    ranks = [(rank.process, rank.name) for rank in actor.ranks]
+    if isinstance(ranks[0][0], LocalProcess):
+        return on_a_rank(ranks[0][0].host, ranks[0][1])
+    calls = [process.actor.__ray_call__.remote(on_a_rank, name) for process, name in ranks]
+    return (await asyncio.gather(*(asyncio.wrap_future(call.future()) for call in calls)))[0]

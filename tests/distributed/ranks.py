@@ -110,8 +110,3 @@ async def updated(
     """Metrics of an update of the actor, which gets only the columns that its config calls for."""
     columns = update_columns((config or config_of()).algorithm)
     return await actor.update(ActorWorker.update, batch, columns, plan, max_tokens, ENTROPY_COEF)
-
-
-async def weights_of(actor: WorkerGroup) -> dict[str, torch.Tensor]:
-    weights = (await actor.call(ActorWorker.weights))[0]
-    return {name: tensor.clone() for name, tensor in weights.items()}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import LOG_PROBS, built, processes_of, replayed, weights_of
+from ranks import LOG_PROBS, built, processes_of, replayed
 from transformers import AutoModelForCausalLM
 
 from rltrain.algorithms import TOKEN_SELECTORS, required_columns
@@ -11,6 +11,7 @@ from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from rltrain.trajectories.token_rewards import with_random_draws
+from tests.policy_weights import weights_of
 from workers.placement import ROLES
 from workers.training.actor import ActorWorker
 from workers.training.dispatch import PLAN_METRICS

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 import pytest_asyncio
 import torch
-from ranks import LORA, config_of, group, replayed, updated, weights_of, with_log_probs
+from ranks import LORA, config_of, group, replayed, updated, with_log_probs
 from safetensors.torch import load_file
 
 from rltrain.batch.row_assignment import minibatches
+from tests.policy_weights import weights_of
 from workers.training.actor import ActorWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]

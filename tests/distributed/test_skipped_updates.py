@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ranks import config_of, group, prepared, updated, weights_of
+from ranks import config_of, group, prepared, updated
 
 from rltrain.base.errors import NumericsError
 from rltrain.batch.data_proto import DataProto

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from ranks import LOG_PROBS, LORA, STEPS, config_of, group, prepared, replayed, updated, weights_of, with_log_probs
+from ranks import LOG_PROBS, LORA, STEPS, config_of, group, prepared, replayed, updated, with_log_probs
 
 from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.schema import Config
+from tests.policy_weights import weights_of
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
 from workers.training.dispatch import PLAN_METRICS

@@ -103,19 +103,19 @@ def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completi
     return predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
 
-def resolved(hosts: RayHosts, request: Request) -> dict[str, Any]:
+def resolved(engine: Role, request: Request) -> dict[str, Any]:
     """The sampling parameters that vLLM makes of a request after all its defaults."""
 
-    def of(host: Host) -> dict[str, Any]:
+    def of(host) -> dict[str, Any]:
         from workers.rollout.vllm_engine import sampling_params  # vLLM is imported in the engine's process only
 
-        engine = host.roles["rollout"].engine
-        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request, engine.stop_ids)
-        processor = engine.engine.input_processor
+        made = host.roles["rollout"].engine
+        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request, made.stop_ids)
+        processor = made.engine.input_processor
         found = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
         return {name: getattr(found, name) for name in found.__struct_fields__}
 
-    return ray.get(hosts.actors[0].__ray_call__.remote(of))
+    return ray.get(engine.process.actor.__ray_call__.remote(of))
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
@@ -130,7 +130,7 @@ async def test_E1_engine_log_probs_are_log_softmax_of_logits_over_temperature(en
 
 
 async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the_models_own(engine):
-    settings = await engine.call(RolloutWorker.settings, Request((0, 0), PROMPT, 0.7, 5, 42))
+    settings = resolved(engine, Request((0, 0), PROMPT, 0.7, 5, 42))
     expected = {
         "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "max_tokens": 5, "min_tokens": 0, "seed": 42, "stop_token_ids": [EOS_ID],

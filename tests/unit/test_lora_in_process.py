@@ -15,7 +15,6 @@ from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from tests.policy_weights import weights_of
 from workers.placement import start as start_workers
-from workers.training.actor import ActorWorker
 
 STEPS = 12
 BASE = [
@@ -67,7 +66,7 @@ async def test_reward_rises_with_adapters_alone_and_engine_and_actor_agree_in_ea
     assert sorted(file.name for file in folder.iterdir() if file.is_dir()) == ["adapter"]
     saved = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     base = dict(AutoModelForCausalLM.from_pretrained(Path(start)).named_parameters())
-    (weights,) = await made.actor.call(ActorWorker.weights)
+    weights = await weights_of(made.actor)
     assert all(torch.equal(saved[name], weights[name]) for name in base)
     moved = {name.rpartition(".")[0].rpartition(".")[2] for name in base if not torch.equal(saved[name], base[name])}
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

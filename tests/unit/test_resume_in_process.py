@@ -231,7 +231,7 @@ def stop_after(run, arrivals):
             nonlocal left
             found = await poll()
             left -= 1
-            print("ARRIVED", arrivals-left)
+            print("ARRIVED", arrivals - left)
             if not left:
                 run.tasks.interrupt(Stopped(143))
             return found

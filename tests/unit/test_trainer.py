@@ -10,7 +10,6 @@ from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from rltrain.trainer import Trainer
-from rltrain.trajectories.batch_building import place_scores
 from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.prompt_groups import State
 from rltrain.trajectories.reward_models import RewardModel

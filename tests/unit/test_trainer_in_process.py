@@ -61,7 +61,7 @@ async def trainer(tasks, model, *overrides) -> Trainer:
 
 
 async def weights(made: Trainer) -> dict[str, torch.Tensor]:
-    (weights,) = await made.actor.call(ActorWorker.weights)
+    weights = await weights_of(made.actor)
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
@@ -169,7 +169,7 @@ async def sequential(tasks, model, steps, *overrides):
     )
     trained = []
     for step in range(steps):
-        current = (await workers.actor.call(ActorWorker.weights))[0]
+        current = await weights_of(workers.actor)
         with torch.no_grad():
             for name, parameter in engine.model.named_parameters():
                 parameter.copy_(current[name])
@@ -208,7 +208,7 @@ async def sequential(tasks, model, steps, *overrides):
         plan = minibatches(batch.batch["uid"].tolist(), 1, 1, seed=0, step=step)
         await workers.actor.update(ActorWorker.update, batch, update_columns(config.algorithm), plan, budget, 0.0)
         trained.append((batch, scores))
-    return trained, (await workers.actor.call(ActorWorker.weights))[0]
+    return trained, await weights_of(workers.actor)
 
 
 async def test_E7_at_staleness_zero_a_run_is_bitwise_a_plain_sequential_loop(tasks, start, reward):

@@ -18,11 +18,11 @@ from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from tests.fakes import Immortal, NoCheckpoints
+from tests.policy_weights import weights_of
 from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
-from workers.training.actor import ActorWorker
 from workers.training.worker_group import WorkerGroup
 
 PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
@@ -240,14 +240,11 @@ async def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisa
 
 
 async def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_suppressed_score(start, process_group):
-    async def weights():
-        return {name: tensor.clone() for name, tensor in (await role.call(ActorWorker.weights)).items()}
-
     role, found = Role(LocalProcess(Host({}, verbose=True)), "actor"), []
     for score in (1.0, 100.0):
         role.process.build("actor", "workers.training.actor:ActorWorker", BASE, start)
         await trained(two_groups(score), actor=WorkerGroup([role]))
-        found.append(await weights())
+        found.append(await weights_of(WorkerGroup([role])))
     role.process.build("actor", "workers.training.actor:ActorWorker", BASE, start)
     untrained = await weights()
     assert all(torch.equal(found[0][name], found[1][name]) for name in untrained)

@@ -13,6 +13,7 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from rltrain.trajectories.batch_building import to_batch, without_invalid
 from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, State, stream_seed
+from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult

@@ -9,6 +9,7 @@ from rltrain.base.errors import RewardError
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult

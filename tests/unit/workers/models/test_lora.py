@@ -14,6 +14,7 @@ from rltrain.base.errors import ConfigError, SyncError
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import LoRAConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from tests.policy_weights import merged_weights
 from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.models.adapter_weights import BaseWeights
@@ -98,7 +99,7 @@ def same(found, expected, tolerance=1e-6) -> bool:
 async def test_merged_weights_are_those_that_peft_merges(start, sampled_batch, tmp_path):
     run = Run(start, "model.lora={rank:4,alpha:12,targets:[q_proj,down_proj]}")
     await run.update(sampled_batch, times=3)
-    expected, found = by_peft(run, start, tmp_path), run.worker.weights()
+    expected, found = by_peft(run, start, tmp_path), merged_weights(run.worker.model)
     assert found.keys() == expected.keys()
     assert same(found, expected)
     base = dict(AutoModelForCausalLM.from_pretrained(start).named_parameters())

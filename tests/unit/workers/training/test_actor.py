@@ -6,6 +6,7 @@ import torch
 from rltrain.algorithms import TOKEN_SELECTORS, columns_of
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.compose import compose
+from tests.policy_weights import weights_of
 from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES
@@ -49,7 +50,7 @@ class Run:
         return await self.actor.update(ActorWorker.update, batch, columns, options.get("plan", ALL), 8192, entropy_coef)
 
     async def weights(self):
-        (weights,) = await self.actor.call(ActorWorker.weights)
+        weights = await weights_of(self.actor)
         return {name: tensor.clone() for name, tensor in weights.items()}
 
 
