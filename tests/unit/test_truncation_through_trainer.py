@@ -246,6 +246,6 @@ async def test_C5_the_weights_after_a_step_of_the_real_actor_do_not_know_the_sup
         await trained(two_groups(score), actor=WorkerGroup([role]))
         found.append(await weights_of(WorkerGroup([role])))
     role.process.build("actor", "workers.training.actor:ActorWorker", BASE, start)
-    untrained = await weights()
+    untrained = await weights_of(WorkerGroup([role]))
     assert all(torch.equal(found[0][name], found[1][name]) for name in untrained)
     assert any(not torch.equal(found[0][name], untrained[name]) for name in untrained)
