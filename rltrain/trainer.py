@@ -23,7 +23,8 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import minibatches
 from rltrain.data.prompts import Prompt
 from rltrain.monitoring.alarms import Alarms
-from rltrain.monitoring.step_metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
+from rltrain.monitoring.phase_timer import Timer
+from rltrain.monitoring.step_metrics import entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.monitoring.tracking import Tracker
 from rltrain.run.checkpoints import Checkpoint, Checkpoints, SavesState
 from rltrain.run.recovery import Restarts

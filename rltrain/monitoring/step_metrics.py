@@ -1,8 +1,6 @@
-"""Metrics of one training step: statistics of its samples, and the time of its phases."""
+"""Statistics of the samples of one training step: rewards, lengths, entropy, staleness, engine against actor."""
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rltrain.algorithms import rollout_diagnostics
 from rltrain.batch.data_proto import DataProto
@@ -11,31 +9,6 @@ from workers.training.dispatch import divergence
 
 # Metrics that dynamic sampling stores in `meta_info`.
 COLLECTED = ("reward/mean_generated", "rollout/groups_dropped", "rollout/groups_missing")
-
-
-class Timer:
-    """Measures the seconds that each phase of one step takes."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time that the block takes to `timing/<phase>`."""
-        start = time.perf_counter()
-        yield
-        key = f"timing/{phase}"
-        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
-
-    def metrics(self, batch: DataProto) -> dict[str, float]:
-        """Return the seconds of each phase and of the whole step, and the prompt and response tokens per second.
-
-        Observations count as response tokens here, because the workers process them too.
-        """
-        step = time.perf_counter() - self.began
-        tokens = len(batch.values("prompts")) + len(batch.values("responses"))
-        return {**self.seconds, "timing/step": step, "perf/tokens_per_s": tokens / step}
 
 
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:

@@ -12,7 +12,9 @@ from rltrain.base.errors import CheckpointError, ConfigError, RLTrainError, desc
 from rltrain.base.storage import Folder, absolute
 from rltrain.data.prompts import PromptSet
 from rltrain.monitoring.alarms import Alarms
-from rltrain.monitoring.tracking import CURVES, EVALUATIONS, METRICS, rows_of
+from rltrain.monitoring.json_lines import rows_of
+from rltrain.monitoring.learning_curve import CURVES
+from rltrain.monitoring.sinks import EVALUATIONS, METRICS
 from rltrain.run.checkpoints import MANIFEST, Checkpoint, Checkpoints, read, read_manifest, require_own, steps_in
 from rltrain.run.checks import RUN_FILES
 from rltrain.run.source_fingerprints import sources

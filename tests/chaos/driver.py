@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.main import main
-from rltrain.monitoring.step_metrics import Timer
+from rltrain.monitoring.phase_timer import Timer
 from rltrain.run import checks
 from rltrain.run.checkpoints import Checkpoints
 from rltrain.trainer import Trainer

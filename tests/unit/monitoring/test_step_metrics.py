@@ -1,11 +1,10 @@
 import math
-import time
 
 import pytest
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
-from rltrain.monitoring.step_metrics import Timer, entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
+from rltrain.monitoring.step_metrics import entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 
 NAN = math.nan
 
@@ -117,20 +116,6 @@ def test_the_age_of_tokens_is_counted_in_versions_behind_the_one_that_is_trained
 
 def test_a_nan_shows_in_the_gap():
     assert math.isnan(gap_of([NAN, -2.0, -3.0], [-1.0, -2.0, -3.0], [True] * 3)["rollout/log_prob_gap"])
-
-
-def test_the_timer_adds_up_each_phase_and_counts_tokens_a_second():
-    timer = Timer()
-    for _ in range(2):
-        with timer("a"):
-            time.sleep(0.02)
-    with timer("b"):
-        pass
-    metrics = timer.metrics(samples([0.0] * 4, [True] * 4, [[0.0]] * 4))
-    assert set(metrics) == {"timing/a", "timing/b", "timing/step", "perf/tokens_per_s"}
-    assert 0.04 <= metrics["timing/a"] <= metrics["timing/step"]
-    assert metrics["timing/b"] < 0.01
-    assert metrics["perf/tokens_per_s"] * metrics["timing/step"] == pytest.approx(8 + 4)
 
 
 def test_entropy_is_estimated_from_what_the_engine_drew():

@@ -8,7 +8,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rltrain.batch.data_proto import DataProto, jagged
-from rltrain.monitoring.tracking import Tracker, draw_learning_curve, ledger_line, sample_table
+from rltrain.monitoring import tracking
+from rltrain.monitoring.learning_curve import draw_learning_curve
+from rltrain.monitoring.ledger import ledger_line
+from rltrain.monitoring.sample_files import sample_table
+from rltrain.monitoring.sinks import JsonLines
+from rltrain.monitoring.tracking import Tracker
 
 NAN = math.nan
 PARTS = ["right", "short"]
@@ -131,6 +136,43 @@ def test_a_metric_that_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
 
 def test_the_display_is_told_each_step_and_evaluation(run):
     assert [shown[:2] for shown in run[2].shown] == [("evaluation", 0), ("step", 1), ("step", 2)]
+
+
+class FakeSink:
+    def __init__(self):
+        self.told = []
+
+    def log_step(self, step, metrics):
+        self.told.append(("step", step, metrics))
+
+    def log_eval(self, step, metrics):
+        self.told.append(("eval", step, metrics))
+
+    def restore(self, step, steps, evaluations):
+        self.told.append(("restore", step, steps, evaluations))
+
+    def close(self):
+        self.told.append(("close",))
+
+
+def test_every_sink_is_told_each_step_evaluation_and_restore_and_the_end(tmp_path, monkeypatch):
+    sinks = [FakeSink(), FakeSink()]
+    monkeypatch.setattr(tracking, "make_sinks", lambda folder: [JsonLines(folder), *sinks])
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
+    tracker.log_eval(0, EVALUATION)
+    tracker.log_step(1, metrics(0.25), batch())
+    kept = {name: start.path.read_bytes() for name, start in tracker.state().items()}
+    tracker.log_step(2, metrics(9.0), batch())
+    tracker.restore(1, kept)
+    tracker.close()
+    assert sinks[0].told == sinks[1].told
+    assert sinks[0].told == [
+        ("eval", 0, EVALUATION),
+        ("step", 1, metrics(0.25)),
+        ("step", 2, metrics(9.0)),
+        ("restore", 1, [{"step": 1, **metrics(0.25)}], [{"step": 0, **EVALUATION}]),
+        ("close",),
+    ]
 
 
 def test_every_sample_is_in_the_parquet_file_of_its_step(run):

@@ -1,0 +1,59 @@
+"""Files of JSON objects, one per line, and metrics as such objects.
+
+JSON has no NaN and no infinity, and parsers other than Python's reject them. In a file, null stands for both.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLinesFile:
+    """A file that grows by one JSON object per line.
+
+    Args:
+        path: path of the file. Its folder must exist. Lines that the file already has stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open()
+
+    def _open(self) -> None:
+        self.file = self.path.open("a", encoding="utf-8")
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one object as the last line. The line is in the file when the call returns."""
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+    def replace(self, content: bytes) -> None:
+        """Replace the whole file at once: a process that is killed meanwhile leaves the old or the new content."""
+        self.close()
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        partial.write_bytes(content)
+        os.replace(partial, self.path)
+        self._open()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def line_of(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as an object that JSON can represent: NaN and infinity become None."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def lines_of(rows: Iterable[Mapping[str, float]]) -> bytes:
+    """Return metrics as the content of a file of JSON lines."""
+    return "".join(json.dumps(line_of(row)) + "\n" for row in rows).encode()
+
+
+def rows_of(lines: bytes) -> list[dict[str, float]]:
+    """Parse metrics from the content of a file of JSON lines; null becomes NaN."""
+    rows = (json.loads(line) for line in lines.splitlines())
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

@@ -1,0 +1,28 @@
+"""The ledger: what became of each prompt group of a run.
+
+The ledger has one line per step with these keys:
+
+- `used`: uids of the prompt groups that were trained on.
+- `dropped`: uids of the prompt groups that were discarded.
+- `failed`: (uid, sample) of the answers whose reward failed.
+
+Each uid occurs exactly once in the whole ledger, either in `used` or in `dropped`.
+"""
+
+from typing import Any
+
+from rltrain.batch.data_proto import DataProto
+
+LEDGER = "ledger.jsonl"
+
+
+def ledger_line(step: int, batch: DataProto) -> dict[str, Any]:
+    """Return the ledger line of a step: the prompt groups used and dropped, and the answers whose reward failed."""
+    uids = batch.batch["uid"].tolist()
+    failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
+    return {
+        "step": step,
+        "used": list(dict.fromkeys(uids)),
+        "dropped": batch.meta_info.get("dropped", []),
+        "failed": failed,
+    }

@@ -1,0 +1,32 @@
+"""The time that each phase of a training step takes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rltrain.batch.data_proto import DataProto
+
+
+class Timer:
+    """Measures the seconds that each phase of one step takes."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time that the block takes to `timing/<phase>`."""
+        start = time.perf_counter()
+        yield
+        key = f"timing/{phase}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+
+    def metrics(self, batch: DataProto) -> dict[str, float]:
+        """Return the seconds of each phase and of the whole step, and the prompt and response tokens per second.
+
+        Observations count as response tokens here, because the workers process them too.
+        """
+        step = time.perf_counter() - self.began
+        tokens = len(batch.values("prompts")) + len(batch.values("responses"))
+        return {**self.seconds, "timing/step": step, "perf/tokens_per_s": tokens / step}

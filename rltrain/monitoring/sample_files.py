@@ -1,0 +1,91 @@
+"""Files of samples: parquet tables of all samples of a step, and whole batches for debugging."""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rltrain.batch.data_proto import DataProto
+
+_OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
+
+
+class SampleFiles:
+    """Writes the samples of training steps to files.
+
+    Args:
+        output_dir: output folder of the run; must exist. Tables go to its folder `rollouts`, batches to `failed`.
+        components: names of the reward components.
+    """
+
+    def __init__(self, output_dir: Path, components: Sequence[str]) -> None:
+        self.tables, self.batches, self.components = output_dir / "rollouts", output_dir / "failed", list(components)
+        self.tables.mkdir(exist_ok=True)
+
+    def write_trained(self, step: int, batch: DataProto) -> Path:
+        """Write the samples of a training step as a table, and return the path of the file."""
+        return self._write(f"step_{step:06d}", batch)
+
+    def write_failed(self, step: int, batch: DataProto) -> Path:
+        """Write the samples of a step that could not be trained on as a table, and return the path of the file."""
+        return self._write(f"failed_{step:06d}", batch)
+
+    def _write(self, name: str, batch: DataProto) -> Path:
+        path = self.tables / f"{name}.parquet"
+        pq.write_table(sample_table(batch, self.components), path)
+        return path
+
+    def save_batch(self, step: int, batch: DataProto) -> str:
+        """Save the whole batch of a step, to be read with `DataProto.load`.
+
+        Returns:
+            The path of the file, or the reason why the batch could not be saved.
+        """
+        path = self.batches / f"step_{step:06d}.pt"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            batch.save(path)
+        except (OSError, RuntimeError, TypeError) as error:  # full disk, or a column that JSON cannot hold
+            return f"could not be kept ({' '.join(str(error).split())})"
+        return str(path)
+
+    def restore(self, step: int) -> None:
+        """Remove the tables of all steps after `step`. Saved batches stay."""
+        for file in self.tables.iterdir():
+            if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
+                file.unlink()
+
+
+def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
+    """Return a table with one row per sample of a batch.
+
+    The columns include texts, token ids, log-probs, scores, advantages and finish reasons. `reward_components` has the
+    score of each component by name; it is null if the component does not apply or the sample failed.
+    """
+    objects = batch.non_tensor_batch
+    offsets = batch.offsets("responses")
+    columns = {
+        "uid": batch.batch["uid"].tolist(),
+        "prompt": objects["prompt_text"].tolist(),
+        "response": objects["response_text"].tolist(),
+        "score": batch.batch["scores"].tolist(),
+        "valid": batch.batch["valid"].tolist(),
+        "finish_reason": objects["finish_reason"].tolist(),
+        "reward_error": objects["reward_error"].tolist(),
+        "reward_components": [
+            {name: None if math.isnan(score) else score for name, score in zip(components, row, strict=True)}
+            for row in batch.batch["reward_components"].tolist()
+        ],
+    }
+    names = {"responses": "response_ids"}
+    for name in ("responses", "response_mask", "rollout_log_probs", "policy_version", "advantages"):
+        if name in batch:
+            values = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
+            columns[names.get(name, name)] = values
+    columns["prompt_ids"] = pa.ListArray.from_arrays(
+        batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy()
+    )
+    return pa.table(columns)

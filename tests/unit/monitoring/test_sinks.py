@@ -1,0 +1,88 @@
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rltrain.monitoring import tracking
+from rltrain.monitoring.sinks import JsonLines, TensorBoard
+
+ROOT = Path(__file__).parents[3]
+PAGE = "docs/reading-a-run.md"
+SECTION = (ROOT / PAGE).read_text().partition("## Send metrics somewhere else\n")[2].partition("\n## ")[0]
+STEPS = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.75}, {"step": 3, "reward/mean": 1e-7}]
+EVALUATIONS = [{"step": 0, "eval/greedy_reward": 0.5}]
+
+
+def filled(sink):
+    """The sink, after an evaluation and three steps."""
+    sink.restore(0, [], [])
+    sink.log_eval(0, {"eval/greedy_reward": 0.5})
+    for row in STEPS:
+        sink.log_step(row["step"], {"reward/mean": row["reward/mean"]})
+    return sink
+
+
+def taken_back(sink):
+    """Put the sink back to step 2, log another step 3, and close the sink."""
+    sink.restore(2, STEPS[:2], EVALUATIONS)
+    sink.log_step(3, {"reward/mean": 9.0})
+    sink.close()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_json_lines_put_back_are_those_of_the_kept_steps_whatever_the_folder_had(tmp_path, other):
+    (tmp_path / "other").mkdir()
+    taken_back(JsonLines(tmp_path / "other") if other else filled(JsonLines(tmp_path)))
+    folder = tmp_path / "other" if other else tmp_path
+    assert lines(folder / "metrics.jsonl") == [*STEPS[:2], {"step": 3, "reward/mean": 9.0}]
+    assert lines(folder / "evaluations.jsonl") == EVALUATIONS
+    assert not [*folder.glob("*.partial")]
+
+
+def test_json_lines_put_back_are_the_same_bytes(tmp_path):
+    sink, kept = filled(JsonLines(tmp_path)), {"a": 1e-320, "b": 0.1 + 0.2, "c": math.nan, "d": math.inf, "e": 3}
+    sink.log_step(4, kept)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    sink.restore(4, [*STEPS, {"step": 4, **kept}], EVALUATIONS)
+    sink.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert lines(tmp_path / "metrics.jsonl")[-1] == {"step": 4, **kept, "c": None, "d": None}
+
+
+def test_tensorboard_put_back_shows_the_kept_steps_and_the_new_one(tmp_path):
+    taken_back(filled(TensorBoard(tmp_path)))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found == {"reward/mean": [(1, 0.25), (2, 0.75), (3, 9.0)], "eval/greedy_reward": [(0, 0.5)]}
+
+
+def sink_of_the_page():
+    """The class that the page shows as the whole content of a file."""
+    ((path, code),) = re.findall(r"^`([\w/.]+)`\n\n```python\n(.*?)^```$", SECTION, re.S | re.M)
+    assert not (ROOT / path).exists(), f"{path} is part of the project now: show another sink"
+    names = {"__name__": "sink_of_the_page"}
+    exec(compile(code, PAGE, "exec"), names)
+    return names["CsvFile"]
+
+
+def test_the_sink_of_the_page_writes_each_metric_and_forgets_what_comes_after_a_restore(tmp_path):
+    sink = filled(sink_of_the_page()(tmp_path))
+    start = "0,eval/greedy_reward,0.5\n1,reward/mean,0.25\n2,reward/mean,0.75\n"
+    assert (tmp_path / "metrics.csv").read_text() == start + "3,reward/mean,1e-07\n"
+    taken_back(sink)
+    assert (tmp_path / "metrics.csv").read_text() == start + "3,reward/mean,9.0\n"
+
+
+def test_the_list_that_the_page_shows_is_the_projects_list_and_one_line():
+    (shown,) = re.findall(r"^```python\n(    return \[\n.*?)^```$", SECTION, re.S | re.M)
+    own = shown.replace("        CsvFile(output_dir),\n", "")
+    assert own != shown
+    assert own in Path(tracking.__file__).read_text()
