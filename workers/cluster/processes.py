@@ -202,7 +202,7 @@ class RayProcess(WatchedProcess):
 
 
 async def results(
-    pending: Sequence[Pending[R]], *, beside: Collection[WorkerProcess] = (), limit_s: float | None = None
+    pending: Sequence[Pending[R]], *, depends_on: Collection[WorkerProcess] = (), limit_s: float | None = None
 ) -> list[R]:
     """Wait for the results of calls.
 
@@ -210,7 +210,7 @@ async def results(
 
     Args:
         pending: Calls that were started.
-        beside: Further processes on whose calls the results depend.
+        depends_on: Further processes on whose calls the results depend.
         limit_s: Seconds without progress of all these processes after which they count as hanging. None: the hang
             timeout.
 
@@ -218,7 +218,7 @@ async def results(
         WorkerLost: A process died, stopped or hung.
         WorkerError: A call failed with an error that is not the project's.
     """
-    with progress_required([*(one.process for one in pending), *beside], limit_s) as scope:
+    with progress_required([*(one.process for one in pending), *depends_on], limit_s) as scope:
         return await results_in(scope, pending)
 
 

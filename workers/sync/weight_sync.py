@@ -78,7 +78,7 @@ async def sync(
         file = path if share and receivers[0].concurrent else None
         begun = [rank.start(Sends.start_export, file, version, check) for rank in ranks]
         told = [engine.start(Receives.start_load, path, version) for engine in engines]
-        offers, places = await results(begun), await results(told, beside=senders)  # the two calls are independent
+        offers, places = await results(begun), await results(told, depends_on=senders)  # the two calls are independent
         await _stream(ranks, engines, path, offers, places)
     except BaseException as error:
         await _give_up(engines, path, described(error))
@@ -88,7 +88,7 @@ async def sync(
     finally:
         if not any(process.how_lost for process in senders):  # surviving ranks may wait forever for a lost one
             with contextlib.suppress(RLTrainError):
-                await results([rank.start(Sends.end_export) for rank in ranks], beside=receivers)
+                await results([rank.start(Sends.end_export) for rank in ranks], depends_on=receivers)
         with contextlib.suppress(OSError):  # the file remains only if its creator died
             os.unlink(path)
 
@@ -112,7 +112,7 @@ async def _stream(
             [e.start(Receives.load_bucket, path, own, *parts) for e, own in zip(engines, before, strict=True)]
         )
     finished = [e.start(Receives.finish_load, path, own.later) for e, own in zip(engines, loaded[-1], strict=True)]
-    await results(finished, beside=_processes(ranks))
+    await results(finished, depends_on=_processes(ranks))
 
 
 async def _give_up(engines: Sequence[Role[Receives]], path: str, reason: str) -> None:

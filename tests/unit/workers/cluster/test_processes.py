@@ -241,7 +241,7 @@ async def test_one_ranks_error_ends_the_wait_though_the_others_go_on():
 
 async def test_the_death_of_a_process_on_which_the_results_depend_ends_the_wait(liveness):
     (call, other) = pending(Reply(), Reply(), liveness=liveness)
-    waiting = asyncio.ensure_future(results([call], beside=[other.process]))
+    waiting = asyncio.ensure_future(results([call], depends_on=[other.process]))
     await settled()
     assert not waiting.done()
     other.process.lose("is gone")
