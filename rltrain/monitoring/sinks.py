@@ -96,6 +96,7 @@ class TensorBoard:
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / "tensorboard"
+        self.has_events = any(self.folder.glob("events.*"))  # the writer below creates a file at once
         self.writer = self._open(None)
 
     def _open(self, purge_step: int | None) -> "SummaryWriter":
@@ -105,6 +106,7 @@ class TensorBoard:
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Add a point to the curve of each metric of a training step."""
+        self.has_events = True
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
@@ -115,7 +117,7 @@ class TensorBoard:
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Hide the events after `step`. If the folder has no events, write the kept steps and evaluations."""
         self.writer.close()
-        if any(self.folder.glob("events.*")):
+        if self.has_events:
             self.writer = self._open(step + 1)
             return
         self.writer = self._open(None)

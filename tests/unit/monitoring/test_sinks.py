@@ -64,6 +64,16 @@ def test_tensorboard_put_back_shows_the_kept_steps_and_the_new_one(tmp_path):
     assert found == {"reward/mean": [(1, 0.25), (2, 0.75), (3, 9.0)], "eval/greedy_reward": [(0, 0.5)]}
 
 
+def test_a_run_that_goes_on_in_another_folder_has_its_earlier_curves_in_tensorboard_too(tmp_path):
+    sink = TensorBoard(tmp_path)
+    sink.restore(3, STEPS, EVALUATIONS)
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("eval/greedy_reward")] == [0]
+
+
 def sink_of_the_page():
     """The class that the page shows as the whole content of a file."""
     ((path, code),) = re.findall(r"^`([\w/.]+)`\n\n```python\n(.*?)^```$", SECTION, re.S | re.M)
