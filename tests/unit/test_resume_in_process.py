@@ -222,17 +222,16 @@ async def test_groups_in_flight_are_kept_or_issued_again_and_each_is_trained_on_
     assert run.trainer.collector.groups.groups == {}
 
 
-def stop_after(run, arrivals):
-    """A signal comes when answers or scores have arrived so many times."""
-    collector, left = run.trainer.collector, arrivals
+def stop_after(run, count):
+    """A signal comes when this number of answers and scores has arrived."""
+    collector, left = run.trainer.collector, count
 
     def counted(poll):
         async def polled():
             nonlocal left
             found = await poll()
-            left -= 1
-            print("ARRIVED", arrivals - left)
-            if not left:
+            before, left = left, left - len(found)
+            if left <= 0 < before:
                 run.tasks.interrupt(Stopped(143))
             return found
 
@@ -243,20 +242,20 @@ def stop_after(run, arrivals):
 
 
 @pytest.mark.parametrize("override", ["trainer.seed=0", "algorithm.dynamic_sampling=3"])
-@pytest.mark.parametrize("arrivals", [1, 5, 12, 20, 31])
+@pytest.mark.parametrize("arrived", [1, 10, 20, 40, 60])
 async def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_as_if_it_had_not(
-    start, tmp_path, override, arrivals
+    start, tmp_path, override, arrived
 ):
     overrides = [override, "trainer.deterministic=true", "trainer.save_every=0", "trainer.prompts_per_minibatch=4"]
-    whole = await fitted(start, tmp_path / "whole", *overrides, steps=2)
-    stopped = await new_run(start, tmp_path / "parts", *overrides, steps=2)
-    stop_after(stopped, arrivals)
-    with pytest.raises(Stopped):
+    whole = await fitted(start, tmp_path / "whole", *overrides, steps=3)
+    stopped = await new_run(start, tmp_path / "parts", *overrides, steps=3)
+    stop_after(stopped, arrived)
+    with pytest.raises(Stopped):  # a step has 32 answers and scores or more, so this is before the last step
         await stopped.fit()
     state = json.loads(json.dumps(stopped.trainer.state_dict()["collector"]))
     await stopped.trainer.save()
     await stopped.checkpoints.finish()
-    resumed = await resumed_run(start, tmp_path / "parts", *overrides, steps=2)
+    resumed = await resumed_run(start, tmp_path / "parts", *overrides, steps=3)
     kept = json.loads((tmp_path / f"parts/checkpoints/step_{stopped.trainer.step}/driver.json").read_text())
     assert kept["collector"] == state
     assert_same(await resumed.fit(), whole)
@@ -290,8 +289,8 @@ async def test_a_run_that_ends_because_rewards_fail_goes_on_when_they_work_again
     await failed.checkpoints.finish()
     resumed = await resumed_run(start, tmp_path / "parts", *overrides, "trainer.save_every=0")
     assert resumed.trainer.step == 2
-    whole = await fitted(start, tmp_path / "whole", *overrides, "trainer.save_every=0")
-    assert_same(await resumed.fit(), whole)
+    await resumed.fit()
+    assert_same(resumed, await fitted(start, tmp_path / "whole", *overrides, "trainer.save_every=0"))
 
 
 AGGREGATION = """
@@ -394,7 +393,7 @@ async def test_a_save_blocks_the_step_only_while_tensors_are_copied(start, tmp_p
     await run.trainer.save()
     try:
         metrics, _ = await run.trainer.train_step()
-        assert "actor/loss" in metrics
+        assert "actor/grad_norm" in metrics
         assert (run.checkpoints.writing.done(), run.checkpoints.newest()) == (False, None)
     finally:
         go_on.set()

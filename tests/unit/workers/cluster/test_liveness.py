@@ -280,6 +280,17 @@ async def test_the_death_of_a_process_ends_the_waits_that_depend_on_it_at_once_a
         waits[1].cancel()
 
 
+async def test_a_process_that_is_given_up_ends_the_waits_that_depend_on_it_at_once(watch):
+    (process,) = watch.see(Sight("S"))
+    with ProgressScope([process]) as scope:
+        waiting = asyncio.ensure_future(scope.until(asyncio.get_running_loop().create_future()))
+        await settled()
+        process.lose("has weights that nobody can use")
+        await settled()
+        with pytest.raises(WorkerLost, match="has weights that nobody can use$"):
+            waiting.result()
+
+
 async def test_a_wait_for_a_process_that_is_lost_already_ends_at_once(watch):
     (process,) = watch.see(Sight(""))
     with ProgressScope([process]) as scope, pytest.raises(WorkerLost, match="is gone"):
