@@ -287,7 +287,7 @@ async def test_a_process_that_is_given_up_ends_the_waits_that_depend_on_it_at_on
         await settled()
         process.lose("has weights that nobody can use")
         await settled()
-        with pytest.raises(WorkerLost, match="has weights that nobody can use$"):
+        with pytest.raises(WorkerLost, match=r"has weights that nobody can use$"):
             waiting.result()
 
 
