@@ -236,5 +236,6 @@ class RolloutPool:
     def _resume(self) -> None:
         """Wake the replicas' tasks, and route the groups that have waited for a replica."""
         self.changes.notify()
-        queued, self._queue = self._queue, []
-        self.submit(queued)
+        if self._queue:
+            queued, self._queue = self._queue, []
+            self.submit(queued)
