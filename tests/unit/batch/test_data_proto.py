@@ -294,6 +294,7 @@ CALLS = {
     "with_padded": lambda b: b.with_padded("responses", uid=torch.zeros(4, 3)),
     "padded": lambda b: b.padded("responses").fill_(9),
     "padding_mask": lambda b: b.padding_mask("responses").fill_(9),
+    "shares": lambda b: b.shares(b.select(["responses"]), "responses"),
     "select": lambda b: b.select(["uid"]).non_tensor_batch.update(x=1),
     "pop": lambda b: b.pop(["uid", "name"])[1].meta_info.update(step=4),
     "rename": lambda b: b.rename({"uid": "u", "name": "n"}).meta_info.clear(),
