@@ -72,6 +72,7 @@ class Trainer:
         beginning: state before the first step; None if the run began from a checkpoint.
         engine_checked: whether the engine's log-probs were compared with the actor's.
         checked_before: value of `engine_checked` before the current step.
+        dropped: uids of the prompt groups that the last step dropped.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Trainer:
         self.origin: Checkpoint | None = None
         self.beginning: dict[str, Any] | None = None
         self.engine_checked = self.checked_before = False
+        self.dropped: list[int] = []
 
     async def fit(self) -> None:
         """Train to the last step. After the loss of a training rank, continue from the last checkpoint."""
@@ -123,7 +125,7 @@ class Trainer:
         while self.step < self.config.trainer.total_steps:
             self.tasks.check()
             metrics, batch = await self.train_step()
-            self.tracker.log_step(self.step, metrics, batch)
+            self.tracker.log_step(self.step, metrics, batch, self.dropped)
             if self.step == first:
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
@@ -229,9 +231,11 @@ class Trainer:
                 batch = await self.with_values(batch, self.critic)
         async with self.saved_on_error():
             with timer("rewards"):
-                batch = await self.collector.scored(batch)
+                batch, generated_metrics = await self.collector.scored(batch)
         metrics = sample_metrics(batch, [component.name for component in config.reward.components])
-        metrics |= staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
+        metrics |= (
+            generated_metrics | staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
+        )
         async with self.saved_on_error():
             with timer("advantages"):
                 batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
@@ -239,7 +243,7 @@ class Trainer:
                 batch = choose_trained(batch, config.algorithm)
                 batch = with_random_draws(batch, config, self.step)
                 plan = self.minibatches(batch)
-                self.collector.take()
+                self.dropped = self.collector.take()
         if self.critic is not None:
             with timer("update_critic"):
                 metrics |= await self.update_critic(batch, plan, self.critic)

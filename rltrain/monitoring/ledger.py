@@ -9,6 +9,7 @@ The ledger has one line per step with these keys:
 Each uid occurs exactly once in the whole ledger, either in `used` or in `dropped`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from rltrain.batch.data_proto import DataProto
@@ -16,13 +17,13 @@ from rltrain.batch.data_proto import DataProto
 LEDGER = "ledger.jsonl"
 
 
-def ledger_line(step: int, batch: DataProto) -> dict[str, Any]:
+def ledger_line(step: int, batch: DataProto, dropped: Sequence[int]) -> dict[str, Any]:
     """Return the ledger line of a step: the prompt groups used and dropped, and the answers whose reward failed."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
     return {
         "step": step,
         "used": list(dict.fromkeys(uids)),
-        "dropped": batch.meta_info.get("dropped", []),
+        "dropped": list(dropped),
         "failed": failed,
     }

@@ -7,9 +7,6 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
 from workers.training.dispatch import divergence
 
-# Metrics that dynamic sampling stores in `meta_info`.
-COLLECTED = ("reward/mean_generated", "rollout/groups_dropped", "rollout/groups_missing")
-
 
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Compute the metrics of a batch for rewards, answer lengths and finish reasons.
@@ -35,7 +32,6 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_fraction": reasons.count("length") / len(reasons),
     }
-    metrics |= {name: value for name, value in batch.meta_info.items() if name in COLLECTED}
     for number, name in enumerate(components):
         component = batch.batch["reward_components"][:, number][valid]
         component = component[~component.isnan()]

@@ -98,10 +98,17 @@ class Tracker:
         """Return whether the last evaluation was of the weights after `step`."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == step
 
-    def log_step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
-        """Record and show a training step: its metrics, all its samples and its line in the ledger."""
+    def log_step(self, step: int, metrics: dict[str, float], batch: DataProto, dropped: Sequence[int] = ()) -> None:
+        """Record and show a training step: its metrics, all its samples and its line in the ledger.
+
+        Args:
+            step: number of the training step.
+            metrics: value of each metric by its name.
+            batch: the batch that was trained on.
+            dropped: uids of the prompt groups that the step dropped.
+        """
         self.samples.write_trained(step, batch)
-        self.ledger.append(ledger_line(step, batch))
+        self.ledger.append(ledger_line(step, batch, dropped))
         if len(self.history) > 1:  # only the first and the last row keep all metrics
             self.history[-1] = _curves(self.history[-1])
         self.history.append({"step": step, **metrics})

@@ -134,11 +134,15 @@ class Collector:
         assert version - oldest <= self.groups.max_staleness, f"a group of version {oldest} is too old for {version}"
         return answers_of(groups)
 
-    async def scored(self, batch: DataProto) -> DataProto:
+    async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Wait for all scores of a batch from `answers` and add them to it.
 
         `take` ends the step afterwards. With dynamic sampling, a batch that consists of a single group with one outcome
-        trains nothing. With dynamic sampling, `meta_info` also has metrics of all groups that were generated.
+        trains nothing.
+
+        Returns:
+            The batch, and metrics of all groups that were generated. Without dynamic sampling, there are no such
+            metrics.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -153,18 +157,23 @@ class Collector:
             batch = self._with_baselines(batch, groups)
         generated = list((step.seen | {group.uid: group for group in groups}).values())
         self._check_failures(generated, batch)
-        if self.config.algorithm.dynamic_sampling:
-            batch = self._without_flat(batch)
-            batch.meta_info["reward/mean_generated"] = mean_score(generated, self.config)
-            batch.meta_info["rollout/groups_dropped"] = float(len(step.dropped))
-            batch.meta_info["rollout/groups_missing"] = float(self.config.trainer.prompts_per_step - step.places)
-        batch.meta_info["dropped"] = sorted(step.dropped)
-        return batch
+        if not self.config.algorithm.dynamic_sampling:
+            return batch, {}
+        return self._without_flat(batch), {
+            "reward/mean_generated": mean_score(generated, self.config),
+            "rollout/groups_dropped": float(len(step.dropped)),
+            "rollout/groups_missing": float(self.config.trainer.prompts_per_step - step.places),
+        }
 
-    def take(self) -> None:
-        """End the step and count its groups as used. In a checkpoint taken before this call, the step is still open."""
+    def take(self) -> list[int]:
+        """End the step and count its groups as used. In a checkpoint taken before this call, the step is still open.
+
+        Returns:
+            The uids of the groups that the step has dropped.
+        """
         self.groups.take(self.step.places)
         self.step.open = False
+        return sorted(self.step.dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain values.

@@ -10,7 +10,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
-from tests.collecting import collect
+from tests.collecting import collect_with_metrics
 from tests.fakes import Immortal, NoCheckpoints
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
@@ -131,11 +131,16 @@ async def turns(count):
 
 
 async def step(made, version, *, looks=4):
-    """One step, with so many looks at what there is while somebody trains; returns the batch."""
+    """One step, with so many turns of the other tasks after it; returns the batch."""
+    return (await step_with_metrics(made, version, looks=looks))[0]
+
+
+async def step_with_metrics(made, version, *, looks):
+    """The same, with the metrics of all groups that were generated."""
     made.rollout.version = version
-    batch = await collect(made, version)
+    found = await collect_with_metrics(made, version)
     await turns(looks)
-    return batch
+    return found
 
 
 def facts(batch):
@@ -205,15 +210,14 @@ async def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_l
     config = settings("algorithm.dynamic_sampling=2")
     judges = Judges(lambda uid, n: 7.0 if uid in (3, 4, 5) else varied(uid, n), most=99)
     made = collector(config, engines=LaterFirst(), judges=judges)
-    first, second = await step(made, 0, looks=99), await step(made, 1, looks=0)
-    told = [
-        [batch.meta_info[name] for name in ("rollout/groups_dropped", "rollout/groups_missing")]
-        for batch in (first, second)
+    (first, metrics), (second, later) = [
+        await step_with_metrics(made, version, looks=n) for version, n in ((0, 99), (1, 0))
     ]
+    told = [[one[name] for name in ("rollout/groups_dropped", "rollout/groups_missing")] for one in (metrics, later)]
     assert told == [[0, 0], [3, 0]]
     assert [batch.batch["uid"].unique().tolist() for batch in (first, second)] == [[0, 1, 2], [6, 7, 8]]
-    assert first.meta_info["reward/mean_generated"] == pytest.approx(100.5)  # of 0, 1, 2
-    assert second.meta_info["reward/mean_generated"] == pytest.approx((3 * 7.0 + 3 * 700.5) / 6)
+    assert metrics["reward/mean_generated"] == pytest.approx(100.5)  # of 0, 1, 2
+    assert later["reward/mean_generated"] == pytest.approx((3 * 7.0 + 3 * 700.5) / 6)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -223,9 +227,9 @@ async def test_every_group_that_was_generated_counts_once_in_the_mean_over_all(s
         config = settings(f"algorithm.dynamic_sampling={batches}", staleness=staleness, steps=5)
         made, total, count = collector(config, seed=seed, score=every_third_is_flat), 0.0, 0
         for version in range(5):
-            batch = await step(made, version, looks=seed * 9)
-            groups = len(batch) // G + int(batch.meta_info["rollout/groups_dropped"])
-            total, count = total + groups * batch.meta_info["reward/mean_generated"], count + groups
+            batch, metrics = await step_with_metrics(made, version, looks=seed * 9)
+            groups = len(batch) // G + int(metrics["rollout/groups_dropped"])
+            total, count = total + groups * metrics["reward/mean_generated"], count + groups
         each = [(every_third_is_flat(uid, 0) + every_third_is_flat(uid, 1)) / 2 for uid in made.shipped]
         assert (count, total) == (len(each), pytest.approx(sum(each)))
 

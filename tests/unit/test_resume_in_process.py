@@ -99,7 +99,7 @@ class Run:
         await self.trainer.sync_weights()
         for _ in range(count):
             metrics, batch = await self.trainer.train_step()
-            self.trainer.tracker.log_step(self.trainer.step, metrics, batch)
+            self.trainer.tracker.log_step(self.trainer.step, metrics, batch, self.trainer.dropped)
             await self.trainer.between_steps()
         await self.checkpoints.finish()
         return self

@@ -157,10 +157,10 @@ class Collector:
         )  # fmt: skip
 
     async def scored(self, batch):
-        return batch
+        return batch, {}
 
     def take(self):
-        """It has no groups."""
+        return []
 
     async def evaluate(self, prompts, *, greedy):
         return await self.answers(0)

@@ -40,6 +40,7 @@ class FakeCollector:
 
     def __init__(self, log):
         self.log, self.rollout, self.asleep = log, self, False
+        self.generated = {}
         self.state_dict = lambda: {"waiting": len(log)}
 
     async def answers(self, version):
@@ -48,10 +49,10 @@ class FakeCollector:
 
     async def scored(self, batch):
         self.log.append("scored")
-        return batch
+        return batch, self.generated
 
     def take(self):
-        """It has no groups."""
+        return [7]
 
     async def evaluate(self, prompts, *, greedy):
         self.log.append(f"evaluate {'greedy' if greedy else 'sampled'}")
@@ -95,8 +96,9 @@ class FakeTracker:
         self.state, self.metrics_of = lambda: {"lines": b""}, lambda step: {"step": step}
         self.evaluated, self.names = lambda step: step in dict(self.evals), lambda: {"step"}
 
-    def log_step(self, step, metrics, batch):
+    def log_step(self, step, metrics, batch, dropped):
         self.log.append(f"log {step}")
+        self.dropped = dropped
         self.steps.append((metrics, batch))
 
     def log_eval(self, step, metrics):
@@ -283,6 +285,21 @@ async def test_minibatches_are_shuffled_anew_each_step():
     await made.train_step()
     await made.train_step()
     assert made.actor.updates[0][1] != made.actor.updates[1][1]
+
+
+async def test_the_ledger_gets_the_groups_that_the_step_dropped():
+    made, _ = trainer("trainer.total_steps=1")
+    await made.train()
+    assert made.tracker.dropped == [7]
+
+
+async def test_groups_that_were_dropped_or_are_missing_are_told_only_where_they_are_counted():
+    made, _ = trainer()
+    plain, _ = await made.train_step()
+    assert not [name for name in plain if "groups" in name or "generated" in name]
+    made.collector.generated = {"reward/mean_generated": 0.25, "rollout/groups_dropped": 5.0}
+    metrics, _ = await made.train_step()
+    assert {name: metrics[name] for name in metrics.keys() - plain.keys()} == made.collector.generated
 
 
 async def test_metrics_name_their_role_and_every_phase_is_timed():

@@ -93,15 +93,6 @@ def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
     assert metrics["rollout/effective_sample_size"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_groups_that_were_dropped_or_are_missing_are_told_only_where_they_are_counted():
-    made = samples([1.0, 0.0, 3.0, 0.0], [True] * 4, [[1.0]] * 4)
-    assert not [name for name in sample_metrics(made, ["exact"]) if "groups" in name or "generated" in name]
-    plain = sample_metrics(made, ["exact"])
-    told = {"reward/mean_generated": 0.25, "rollout/groups_dropped": 5.0, "rollout/groups_missing": 1.0}
-    made.meta_info.update(told, temperature=0.7)
-    assert sample_metrics(made, ["exact"]) == plain | told
-
-
 def test_the_age_of_tokens_is_counted_in_versions_behind_the_one_that_is_trained():
     responses = jagged([[7, 7, 7], [], [7]], torch.int64)
     made = DataProto.from_dict({"responses": responses}).with_values(

@@ -186,14 +186,20 @@ def test_async_calls_of_a_process_run_at_the_same_time(path):
     assert seconds < 0.8  # one after another they take 3.2
 
 
+async def scored_by_a_pool(reward, asked):
+    """Score requests with a pool in this process; return the results in the order of their keys."""
+    results = []
+    with RewardPool.in_process(reward) as pool:
+        pool.submit(asked)
+        while pool.pending:
+            results += await pool.poll()
+    return sorted(results, key=lambda r: r.key)
+
+
 def test_no_more_async_calls_run_than_concurrency_allows(path):
     reward = replace(compose([])[0].reward, functions=[function(path, "nap")], concurrency=3, timeout_s=5.0)
-    with RewardPool.in_process(reward) as pool:
-        pool.submit(requests(*"abcdefgh"))
-        results = []
-        while pool.pending:
-            results += pool.poll(1.0)
-    assert sorted(results, key=lambda r: r.key) == [RewardResult((0, n), (1.0,)) for n in range(8)]
+    results = asyncio.run(scored_by_a_pool(reward, requests(*"abcdefgh")))
+    assert results == [RewardResult((0, n), (1.0,)) for n in range(8)]
     assert module_of(path)["most"] == 3
 
 
@@ -234,10 +240,6 @@ def test_G1_every_form_scores_the_same_here_in_a_running_loop_and_in_the_pool(pa
     async def notebook():
         return worker.score(asked)
 
-    with RewardPool.in_process(replace(compose([])[0].reward, functions=made)) as pool:
-        pool.submit(asked)
-        in_pool = []
-        while pool.pending:
-            in_pool += pool.poll(1.0)
-    assert worker.score(asked) == asyncio.run(notebook()) == sorted(in_pool, key=lambda r: r.key)
+    in_pool = asyncio.run(scored_by_a_pool(replace(compose([])[0].reward, functions=made), asked))
+    assert worker.score(asked) == asyncio.run(notebook()) == in_pool
     assert worker.score(asked)[0].scores == (3.0, 30.0, 3.0, 3.0)

@@ -165,7 +165,7 @@ async def test_all_that_is_under_way_may_arrive_while_the_caller_does_something_
     await collect(made, 0)
     while made.rollout.pending or made.rewards.pending:
         await asyncio.sleep(0)
-    batch = at_once(made.scored(at_once(made.answers(1))))
+    batch, _ = at_once(made.scored(at_once(made.answers(1))))
     assert batch.batch["scores"].tolist() == [100.0 * uid + n for uid in range(3, 6) for n in range(4)]
     evaluated = await made.evaluate(PROMPTS[:4], greedy=True)
     assert evaluated.batch["uid"].tolist() == [-4, -3, -2, -1]

@@ -10,7 +10,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.scoring import on_last_token
-from tests.collecting import collect
+from tests.collecting import collect, collect_with_metrics
 from tests.fakes import Immortal, Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
@@ -98,8 +98,8 @@ def uids(batch):
     return batch.batch["uid"].unique().tolist()
 
 
-def facts(batch):
-    return batch.meta_info["rollout/groups_dropped"], batch.meta_info["rollout/groups_missing"]
+def facts(metrics):
+    return metrics["rollout/groups_dropped"], metrics["rollout/groups_missing"]
 
 
 # Replaced
@@ -107,27 +107,27 @@ def facts(batch):
 
 async def test_groups_without_spread_are_replaced_by_the_next_prompts(collector):
     made = collector(flat(0, 2), sampling(2))
-    batch = await collect(made, 0)
+    batch, metrics = await collect_with_metrics(made, 0)
     assert uids(batch) == [1, 3, 4]
-    assert facts(batch) == (2, 0)
+    assert facts(metrics) == (2, 0)
     assert batch.non_tensor_batch["prompt_text"].tolist()[::SAMPLES] == ["prompt 1", "prompt 3", "prompt 4"]
     assert bool(batch.values("response_mask").all())
     assert (made.groups.used, made.groups.dropped) == (3, 2)
 
 
 async def test_a_replacement_without_spread_is_replaced_too(collector):
-    batch = await collect(collector(flat(0, 3, 4), sampling(3)), 0)
+    batch, metrics = await collect_with_metrics(collector(flat(0, 3, 4), sampling(3)), 0)
     assert uids(batch) == [1, 2, 5]
-    assert facts(batch) == (3, 0)
+    assert facts(metrics) == (3, 0)
 
 
 async def test_where_every_group_has_spread_nothing_changes_but_the_facts(collector):
-    plain, dynamic = [await collect(collector(varied, sampling(n)), 0) for n in (0, 4)]
+    (plain, none), (dynamic, metrics) = [await collect_with_metrics(collector(varied, sampling(n)), 0) for n in (0, 4)]
     assert uids(plain) == uids(dynamic) == [0, 1, 2]
     assert plain.values("responses").tolist() == dynamic.values("responses").tolist()
-    assert not [name for name in plain.meta_info if name.startswith(("rollout/", "reward/"))]
-    assert facts(dynamic) == (0, 0)
-    assert {type(fact) for fact in facts(dynamic)} == {float}
+    assert none == {}
+    assert facts(metrics) == (0, 0)
+    assert {type(fact) for fact in facts(metrics)} == {float}
 
 
 async def test_switched_off_a_group_without_spread_stays_and_is_trained_on(collector):
@@ -142,9 +142,9 @@ async def test_the_next_step_goes_on_where_the_replacements_ended_with_the_weigh
     seen = []
     for version in range(3):
         engines.version = version
-        batch = await collect(made, version)
+        batch, metrics = await collect_with_metrics(made, version)
         assert set(batch.values("policy_version").tolist()) == {version}
-        seen.append((uids(batch), facts(batch)))
+        seen.append((uids(batch), facts(metrics)))
     assert seen == [([1, 3, 4], (2, 0)), ([5, 7, 8], (1, 0)), ([9, 10, 11], (0, 0))]
 
 
@@ -176,9 +176,9 @@ async def test_a_step_generates_at_most_so_many_batches_and_then_goes_on_with_fe
     batches, kept, dropped, generated, collector
 ):
     engines = Engines()
-    batch = await collect(collector(flat(*range(2, 8)), sampling(batches), engines=engines), 0)
+    batch, metrics = await collect_with_metrics(collector(flat(*range(2, 8)), sampling(batches), engines=engines), 0)
     assert uids(batch) == kept
-    assert facts(batch) == (dropped, 3 - len(kept))
+    assert facts(metrics) == (dropped, 3 - len(kept))
     assert sorted(engines.groups) == list(range(generated))
     assert bool(batch.values("response_mask").all())
 
@@ -187,14 +187,14 @@ async def test_a_step_with_fewer_groups_leaves_the_next_one_whole(collector):
     made = collector(flat(0, 1), sampling(1))
     assert uids(await collect(made, 0)) == [2]
     made.rollout.version = 1
-    batch = await collect(made, 1)
-    assert (uids(batch), facts(batch)) == ([3, 4, 5], (0, 0))
+    batch, metrics = await collect_with_metrics(made, 1)
+    assert (uids(batch), facts(metrics)) == ([3, 4, 5], (0, 0))
 
 
 async def test_where_no_group_has_spread_one_is_left_and_trains_nothing(collector):
-    batch = await collect(collector(flat(*range(99)), sampling(2)), 0)
+    batch, metrics = await collect_with_metrics(collector(flat(*range(99)), sampling(2)), 0)
     assert len(batch) == SAMPLES
-    assert facts(batch) == (5, 2)
+    assert facts(metrics) == (5, 2)
     assert not bool(batch.values("response_mask").any())
     assert batch.batch["valid"].all()  # a masked row, not a failed one
 
@@ -205,26 +205,32 @@ async def test_where_no_group_has_spread_one_is_left_and_trains_nothing(collecto
 async def test_the_mean_score_is_also_told_over_all_answers_that_were_generated_those_of_dropped_groups_included(
     collector,
 ):
-    batch = await collect(collector(lambda uid, n: 3.0 if uid in (0, 2) else varied(uid, n), sampling(2)), 0)
+    batch, metrics = await collect_with_metrics(
+        collector(lambda uid, n: 3.0 if uid in (0, 2) else varied(uid, n), sampling(2)), 0
+    )
     assert uids(batch) == [1, 3, 4]
     assert batch.batch["scores"].mean() == 0.5
-    assert batch.meta_info["reward/mean_generated"] == (2 * 3.0 + 3 * 0.5) / 5
+    assert metrics["reward/mean_generated"] == (2 * 3.0 + 3 * 0.5) / 5
 
 
 async def test_the_mean_over_all_is_of_the_functions_scores_where_there_is_one(collector):
     def score(uid, number):
         return "fails" if uid == 0 else None if (uid, number) == (1, 0) else 3.0 if uid == 1 else varied(uid, number)
 
-    batch = await collect(collector(score, sampling(2), "algorithm.reward_shaping.scale=7"), 0)
+    batch, metrics = await collect_with_metrics(collector(score, sampling(2), "algorithm.reward_shaping.scale=7"), 0)
     assert uids(batch) == [2, 3, 4]
-    assert batch.meta_info["reward/mean_generated"] == pytest.approx((3 * 3.0 + 12 * 0.5) / 15)
-    every = await collect(collector(lambda uid, n: "fails", sampling(1), "reward.max_failed_fraction=1"), 0)
-    assert every.meta_info["reward/mean_generated"] == 0.0
+    assert metrics["reward/mean_generated"] == pytest.approx((3 * 3.0 + 12 * 0.5) / 15)
+    _, every = await collect_with_metrics(
+        collector(lambda uid, n: "fails", sampling(1), "reward.max_failed_fraction=1"), 0
+    )
+    assert every["reward/mean_generated"] == 0.0
 
 
 async def test_greedy_answers_are_not_in_the_mean_over_all(collector):
-    batch = await collect(collector(lambda uid, n: 99.0 if n == SAMPLES else varied(uid, n), *REMAX, sampling(1)), 0)
-    assert batch.meta_info["reward/mean_generated"] == 0.5
+    _, metrics = await collect_with_metrics(
+        collector(lambda uid, n: 99.0 if n == SAMPLES else varied(uid, n), *REMAX, sampling(1)), 0
+    )
+    assert metrics["reward/mean_generated"] == 0.5
 
 
 # What has no spread
@@ -245,7 +251,7 @@ async def test_a_group_whose_answers_were_cut_has_no_spread_where_they_are_in_no
 @pytest.mark.parametrize("preset", ["dapo", "top_entropy"])
 async def test_C8_an_all_wrong_or_all_right_group_is_replaced_whatever_its_lengths_cost(preset, outcome, collector):
     """Answers of 13 to 16 tokens of at most 16, of which the last three cost up to 1."""
-    batch = await collect(
+    batch, metrics = await collect_with_metrics(
         collector(
             lambda uid, n: outcome if uid == 0 else varied(uid, n),
             f"algorithm={preset}",
@@ -254,7 +260,7 @@ async def test_C8_an_all_wrong_or_all_right_group_is_replaced_whatever_its_lengt
         0,
     )
     assert uids(batch) == [1, 2, 3]
-    assert facts(batch) == (1, 0)
+    assert facts(metrics) == (1, 0)
 
 
 @pytest.mark.parametrize("shaping", ["clip=1.5", "scale=1e-30", "bias=9"])
@@ -278,9 +284,9 @@ async def test_a_group_with_a_failed_reward_is_dropped_like_others_where_the_res
     def score(uid, number):
         return "fails" if (uid, number) == (1, 0) else 1.0 if uid in (0, 1) else varied(uid, number)
 
-    batch = await collect(collector(score, sampling(2)), 0)
+    batch, metrics = await collect_with_metrics(collector(score, sampling(2)), 0)
     assert uids(batch) == [2, 3, 4]
-    assert facts(batch) == (2, 0)
+    assert facts(metrics) == (2, 0)
     assert not bool(batch.batch["failed"].any())
     assert bool(batch.values("response_mask").all())
     await collect(collector(score, sampling(2), "reward.max_failed_fraction=0.05"), 0)  # 1 of the 5 groups' 20
@@ -294,8 +300,8 @@ async def test_the_steps_last_group_stays_masked_and_counted_though_a_reward_fai
     def score(uid, number):
         return "fails" if (uid, number) == (5, 0) else 1.0
 
-    batch = await collect(collector(score, sampling(2)), 0)
-    assert (uids(batch), facts(batch)) == ([5], (5, 2))
+    batch, metrics = await collect_with_metrics(collector(score, sampling(2)), 0)
+    assert (uids(batch), facts(metrics)) == ([5], (5, 2))
     assert batch.batch["failed"].tolist() == [True, False, False, False]
     assert not bool(batch.values("response_mask").any())
     with pytest.raises(RewardError, match=r"^4% of the rewards failed"):  # 1 of the 6 groups' 24
@@ -322,8 +328,8 @@ async def test_which_groups_are_used_does_not_depend_on_who_finishes_first(batch
     found = set()
     for seed in range(6):
         made = collector(flat(*without_spread), sampling(batches), engines=Engines(seed=seed))
-        batch = await collect(made, 0)
-        found.add((tuple(uids(batch)), facts(batch)))
+        batch, metrics = await collect_with_metrics(made, 0)
+        found.add((tuple(uids(batch)), facts(metrics)))
     assert len(found) == 1
 
 
@@ -381,7 +387,7 @@ async def test_C4_a_greedy_answer_whose_reward_failed_fails_its_group_and_is_cou
 
 
 async def test_greedy_answers_and_replacements_go_together(collector):
-    batch = await collect(collector(flat(1), *REMAX, sampling(2)), 0)
+    batch, metrics = await collect_with_metrics(collector(flat(1), *REMAX, sampling(2)), 0)
     assert uids(batch) == [0, 2, 3]
-    assert facts(batch) == (1, 0)
+    assert facts(metrics) == (1, 0)
     assert len(batch.batch["baseline_rewards"]) == 12

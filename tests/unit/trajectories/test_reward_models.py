@@ -16,7 +16,7 @@ from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.prompt_groups import Group, State
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
-from tests.collecting import collect
+from tests.collecting import collect, collect_with_metrics
 from tests.fakes import Waiting
 from workers.reward.messages import RewardResult
 from workers.rollout.messages import Completion
@@ -221,9 +221,9 @@ async def test_batches_and_evaluations_have_the_models_scores(collector):
 async def test_a_group_is_judged_flat_by_all_components(collector):
     """The function alone sees no spread in any group, the model in every second prompt's."""
     ranks = Ranks(lambda text: len(text) if int(text[0]) % 2 else 0)
-    batch = await collect(collector(model(ranks), "algorithm.dynamic_sampling=4"), 0)
+    batch, metrics = await collect_with_metrics(collector(model(ranks), "algorithm.dynamic_sampling=4"), 0)
     assert batch.batch["uid"].tolist() == [1] * 4 + [3] * 4
-    assert batch.meta_info["rollout/groups_dropped"] == 2
+    assert metrics["rollout/groups_dropped"] == 2
     assert sorted(text for texts in ranks.read for text in texts) == ["0", "0x", "1", "1x", "2", "2x", "3", "3x"]
 
 
