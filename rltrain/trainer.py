@@ -43,7 +43,7 @@ from rltrain.trajectories.token_rewards import (
 )
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
-from workers.training.dispatch import PLAN_METRICS
+from workers.training.dispatch import OVERHEAD_METRICS
 from workers.training.reference import ReferenceWorker
 from workers.training.shared_columns import CRITIC_UPDATE, FORWARD, log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
@@ -242,14 +242,14 @@ class Trainer:
                 batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
                 batch = choose_trained(batch, config.algorithm)
                 batch = with_random_draws(batch, config, self.step)
-                plan = self.minibatches(batch)
+                minibatches = self.minibatches(batch)
                 self.dropped = self.collector.take()
         if self.critic is not None:
             with timer("update_critic"):
-                metrics |= await self.update_critic(batch, plan, self.critic)
+                metrics |= await self.update_critic(batch, minibatches, self.critic)
         with timer("update_actor"):
             await self.collector.rollout.hold_weights()
-            metrics |= await self.update_actor(batch, plan)
+            metrics |= await self.update_actor(batch, minibatches)
         self.step += 1
         with timer("sync_weights"):
             await self.sync_weights()
@@ -299,15 +299,15 @@ class Trainer:
         return with_critic_values(batch, found, self.config.algorithm)
 
     async def update_critic(
-        self, batch: DataProto, plan: Sequence[list[int]], critic: WorkerGroup[CriticWorker]
+        self, batch: DataProto, minibatches: Sequence[list[int]], critic: WorkerGroup[CriticWorker]
     ) -> dict[str, float]:
         """Update the critic; returns its metrics. Raises NumericsError if too many updates in a row were skipped."""
         with self.saved_batch(batch):
             budget = self.config.critic.max_tokens_per_microbatch
-            metrics = await critic.update(CriticWorker.update, batch, CRITIC_UPDATE, plan, budget)
-        return self.checked_update("critic", metrics, batch, plan)
+            metrics = await critic.update(CriticWorker.update, batch, CRITIC_UPDATE, minibatches, budget)
+        return self.checked_update("critic", metrics, batch, minibatches)
 
-    async def update_actor(self, batch: DataProto, plan: Sequence[list[int]]) -> dict[str, float]:
+    async def update_actor(self, batch: DataProto, minibatches: Sequence[list[int]]) -> dict[str, float]:
         """Update the actor and the entropy coefficient; returns the actor's metrics.
 
         Raises NumericsError if too many updates in a row were skipped.
@@ -316,8 +316,8 @@ class Trainer:
         with self.saved_batch(batch):
             budget = self.config.actor.max_tokens_per_microbatch
             columns = update_columns(self.config.algorithm)
-            found = await self.actor.update(ActorWorker.update, batch, columns, plan, budget, entropy_coef)
-        metrics = self.checked_update("actor", found, batch, plan)
+            found = await self.actor.update(ActorWorker.update, batch, columns, minibatches, budget, entropy_coef)
+        metrics = self.checked_update("actor", found, batch, minibatches)
         if self.config.algorithm.entropy_target is not None:
             metrics["actor/entropy_coef"] = entropy_coef
             if batch.values("response_mask").any() and math.isfinite(metrics["actor/entropy"]):
@@ -334,15 +334,15 @@ class Trainer:
             raise NumericsError(f"{error}; the step's batch: {path}") from None
 
     def checked_update(
-        self, role: str, metrics: dict[str, float], batch: DataProto, plan: Sequence[list[int]]
+        self, role: str, metrics: dict[str, float], batch: DataProto, minibatches: Sequence[list[int]]
     ) -> dict[str, float]:
         """Return the metrics of an update under their full names. Reports skipped updates, with the step's batch."""
         step = self.step + 1
         if skipped := int(metrics.get("skipped_updates", 0)):
             self.tracker.log_alarm(
                 step,
-                f"step {step}: {skipped} of {len(plan)} {role} updates skipped, as their loss or gradient is not "
-                "finite: look at rewards, advantages and log-probs of the step's batch "
+                f"step {step}: {skipped} of {len(minibatches)} {role} updates skipped, as their loss or gradient is "
+                "not finite: look at rewards, advantages and log-probs of the step's batch "
                 f"({self.tracker.save_batch(step, batch)}), and lower {role}.lr or the loss's clip ranges",
             )
         return _named(role, metrics)
@@ -406,4 +406,4 @@ class Trainer:
 
 
 def _named(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    return {f"perf/{role}_{name}" if name in PLAN_METRICS else f"{role}/{name}": v for name, v in metrics.items()}
+    return {f"perf/{role}_{name}" if name in OVERHEAD_METRICS else f"{role}/{name}": v for name, v in metrics.items()}

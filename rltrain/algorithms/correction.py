@@ -17,7 +17,7 @@ from rltrain.algorithms.ratio import (
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
 _LEVELS = ("token", "sequence", "geometric")
-_MODES = ("truncate", "mask", "reject")
+_MODES = ("truncate", "mask")
 _REJECTION_ESTIMATORS = ("k1", "k2", "k3", "abs")
 _REJECTION_LEVELS = ("token", "sequence", "max")
 
@@ -40,13 +40,12 @@ def rollout_correction(
     [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
-        mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855)
-        reject    the row is dropped if its w, or at level "token" any of its tokens' w, is outside; weights are 1
+        mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855). At the levels
+                  sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
 
-    A bound of None means no bound. With `advantages`, mode mask drops a token only if its A < 0, and mode reject drops
-    a row only if A < 0 for at least one of its outside tokens. The reason is that bad samples that the trainer finds
-    unlikely are the ones that destabilise training. In mode mask, the w of tokens that are outside but kept is clamped
-    to the bounds.
+    A bound of None means no bound. With `advantages`, mode mask drops a token only if its A < 0. The reason is that bad
+    samples that the trainer finds unlikely are the ones that destabilise training. The w of tokens that are outside but
+    kept is clamped to the bounds. `rollout_rejection` drops tokens and rows without weights.
 
     The policy term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate this term over the whole
     `response_mask`. A dropped token then still counts in every denominator and keeps its KL and entropy terms. If half
@@ -70,10 +69,8 @@ def rollout_correction(
     drop = outside if advantages is None else outside & (masked(advantages, trained) < 0)
     if mode == "truncate":
         drop = torch.zeros_like(outside)
-    elif mode == "reject":
-        drop = drop.any(-1, keepdim=True) & trained
     mask = trained & ~drop
-    weights = masked(torch.ones_like(ratio) if mode == "reject" else ratio.clamp(low, high), mask)
+    weights = masked(ratio.clamp(low, high), mask)
     metrics = {
         "weight_mean": metric_sum(weights, trained),
         "outside_fraction": metric_sum(outside, trained),

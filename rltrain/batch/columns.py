@@ -118,7 +118,7 @@ def same(left: Column, right: Column) -> bool:
     return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
 
-def gather(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
+def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
     """Copy the rows of several parts into new columns, one part after the other.
 
     Args:
@@ -127,15 +127,15 @@ def gather(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str
             rows.
     """
     routes: dict[tuple[int, ...], Route] = {}
-    gathered = {}
+    taken = {}
     for key in parts[0]:
         columns = [part[key] for part in parts]
         family = tuple(id(column.offsets) for column in columns)
         if family not in routes:
             routes[family] = _route(columns, rows)
         route = routes[family]
-        gathered[key] = Column(_copied([column.values for column in columns], route), route.offsets)
-    return gathered
+        taken[key] = Column(_copied([column.values for column in columns], route), route.offsets)
+    return taken
 
 
 class Route(NamedTuple):

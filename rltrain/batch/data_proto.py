@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rltrain.batch.columns import Column, column_of, gather, same, share_offsets
+from rltrain.batch.columns import Column, column_of, same, share_offsets, take_rows
 from rltrain.batch.jagged import jagged, offsets_of, positions, row_numbers
 from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
@@ -285,7 +285,7 @@ class DataProto:
                 raise ValueError(f"concat: columns differ, {kinds} and {part._kinds()}")
         total = sum(map(len, parts))
         index = None if rows is None else row_numbers(rows, total).numpy()
-        columns = gather([part._tensors for part in parts], index)
+        columns = take_rows([part._tensors for part in parts], index)
         others = {key: np.concatenate([p.non_tensor_batch[key] for p in parts]) for key in parts[0]._others}
         if index is not None:
             others, total = {key: column[index] for key, column in others.items()}, len(index)
@@ -320,7 +320,7 @@ class DataProto:
     def __getitem__(self, rows: slice | int | Tensor | np.ndarray | Sequence[int] | Sequence[bool]) -> Self:
         index = row_numbers(rows, len(self)).numpy()
         others = {key: c.take(index) if isinstance(c, Text) else c[index] for key, c in self._others.items()}
-        return self._of(share_offsets(gather([self._tensors], index)), others, len(index), self.meta_info)
+        return self._of(share_offsets(take_rows([self._tensors], index)), others, len(index), self.meta_info)
 
     def to(self, device: str | torch.device) -> Self:
         """Return this batch with its tensors on `device`."""

@@ -29,14 +29,14 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
     members: dict[int, Rows] = {}
     for row, uid in enumerate(uids):
         members.setdefault(uid, []).append(row)
-    plan = []
+    chosen: list[Rows] = []
     for epoch in range(epochs):
         groups = sorted(members)
         random.Random(f"{seed}/{step}/{epoch}").shuffle(groups)
         ends = [len(groups) * number // count for number in range(count + 1)]
         for start, end in itertools.pairwise(ends):
-            plan.append([row for uid in groups[start:end] for row in sorted(members[uid])])
-    return plan
+            chosen.append([row for uid in groups[start:end] for row in sorted(members[uid])])
+    return chosen
 
 
 def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
@@ -114,7 +114,7 @@ def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     return cuts
 
 
-def plan_minibatch(
+def assign_minibatch(
     lengths: Sequence[int], rows: Rows, ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
 ) -> list[list[Rows]]:
     """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.

@@ -190,7 +190,8 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _weights(correction: CorrectionConfig) -> str:
-    outside = {"truncate": "truncated", "mask": "tokens dropped", "reject": "answers dropped"}[correction.mode]
+    dropped = "tokens dropped" if correction.level == "token" else "answers dropped"
+    outside = "truncated" if correction.mode == "truncate" else dropped
     bounds = _bounds(correction.lower, correction.upper)
     return f"{correction.level} importance weights, actor over engine{f', {outside}{bounds}' if bounds else ''}"
 

@@ -132,9 +132,8 @@ class CorrectionConfig:
         "trainer.max_staleness > 0, unless rejection or old_log_probs=rollout handles stale answers; otherwise null.",
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
-    mode: Literal["truncate", "mask", "reject"] = key(
-        "Treatment of weights outside the bounds. truncate: clamp the weight. mask: drop the policy term of the token. "
-        "reject: drop the policy term of the whole row, and set all other weights to 1."
+    mode: Literal["truncate", "mask"] = key(
+        "Treatment of weights outside the bounds. truncate: clamp the weight. mask: drop the policy term of the token."
     )
     lower: float | None = key("Lower bound of the weights. null: no bound.", values="number in [0, 1], or `null`")
     upper: float | None = key("Upper bound of the weights. null: no bound.", values="number >= 1, or `null`")

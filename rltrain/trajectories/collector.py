@@ -18,10 +18,10 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt, PromptOrder, PromptSet
 from rltrain.settings.schema import Config
 from rltrain.trajectories.batch_building import answers_of, mean_score, to_batch, with_scores, without_invalid
-from rltrain.trajectories.prompt_groups import Group, PromptGroups, State, requests_of
+from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, requests_of
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from rltrain.trajectories.scoring import flat_rows, shaped_scores
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
@@ -127,7 +127,7 @@ class Collector:
                 await self._drop_flat(self.step)
                 self._draw(version)
             groups = self.groups.answered(self.step.places)
-            if groups and (not batches or all(group.state is State.READY for group in groups)):
+            if groups and (not batches or all(group.state is GroupState.READY for group in groups)):
                 break
             await self._news()
         oldest = min(group.shipped for group in groups)
@@ -215,7 +215,7 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                if group.state is State.READY:  # else failed scores are requested again
+                if group.state is GroupState.READY:  # else failed scores are requested again
                     self.step.seen[group.uid] = group
         self._changes.notify()
 
@@ -261,7 +261,7 @@ class Collector:
         Groups of later steps are left to those steps.
         """
         oldest = self.groups.oldest(step.places)
-        ready = [group for group in oldest if group.state is State.READY]
+        ready = [group for group in oldest if group.state is GroupState.READY]
         # Without refills, all groups must be finished first: if all of them have a single outcome, one group stays, and
         # timing must not decide which one.
         if not step.refills and len(ready) < len(oldest):
@@ -387,7 +387,7 @@ class Collector:
         if len(failures) > self.config.reward.max_failed_fraction * total:
             raise self._too_many(failures, total)
 
-    def _too_many(self, failures: Sequence[RewardResult], total: int) -> RewardError:
+    def _too_many(self, failures: Sequence[SampleScores], total: int) -> RewardError:
         """Return an error that shows the three most frequent kinds of failure, each once, the most frequent first."""
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}

@@ -14,11 +14,11 @@ from enum import StrEnum
 from typing import Any
 
 from rltrain.data.prompts import Prompt
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 from workers.rollout.messages import Completion, Request
 
 
-class State(StrEnum):
+class GroupState(StrEnum):
     """Stage of a group in its lifecycle."""
 
     PENDING = "pending"
@@ -49,10 +49,10 @@ class Group:
     prompt: Prompt
     samples: int
     size: int
-    state: State = State.PENDING
+    state: GroupState = GroupState.PENDING
     shipped: int = -1
     completions: dict[int, Completion] = field(default_factory=dict)
-    results: dict[int, RewardResult] = field(default_factory=dict)
+    results: dict[int, SampleScores] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the finished answers and scores for a checkpoint. The uid identifies the prompt."""
@@ -73,9 +73,9 @@ class Group:
             self.completions[one["key"][1]] = Completion(**one | {"key": tuple(one["key"])})
         for one in state["results"]:
             plain = {"key": tuple(one["key"]), "scores": tuple(one["scores"])}
-            self.results[one["key"][1]] = RewardResult(**one | plain)
+            self.results[one["key"][1]] = SampleScores(**one | plain)
         if len(self.completions) == self.size:
-            self.state = State.READY if len(self.results) == self.size else State.SCORING
+            self.state = GroupState.READY if len(self.results) == self.size else GroupState.SCORING
 
     def request(self, number: int) -> RewardRequest:
         """Return the request to score the answer with this number."""
@@ -181,10 +181,10 @@ class PromptGroups:
 
         A group that was shipped before keeps its first version. If `version` is None, only such groups are shipped.
         """
-        pending = [group for group in self.groups.values() if group.state is State.PENDING]
+        pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]
         for group in shipped:
-            group.state = State.GENERATING
+            group.state = GroupState.GENERATING
             if version is not None and group.shipped < 0:
                 group.shipped = version
         return shipped
@@ -196,14 +196,14 @@ class PromptGroups:
         """
         uid, number = completion.key
         group = self.groups.get(uid)
-        if group is None or number in group.completions or group.state is State.PENDING:
+        if group is None or number in group.completions or group.state is GroupState.PENDING:
             return None
         group.completions[number] = completion
         if len(group.completions) == group.size:
-            group.state = State.SCORING
+            group.state = GroupState.SCORING
         return group.request(number)
 
-    def scored(self, result: RewardResult) -> None:
+    def scored(self, result: SampleScores) -> None:
         """Record one score. The group becomes ready when all its answers are scored."""
         uid, number = result.key
         group = self.groups.get(uid)
@@ -211,8 +211,8 @@ class PromptGroups:
             return
         group.results[number] = result
         if len(group.results) == group.size:
-            assert group.state is State.SCORING, f"group {uid} is scored while {group.state}"
-            group.state = State.READY
+            assert group.state is GroupState.SCORING, f"group {uid} is scored while {group.state}"
+            group.state = GroupState.READY
 
     def reissue(self, uids: Iterable[int]) -> None:
         """Make these groups pending again, so that their missing answers are requested again.
@@ -222,8 +222,8 @@ class PromptGroups:
         """
         for uid in uids:
             group = self.groups.get(uid)
-            if group is not None and group.state is State.GENERATING:
-                group.state = State.PENDING
+            if group is not None and group.state is GroupState.GENERATING:
+                group.state = GroupState.PENDING
 
     def drop(self, uid: int, *, replace: bool) -> None:
         """Remove a group and count it as dropped.
@@ -242,11 +242,11 @@ class PromptGroups:
 
     def answered(self, count: int) -> list[Group]:
         """Return the oldest `count` groups if all their answers are there, scored or not; otherwise an empty list."""
-        return self._oldest_in(count, {State.SCORING, State.READY})
+        return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 
     def ready(self, count: int) -> list[Group]:
         """Return the oldest `count` groups if all of them are ready; otherwise an empty list."""
-        return self._oldest_in(count, {State.READY})
+        return self._oldest_in(count, {GroupState.READY})
 
     def take(self, count: int) -> list[Group]:
         """Remove and return the oldest `count` groups if all of them are ready; otherwise return an empty list.
@@ -259,7 +259,7 @@ class PromptGroups:
             del self.groups[group.uid]
         return taken
 
-    def _oldest_in(self, count: int, states: set[State]) -> list[Group]:
+    def _oldest_in(self, count: int, states: set[GroupState]) -> list[Group]:
         found = self.oldest(count)
         return found if len(found) == count and all(group.state in states for group in found) else []
 

@@ -135,7 +135,7 @@ def buckets(model: nn.Module, version: int = 1, path: str | None = None) -> Iter
     sender = Sender(model, version=version, dtype="bfloat16", check=True)
     try:
         sender.offer(path)
-        for number in range(len(sender.plan)):
+        for number in range(len(sender.layout)):
             yield whole_bucket([sender.write(number, path)])
     finally:
         sender.close()

@@ -21,11 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rltrain.base.balanced_parts import least_largest_sum
 from rltrain.batch.data_proto import DataProto, jagged
-from rltrain.batch.row_assignment import plan_minibatch
+from rltrain.batch.row_assignment import assign_minibatch
 from rltrain.batch.row_costs import RowWork, causal_pairs, row_work
 from tests.benchmarks.row import Row
 from workers.models.packed_forward import PACKED, pack, policy_output
-from workers.training.dispatch import Minibatch, plan_metrics, split_rows
+from workers.training.dispatch import Minibatch, overhead_metrics, split_rows
 from workers.training.worker_group import row_lengths
 
 COMMAND = "python -m tests.benchmarks.packing"
@@ -167,14 +167,14 @@ def waste_row(
 ) -> Row:
     """Tokens that go through the model for nobody, and what attention computes beyond the real rows."""
     lengths = row_lengths(batch)
-    filler = plan_metrics([[Minibatch(list(range(ROWS)), plan, 1, 1)]], lengths, costs)["filler_fraction"]
+    filler = overhead_metrics([[Minibatch(list(range(ROWS)), plan, 1, 1)]], lengths, costs)["filler_fraction"]
     packs = [pack(batch[rows]) for rows in plan]
     assert sum(p.input_ids.numel() for p in packs) == sum(lengths), "a pack holds more than its rows' tokens"
     ((_, pair),) = work.attention
     needed = sum(causal_pairs(length, None) for length in lengths)
     computed = sum(
         bucket.index.size(0) * causal_pairs(bucket.index.size(1), None)
-        for one in packs for bucket in one.rows.buckets
+        for one in packs for bucket in one.rows.attention_batches
     )  # fmt: skip
     attention = pair * (computed - needed) / (sum(costs) + pair * (computed - needed))
     notes = (
@@ -198,7 +198,7 @@ def balance_rows() -> list[Row]:
     lengths, times = lengths_of(source, 4 * ranks), []
     for _ in range(9):
         began = time.process_time()
-        plan_minibatch(lengths, list(range(len(lengths))), ranks, BUDGET)
+        assign_minibatch(lengths, list(range(len(lengths))), ranks, BUDGET)
         times.append(time.process_time() - began)
     notes = (
         f"{PLANS:,} plans of 2 to 64 ranks with 8 to 32 rows each, rows of {SHORTEST} to {SHORTEST * SPREAD} tokens, "
@@ -221,7 +221,7 @@ def random_plan(source: random.Random, rows_a_rank: float) -> tuple[float, float
     ranks, budget = source.choice((2, 3, 4, 8, 16, 32, 64)), source.choice((512, 1024, 2048, 8192))
     lengths = lengths_of(source, max(1, round(ranks * rows_a_rank)))
     work = RowWork(token=1024, attention=((None, source.choice((0, 1, 2, 4, 8))),)).of_rows(lengths, lengths)
-    plan = plan_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work)
+    plan = assign_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work)
     assert all(sum(lengths[row] for row in part) <= budget for rank in plan for part in rank), "above its budget"
     assert len({len(rank) for rank in plan}) == 1, "ranks run different numbers of micro-batches"
     largest = max(sum(work[row] for part in rank for row in part) for rank in plan)

@@ -14,7 +14,7 @@ from rltrain.trajectories.token_rewards import with_random_draws
 from tests.policy_weights import weights_of
 from workers.placement import ROLES
 from workers.training.actor import ActorWorker
-from workers.training.dispatch import PLAN_METRICS
+from workers.training.dispatch import OVERHEAD_METRICS
 from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
 
@@ -66,7 +66,7 @@ async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks
         for got, expected in zip(history, first, strict=True):
             assert got["selected_fraction"] == expected["selected_fraction"]
             for key, value in expected.items():
-                assert key in PLAN_METRICS or got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+                assert key in OVERHEAD_METRICS or got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
         for key, tensor in weights.items():
             assert (others[key] - tensor).abs().max() < 1e-4, key
 

@@ -12,7 +12,7 @@ import ray
 from rltrain.base.errors import WorkerError
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker
 
@@ -77,8 +77,8 @@ def request(number: int, response: str, **columns) -> RewardRequest:
     return RewardRequest((number // 8, number % 8), "p", response, columns)
 
 
-async def finish(pool: RewardPool) -> list[RewardResult]:
-    results: list[RewardResult] = []
+async def finish(pool: RewardPool) -> list[SampleScores]:
+    results: list[SampleScores] = []
     while pool.pending:
         results += await pool.poll()
     return sorted(results, key=lambda result: result.key)
@@ -98,7 +98,7 @@ GOLDEN = [
 async def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
     config = function("final", "rltrain.rewards.final_answer:final_answer")
     requests = [request(i, r, answer=a, finish_reason=f) for i, (r, a, f, _) in enumerate(GOLDEN)]
-    expected = [RewardResult(r.key, (score,)) for r, (*_, score) in zip(requests, GOLDEN, strict=True)]
+    expected = [SampleScores(r.key, (score,)) for r, (*_, score) in zip(requests, GOLDEN, strict=True)]
     here = RewardWorker([config]).score(requests)
     actor = ray.remote(RewardWorker).options(num_cpus=0).remote([config])
     in_actor = ray.get(actor.score.remote(requests))
@@ -177,8 +177,8 @@ async def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_who
     bad = results.pop(2)
     assert (bad.key, bad.failed, bad.scores) == ((0, 2), True, (None,))
     assert bad.error.startswith(f"reward function 'misbehave' {said}")
-    assert results == [RewardResult((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
-    assert after == [RewardResult((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
+    assert results == [SampleScores((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
+    assert after == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
     assert (pool.failed_count, list(pool.failures)) == (1, [bad])
     assert seconds < 20  # two time limits and two starts of a process, on a busy machine
     assert survivors(log) == []
@@ -190,7 +190,7 @@ async def test_G2_a_slow_start_does_not_count_as_a_call_that_takes_too_long(func
     config = function("slow", f"{slow}:score")
     with on_ray([config], timeout_s=0.5) as pool:
         pool.submit([request(1, "4")])
-        assert await finish(pool) == [RewardResult((0, 1), (4.0,))]
+        assert await finish(pool) == [SampleScores((0, 1), (4.0,))]
 
 
 # G3
@@ -206,7 +206,7 @@ async def test_G3_scores_belong_to_their_responses_while_workers_are_killed(func
                 ray.kill(pool._transport._slots[kills].actor)
                 kills += 1
     assert kills == 2
-    assert sorted(results, key=lambda r: r.key) == [RewardResult((n // 8, n % 8), (float(n),)) for n in range(150)]
+    assert sorted(results, key=lambda r: r.key) == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(150)]
 
 
 # Ways of starting, and the price
@@ -227,7 +227,7 @@ async def test_the_runtime_env_reaches_the_workers(tmp_path):
     config = function("env", f"{path}:score")
     with on_ray([config], runtime_env={"env_vars": {"RLTRAIN_TEST_SCORE": "17"}}) as pool:
         pool.submit([request(1, "")])
-        assert await finish(pool) == [RewardResult((0, 1), (17.0,))]
+        assert await finish(pool) == [SampleScores((0, 1), (17.0,))]
 
 
 async def test_512_cheap_samples_cost_next_to_nothing(functions):

@@ -13,7 +13,7 @@ import ray
 
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -46,8 +46,8 @@ def request(number: int, **columns) -> RewardRequest:
     return RewardRequest((0, number), "p", "r" * number, columns)
 
 
-async def finish(pool: RewardPool) -> list[RewardResult]:
-    results: list[RewardResult] = []
+async def finish(pool: RewardPool) -> list[SampleScores]:
+    results: list[SampleScores] = []
     while pool.pending:
         results += await pool.poll()
     return sorted(results, key=lambda result: result.key)
@@ -82,21 +82,21 @@ def is_reward_process(process: psutil.Process) -> bool:
 async def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(pool, session, deed):
     _, fails, said = TORTURE.DEEDS[deed]
     pool.submit([request(1)])
-    assert await finish(pool) == [RewardResult((0, 1), (1.0,))]
+    assert await finish(pool) == [SampleScores((0, 1), (1.0,))]
     logs = sum(path.stat().st_size for path in session.rglob("*") if path.is_file())
     start = time.monotonic()
     pool.submit([request(n, deed=deed if n == 2 else None) for n in range(1, 5)])
     results = await finish(pool)
     seconds = time.monotonic() - start
     pool.submit([request(n) for n in range(10, 20)])
-    assert await finish(pool) == [RewardResult((0, n), (float(n),)) for n in range(10, 20)]
+    assert await finish(pool) == [SampleScores((0, n), (float(n),)) for n in range(10, 20)]
     bad = results.pop(1)
-    assert results == [RewardResult((0, n), (float(n),)) for n in (1, 3, 4)]
+    assert results == [SampleScores((0, n), (float(n),)) for n in (1, 3, 4)]
     if fails:
         assert (bad.failed, bad.scores, bad.failed_function) == (True, (None,), 0)
         assert bad.error.startswith(f"reward function 'torture' {said}")
     else:
-        assert bad == RewardResult((0, 2), (2.0,))
+        assert bad == SampleScores((0, 2), (2.0,))
     assert seconds < 2 * LIMIT_S + GRACE_S  # in its chunk, and alone
     until = time.monotonic() + 5.0
     started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # the process, and spare ones used so far

@@ -16,7 +16,7 @@ from rltrain.settings.schema import Config
 from tests.policy_weights import weights_of
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
-from workers.training.dispatch import PLAN_METRICS
+from workers.training.dispatch import OVERHEAD_METRICS
 from workers.training.shared_columns import CRITIC_UPDATE, FORWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -88,7 +88,7 @@ def same(found, expected) -> None:
     for got, wanted in zip(found[0], expected[0], strict=True):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
-            assert name in PLAN_METRICS or got[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+            assert name in OVERHEAD_METRICS or got[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     for name, tensor in expected[1].items():
         assert (found[1][name] - tensor).abs().max() < 1e-4, name
 
@@ -192,7 +192,7 @@ async def test_the_critic_regresses_to_returns_alike_on_one_and_two_ranks(start)
     assert losses == sorted(losses, reverse=True)
     for here, there in zip(*histories, strict=True):
         for name, value in here.items():
-            assert name in PLAN_METRICS or there[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            assert name in OVERHEAD_METRICS or there[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 async def test_A6_a_mini_batch_in_which_nothing_is_trained_leaves_the_weights_alone_and_the_schedule_goes_on(start):

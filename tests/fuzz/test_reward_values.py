@@ -28,8 +28,7 @@ from rltrain.rewards.result import RewardResult
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from rltrain.trajectories.scoring import combined_scores
-from workers.reward.messages import RewardRequest
-from workers.reward.messages import RewardResult as PoolResult
+from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 
 CODE = """
@@ -205,8 +204,8 @@ def config_of(path: str) -> Config:
     return compose([f"reward.functions=['{path}']"])[0]
 
 
-def finish(pool: RewardPool) -> list[PoolResult]:
-    results: list[PoolResult] = []
+def finish(pool: RewardPool) -> list[SampleScores]:
+    results: list[SampleScores] = []
     while pool.pending:
         results += asyncio.run(pool.poll())
     return results

@@ -83,7 +83,7 @@ def test_B6_the_kernel_of_all_rows_gives_what_buckets_give_in_float64(heads, wid
     kernel = kernel_for(inputs[0], inputs[2])
     assert kernel is not None, "this GPU and this torch have no kernel"
     got = kernel(*inputs, packed.offsets.to(device()), packed.longest, 0.1)
-    wanted = packed_forward._in_buckets(*exact, packed, scaling=0.1, dropout=0.0)
+    wanted = packed_forward._in_attention_batches(*exact, packed, scaling=0.1, dropout=0.0)
     weights = torch.randn(wanted.shape, generator=source, dtype=torch.float64)
     (got * weights.to(got)).sum().backward()
     (wanted * weights).sum().backward()
@@ -110,7 +110,7 @@ def test_grouped_heads_in_float32_never_hold_all_scores():
     q, k, v = (torch.randn(length, n, 64, device=device(), requires_grad=True) for n in (heads, 2, 2))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    packed_forward._in_buckets(q, k, v, to_device(row, device()), scaling=None, dropout=0.0).sum().backward()
+    packed_forward._in_attention_batches(q, k, v, to_device(row, device()), scaling=None, dropout=0.0).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < heads * length**2 * 4 / 4
 
 

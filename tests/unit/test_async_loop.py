@@ -12,7 +12,7 @@ from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from tests.collecting import collect_with_metrics
 from tests.fakes import Immortal, NoCheckpoints
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {}) for n in range(40)]
@@ -77,7 +77,7 @@ class Judges:
         self.random.shuffle(self.waiting)
         count = self.random.randint(0, self.most)
         done, self.waiting = self.waiting[:count], self.waiting[count:]
-        return [RewardResult(key, (self.score(*key),)) for key in done]
+        return [SampleScores(key, (self.score(*key),)) for key in done]
 
 
 def varied(uid, number):
@@ -295,7 +295,7 @@ async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_nev
             found = await super().poll()
             self.sent = [*self.sent, *found]
             again = [result.key for result in self.sent if result.key[0] >= 0]
-            return found + [RewardResult(key, (-77.0,)) for key in (*again, (-99, 0), (999, 0))]
+            return found + [SampleScores(key, (-77.0,)) for key in (*again, (-99, 0), (999, 0))]
 
     async def run(engines, judges):
         made = collector(settings(staleness=2, steps=4), engines=engines, judges=judges)

@@ -11,7 +11,7 @@ from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.token_rewards import estimate_advantages
 from tests.fakes import Immortal
 from tests.unit.test_trainer import BASE, FakeCollector, samples, trainer
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 
@@ -38,7 +38,7 @@ class BrokenJudges:
     async def poll(self):
         await asyncio.sleep(0)
         self.pending = 0
-        return [RewardResult(key, (None,), failed=True, error="TypeError: no answer") for key in self.keys]
+        return [SampleScores(key, (None,), failed=True, error="TypeError: no answer") for key in self.keys]
 
 
 async def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_named(tasks):

@@ -11,11 +11,11 @@ from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
-from rltrain.trajectories.prompt_groups import State
+from rltrain.trajectories.prompt_groups import GroupState
 from rltrain.trajectories.reward_models import RewardModel
 from tests.fakes import FakeCheckpoints, Waiting
 from workers.cluster.processes import LocalProcess, Role
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 
@@ -160,7 +160,7 @@ class Judges(Waiting):
         self.scored |= {request.key for request in done}
         if {(uid, number) for uid in (2, 3) for number in (0, 1)} <= self.scored:
             self.second_step.set()
-        return [RewardResult(request.key, (1.0 - request.key[1],)) for request in done]
+        return [SampleScores(request.key, (1.0 - request.key[1],)) for request in done]
 
 
 class Slow(FakeGroup):
@@ -216,7 +216,10 @@ async def test_answers_and_scores_arrive_while_a_role_computes(tasks, slow):
         _, batch = await made.train_step()
     assert computing.is_set()
     assert batch.batch["uid"].tolist() == [0, 0, 1, 1]
-    assert {uid: group.state for uid, group in collector.groups.groups.items()} == {2: State.READY, 3: State.READY}
+    assert {uid: group.state for uid, group in collector.groups.groups.items()} == {
+        2: GroupState.READY,
+        3: GroupState.READY,
+    }
 
 
 SYNC = ["load actor as 1, checked: True"]

@@ -21,7 +21,7 @@ from tests.fakes import Immortal, NoCheckpoints
 from tests.policy_weights import weights_of
 from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 from workers.training.worker_group import WorkerGroup
 
@@ -70,8 +70,8 @@ class Judges:
         await asyncio.sleep(0)
         keys, self.waiting = self.waiting, []
         return [
-            RewardResult(key, (None,), failed=True, error="broke") if self.scores[key] is None
-            else RewardResult(key, (self.scores[key],))
+            SampleScores(key, (None,), failed=True, error="broke") if self.scores[key] is None
+            else SampleScores(key, (self.scores[key],))
             for key in keys
         ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A pack concatenates rows into one sequence of N tokens. This module registers its own attention function with
 transformers under the name `PACKED`. On GPUs with 16-bit dtypes, one kernel computes the attention of all rows. In all
-other cases, rows of similar length form a bucket, and each bucket is one causal sdpa call over a small right-padded
+other cases, rows of similar length form a batch, and each batch is one causal sdpa call over a small right-padded
 view. No attention mask is ever built, and no row can attend to another row. All other layers work on the N real tokens.
 """
 
@@ -35,11 +35,11 @@ from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
 PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are used in packed form and never padded
-SLACK = 0.75  # the shortest row of an attention bucket has at least this fraction of the longest row's tokens
+SLACK = 0.75  # the shortest row of an attention batch has at least this fraction of the longest row's tokens
 
 
 @dataclass(frozen=True)
-class Bucket:
+class AttentionBatch:
     """Rows whose attention is computed in one sdpa call.
 
     Attributes:
@@ -51,8 +51,8 @@ class Bucket:
     real: Tensor
 
 
-class Rows:
-    """The row lengths of a pack, and the attention buckets that follow from them.
+class RowLayout:
+    """The row lengths of a pack, and the attention batches that follow from them.
 
     This class is not a dataclass, because FSDP would copy a dataclass for each layer.
 
@@ -65,9 +65,9 @@ class Rows:
         self.lengths, self.device = lengths, device
 
     @functools.cached_property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Return the attention buckets, which are used if no kernel handles all rows. Computed on first access."""
-        return _buckets(self.lengths, self.device)
+    def attention_batches(self) -> tuple[AttentionBatch, ...]:
+        """Return the attention batches, which are used if no kernel handles all rows. Computed on first access."""
+        return _attention_batches(self.lengths, self.device)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Pack:
     Attributes:
         input_ids: (1, N) prompt and response ids. The last response token is left out because it predicts nothing.
         position_ids: (1, N) positions, which restart in each row.
-        rows: row lengths, and the attention buckets for the case without a kernel.
+        rows: row lengths, and the attention batches for the case without a kernel.
         longest: number of tokens in the longest row.
         offsets: (rows + 1,) int32, the start of each row, then the end of the last row.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
@@ -88,7 +88,7 @@ class Pack:
 
     input_ids: Tensor
     position_ids: Tensor
-    rows: Rows
+    rows: RowLayout
     longest: int
     offsets: Tensor
     predicting: Tensor
@@ -112,7 +112,7 @@ def pack(batch: DataProto) -> Pack:
     return Pack(
         ids[None],
         positions(lengths)[None],
-        Rows(lengths, ids.device),
+        RowLayout(lengths, ids.device),
         int(lengths.max()),
         starts.int(),
         at - 1,
@@ -120,19 +120,19 @@ def pack(batch: DataProto) -> Pack:
     )
 
 
-def _buckets(lengths: Tensor, device: torch.device) -> tuple[Bucket, ...]:
+def _attention_batches(lengths: Tensor, device: torch.device) -> tuple[AttentionBatch, ...]:
     starts = offsets_of(lengths)[:-1]
     order = lengths.argsort(descending=True, stable=True)
-    buckets, begin = [], 0
+    batches, begin = [], 0
     while begin < len(order):
         longest = int(lengths[order[begin]])
         count = int((lengths[order[begin:]] >= SLACK * longest).sum())
         rows = order[begin : begin + count]
         steps = torch.arange(longest)
         real = steps < lengths[rows][:, None]
-        buckets.append(Bucket(torch.where(real, starts[rows][:, None] + steps, 0).to(device), real.to(device)))
+        batches.append(AttentionBatch(torch.where(real, starts[rows][:, None] + steps, 0).to(device), real.to(device)))
         begin += count
-    return tuple(buckets)
+    return tuple(batches)
 
 
 def to_device(packed: Pack, device: torch.device) -> Pack:
@@ -142,7 +142,7 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
     return Pack(
         packed.input_ids.to(device),
         packed.position_ids.to(device),
-        Rows(packed.rows.lengths, device),
+        RowLayout(packed.rows.lengths, device),
         packed.longest,
         packed.offsets.to(device),
         packed.predicting.to(device),
@@ -185,18 +185,20 @@ def packed_attention(
     if kernel is not None:
         out = kernel(q, k, v, packed.offsets, packed.longest, scaling)
     else:
-        out = _in_buckets(q, k, v, packed, scaling=scaling, dropout=dropout)
+        out = _in_attention_batches(q, k, v, packed, scaling=scaling, dropout=dropout)
     return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile would recompile for every bucket count
-def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float) -> Tensor:
-    """Compute attention (N, H, D) with one sdpa call for each bucket of rows of similar length."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile would recompile for every batch count
+def _in_attention_batches(
+    q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float
+) -> Tensor:
+    """Compute attention (N, H, D) with one sdpa call for each batch of rows of similar length."""
     tokens, heads = q.shape[:2]
     out = q.new_zeros(tokens, heads, v.size(-1))
-    for bucket in packed.rows.buckets:
-        rows, length = bucket.index.shape
-        flat = bucket.index.reshape(-1)
+    for batch in packed.rows.attention_batches:
+        rows, length = batch.index.shape
+        flat = batch.index.reshape(-1)
         own, keys, values = (
             t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v)
         )
@@ -206,10 +208,10 @@ def _in_buckets(q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float
             own, keys, values, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=keys.size(1) != heads
         )
         attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
-        if len(packed.rows.buckets) == 1 and bool(bucket.real.all()):
+        if len(packed.rows.attention_batches) == 1 and bool(batch.real.all()):
             out = attended.index_select(0, _inverse(flat))
         else:
-            real = bucket.real.reshape(-1)
+            real = batch.real.reshape(-1)
             out = out.index_copy(0, flat[real], attended[real])
     return out
 

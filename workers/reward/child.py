@@ -12,7 +12,7 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 from workers.cluster import process_tree
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.reward.worker import RewardWorker
 
 READY = "ready"
@@ -53,10 +53,10 @@ def serve(descriptor: int, parent: int) -> None:
             _clean_up(own, helpers)
 
 
-def _reporter(connection: Connection, own: int) -> Callable[[RewardResult], None]:
+def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
     """Return a callback that sends each result to the guard at once, so that the guard knows which call is running."""
 
-    def report(result: RewardResult) -> None:
+    def report(result: SampleScores) -> None:
         if os.getpid() != own:  # the function forked, and this is the forked process
             os._exit(1)
         connection.send(result)

@@ -26,7 +26,7 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.cluster import process_tree
 from workers.cluster.progress import Process, announce, began_of, state_of
 from workers.reward.child import READY
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 
 _LOOK_S = 0.05  # interval of the checks that the child process is alive; an answer ends the wait at once
 _PIECE_S = 10.0  # longest gap in seconds within a message that has no deadline
@@ -48,7 +48,7 @@ class Ended:
     timed_out: bool
     reason: str
     outside: bool = field(default=False, repr=False)
-    results: list[RewardResult] | None = field(default=None, repr=False)
+    results: list[SampleScores] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Overdue:
         results: Results so far, as in `workers.reward.transport.Held`.
     """
 
-    results: list[RewardResult] | None
+    results: list[SampleScores] | None
 
 
 class _LostError(Exception):
@@ -79,7 +79,7 @@ class _Call:
     deadline_s: float
     stepwise: bool
     since: float  # time of the latest result, or of the call's start
-    results: list[RewardResult] = field(default_factory=list)
+    results: list[SampleScores] = field(default_factory=list)
     given: int = 0  # number of samples whose results were returned before
     held: bool = False  # only the sample being scored still counts; the samples after it are scored elsewhere
 
@@ -89,7 +89,7 @@ class _Call:
         last = self.results[-1:]
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
-    def add(self, result: RewardResult) -> bool:
+    def add(self, result: SampleScores) -> bool:
         """Record the next result. Returns whether the result belongs to this call."""
         if self.whole < len(self.results):
             self.results.pop()
@@ -98,11 +98,11 @@ class _Call:
         row = len(self.results) - 1
         return row < len(self.requests) and result.key == self.requests[row].key
 
-    def new(self, results: list[RewardResult]) -> list[RewardResult]:
+    def new(self, results: list[SampleScores]) -> list[SampleScores]:
         """Return the results that were not returned before. A held stepwise call returns at most one."""
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
-    def hold(self) -> list[RewardResult] | None:
+    def hold(self) -> list[SampleScores] | None:
         """Put the call on hold. Returns the results so far, or None if the call is not stepwise.
 
         Later calls of `new` do not include these results.
@@ -160,7 +160,7 @@ class GuardedWorker:
         stepwise: bool = False,
         function: int | None = None,
         **limits: Any,
-    ) -> list[RewardResult] | Overdue | Ended:
+    ) -> list[SampleScores] | Overdue | Ended:
         """Score samples in the child process with `RewardWorker.score`.
 
         A child that exceeds its deadline is killed, with all processes that it started.
@@ -182,11 +182,11 @@ class GuardedWorker:
             return self._ended("")
         return self._answer(hold_s)
 
-    def rest(self) -> list[RewardResult] | Overdue | Ended:
+    def rest(self) -> list[SampleScores] | Overdue | Ended:
         """Continue to wait for an overdue call. Returns only results that were not returned before."""
         return self._answer(math.inf)
 
-    def _answer(self, hold_s: float) -> list[RewardResult] | Overdue | Ended:
+    def _answer(self, hold_s: float) -> list[SampleScores] | Overdue | Ended:
         call = self._call
         try:
             while True:
@@ -199,7 +199,7 @@ class GuardedWorker:
                 if said is None:
                     overdue = self._process.poll() is None and _now() < call.since + call.deadline_s
                     return Overdue(call.hold()) if overdue else self._ended("")
-                if not (call.stepwise and isinstance(said, RewardResult) and call.add(said)):
+                if not (call.stepwise and isinstance(said, SampleScores) and call.add(said)):
                     raise _LostError(_GARBLED)
         except _LostError as error:
             return self._ended(str(error))
@@ -323,11 +323,11 @@ class Guard:
             self._lanes[lane] = self._new()
         return self._lanes[lane].ping()
 
-    def score(self, lane: int, *arguments: Any, **options: Any) -> list[RewardResult] | Overdue | Ended:
+    def score(self, lane: int, *arguments: Any, **options: Any) -> list[SampleScores] | Overdue | Ended:
         """Score samples in the process of this lane. See `GuardedWorker.score`."""
         return self._lanes[lane].score(*arguments, **options)
 
-    def rest(self, lane: int) -> list[RewardResult] | Overdue | Ended:
+    def rest(self, lane: int) -> list[SampleScores] | Overdue | Ended:
         """Continue to wait for the overdue call of this lane. See `GuardedWorker.rest`."""
         return self._lanes[lane].rest()
 
@@ -353,7 +353,7 @@ def _wait_at_most(connection: Connection, seconds: float) -> None:
 
 
 def _keys(answer: Any) -> list[Any]:
-    good = isinstance(answer, list) and answer and all(isinstance(result, RewardResult) for result in answer)
+    good = isinstance(answer, list) and answer and all(isinstance(result, SampleScores) for result in answer)
     return [result.key for result in answer] if good else [None]
 
 

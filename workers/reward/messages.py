@@ -24,7 +24,7 @@ class RewardRequest:
 
 
 @dataclass(frozen=True)
-class RewardResult:
+class SampleScores:
     """The scores of one sample.
 
     Attributes:

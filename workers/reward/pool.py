@@ -14,7 +14,7 @@ from typing import Any, Self
 from rltrain.rewards.loading import is_async, is_batched, load_function
 from rltrain.settings.reward_config import RewardConfig
 from workers.cluster.liveness import Liveness
-from workers.reward.messages import Key, RewardRequest, RewardResult
+from workers.reward.messages import Key, RewardRequest, SampleScores
 from workers.reward.transport import Answer, Call, Event, Held, InProcessTransport, Lost, Transport
 from workers.reward.worker import failed
 
@@ -64,14 +64,14 @@ class RewardPool:
         self._alone: deque[_Alone] = deque()
         self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # by slot; None: aborted
         self._held: set[int] = set()  # slots whose call is held (see `Held`)
-        self._finished: list[RewardResult] = []
+        self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
         # A worker runs `concurrency` async calls at once. A chunk holds more calls, so that the next call can begin as
         # soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
-        self.failures: deque[RewardResult] = deque(maxlen=_FAILURES_KEPT)
+        self.failures: deque[SampleScores] = deque(maxlen=_FAILURES_KEPT)
         self.failed_count = 0
 
     @classmethod
@@ -136,10 +136,10 @@ class RewardPool:
             if self._names:
                 self._fresh.append(request)
             else:
-                self._finished.append(RewardResult(request.key, ()))
+                self._finished.append(SampleScores(request.key, ()))
         self._feed()
 
-    async def poll(self) -> list[RewardResult]:
+    async def poll(self) -> list[SampleScores]:
         """Wait for finished results, and return them. Returns [] at once if no request is pending.
 
         Workers get further samples only while a coroutine waits here.
@@ -191,7 +191,7 @@ class RewardPool:
         else:
             self._answered(work, event, adapt=not was_held)
 
-    def _begun(self, work: Any, results: Sequence[RewardResult] | None) -> Any:
+    def _begun(self, work: Any, results: Sequence[SampleScores] | None) -> Any:
         """Record the results that a chunk has so far, and queue the samples that it has not begun.
 
         Returns the part of the chunk that is still being scored. Returns `work` unchanged if `results` is None.
@@ -252,7 +252,7 @@ class RewardPool:
         if result.failed:
             self._finish(failed(work.request, len(self._names), result.error, len(work.scores)))
         elif len(scores) == len(self._names):
-            self._finish(RewardResult(work.request.key, scores))
+            self._finish(SampleScores(work.request.key, scores))
         else:
             self._alone.appendleft(_Alone(work.request, scores))
 
@@ -280,7 +280,7 @@ class RewardPool:
             logger.info("a reward worker %s; its %d samples are tried one by one", reason, len(work))
             self._alone.extend(_Alone(request) for request in work)
 
-    def _finish(self, result: RewardResult) -> None:
+    def _finish(self, result: SampleScores) -> None:
         if result.failed:
             self.failures.append(result)
             self.failed_count += 1

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rltrain.base.background_tasks import outside_event_loop
 from rltrain.settings.reward_config import RewardConfig
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.worker import RewardWorker
 
 
@@ -39,7 +39,7 @@ class Answer:
     """Results of the first requests of a call, as `RewardWorker.score` returns them."""
 
     slot: int
-    results: list[RewardResult]
+    results: list[SampleScores]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Held:
     """
 
     slot: int
-    results: Sequence[RewardResult] | None
+    results: Sequence[SampleScores] | None
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Lost:
     timed_out: bool
     reason: str = ""
     outside: bool = False
-    results: Sequence[RewardResult] | None = None
+    results: Sequence[SampleScores] | None = None
 
 
 Event = Answer | Held | Lost

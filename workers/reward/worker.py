@@ -23,7 +23,7 @@ from rltrain.rewards.loading import (
     load_function,
 )
 from rltrain.settings.reward_config import RewardFunctionConfig
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 
 _CANCEL_S = 2.0  # seconds that a cancelled call may take to end; a guard replaces its child process earlier
 Outcome = float | None | BaseException
@@ -126,8 +126,8 @@ class RewardWorker:
         function: int | None = None,
         budget_s: float = math.inf,
         limit_s: float = math.inf,
-        report: Callable[[RewardResult], None] | None = None,
-    ) -> list[RewardResult]:
+        report: Callable[[SampleScores], None] | None = None,
+    ) -> list[SampleScores]:
         """Score samples in order. If a function raises, its sample fails; the sample never gets a score of 0 instead.
 
         Args:
@@ -158,7 +158,7 @@ def _call_each(
     requests: Sequence[RewardRequest],
     outcomes: list[dict[int, Outcome]],
     end: float,
-    report: Callable[[RewardResult], None] | None,
+    report: Callable[[SampleScores], None] | None,
 ) -> int:
     """Call the plain functions sample by sample, until all are done or the time is up.
 
@@ -211,7 +211,7 @@ def _await_each(
         outcomes[row][number] = outcome
 
 
-def _result(request: RewardRequest, functions: list[_Function], found: dict[int, Outcome]) -> RewardResult:
+def _result(request: RewardRequest, functions: list[_Function], found: dict[int, Outcome]) -> SampleScores:
     scores: list[float | None] = []
     for number, one in enumerate(functions):
         if number not in found:
@@ -220,10 +220,10 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)
         scores.append(outcome)
-    return RewardResult(request.key, tuple(scores))
+    return SampleScores(request.key, tuple(scores))
 
 
-def failed(request: RewardRequest, functions: int, error: str, function: int) -> RewardResult:
+def failed(request: RewardRequest, functions: int, error: str, function: int) -> SampleScores:
     """Return the result of a sample that one function could not score.
 
     Args:
@@ -232,7 +232,7 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
         error: One line that says how the function failed.
         function: Index of the function that failed.
     """
-    return RewardResult(request.key, (None,) * functions, failed=True, error=redacted(error), failed_function=function)
+    return SampleScores(request.key, (None,) * functions, failed=True, error=redacted(error), failed_function=function)
 
 
 def _outcome(result: Any) -> Outcome:

@@ -14,7 +14,7 @@ from rltrain.base.background_tasks import BackgroundTasks, Changes, cancelled
 from rltrain.base.errors import RLTrainError, SyncError, WorkerError, WorkerLost
 from workers.cluster.processes import Role, results
 from workers.rollout.messages import Completion, Request
-from workers.rollout.replica import Replica, State
+from workers.rollout.replica import Replica, ReplicaState
 from workers.rollout.worker import RolloutWorker
 from workers.sync.weight_sync import Sends, sync
 
@@ -67,7 +67,7 @@ class RolloutPool:
         All samples of a group go to the same replica, the one with the fewest unfinished answers.
         """
         assert not self.asleep, "engines that sleep have no weights to answer with: load first"
-        serving = [one for one in self.replicas if one.state is State.SERVING and one.ready]
+        serving = [one for one in self.replicas if one.state is ReplicaState.SERVING and one.ready]
         if not serving:
             self._queue += groups
             return
@@ -158,11 +158,11 @@ class RolloutPool:
 
     async def give_weights(self, replica: Replica) -> None:
         """Send the weights of the last load to a replica that lacks them, unless a load does it first."""
-        while replica.state is State.WAITING:
-            due = self.changes.until(lambda: self._source or replica.state is not State.WAITING)
+        while replica.state is ReplicaState.WAITING:
+            due = self.changes.until(lambda: self._source or replica.state is not ReplicaState.WAITING)
             await replica.role.process.unless_lost(due)
             async with self._syncing:
-                if self._source is None or replica.state is not State.WAITING:
+                if self._source is None or replica.state is not ReplicaState.WAITING:
                     continue
                 ranks, version, check = self._source
                 try:
@@ -219,7 +219,7 @@ class RolloutPool:
         """
         roles = {replica: replica.role for replica in replicas}
         for replica in replicas:
-            replica.state = State.WAITING
+            replica.state = ReplicaState.WAITING
         try:
             await sync(ranks, list(roles.values()), version, check=check)
         except (WorkerLost, SyncError):
@@ -230,7 +230,7 @@ class RolloutPool:
             return False
         for replica, role in roles.items():
             if replica.role is role and replica.ready:  # it was not replaced meanwhile
-                replica.state, replica.asleep = State.SERVING, False
+                replica.state, replica.asleep = ReplicaState.SERVING, False
         return True
 
     def _resume(self) -> None:

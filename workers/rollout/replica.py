@@ -22,7 +22,7 @@ from workers.rollout.worker import RolloutWorker
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
-class State(StrEnum):
+class ReplicaState(StrEnum):
     """State of a replica."""
 
     DEAD = "dead"
@@ -82,14 +82,14 @@ class Replica:
     def _begin(self) -> None:
         building = self._start()
         self.role, self._built, self.began = building.role, building.built, time.monotonic()
-        self.state, self.asleep = State.STARTING, False
+        self.state, self.asleep = ReplicaState.STARTING, False
         self._sent: list[Pending[None]] = []  # `submit` calls whose arrival is not confirmed
         self._open: list[Pending[list[Completion]]] = []  # the `poll` call without a result, if there is one
 
     @property
     def ready(self) -> bool:
         """Return whether the engine is built and its process lives."""
-        return self.state in (State.WAITING, State.SERVING) and not self.role.process.how_lost
+        return self.state in (ReplicaState.WAITING, ReplicaState.SERVING) and not self.role.process.how_lost
 
     async def live(self, pool: Owner) -> None:
         """Serve until the task is cancelled. Each lost process is replaced, as long as the pool allows it."""
@@ -97,7 +97,7 @@ class Replica:
             try:
                 await self._serve(pool)
             except WorkerLost as error:
-                self.state = State.DEAD
+                self.state = ReplicaState.DEAD
                 await pool.replacement_allowed(self, self.role.process.how_lost or str(error))
                 self.role.process.kill()
                 self._begin()
@@ -122,7 +122,7 @@ class Replica:
             except WorkerLost:
                 return  # the replica's own task replaces it
             except SyncError:  # from a failed sync, whose caller has seen the error already
-                if self.state is State.SERVING:
+                if self.state is ReplicaState.SERVING:
                     raise
 
     async def sleep(self) -> bool | None:
@@ -140,9 +140,9 @@ class Replica:
         await self._build(pool)
         process = self.role.process
         while True:
-            if self.state is State.WAITING:
+            if self.state is ReplicaState.WAITING:
                 await pool.give_weights(self)
-            await process.unless_lost(pool.changes.until(lambda: self.running or self.state is State.WAITING))
+            await process.unless_lost(pool.changes.until(lambda: self.running or self.state is ReplicaState.WAITING))
             await self._answer(pool)
 
     async def _build(self, pool: Owner) -> None:
@@ -163,14 +163,14 @@ class Replica:
             if not pool.started:
                 raise
             raise WorkerLost(f"did not start: {error}") from error
-        self.state = State.WAITING
+        self.state = ReplicaState.WAITING
         pool.changes.notify()
 
     async def _answer(self, pool: Owner) -> None:
         """Deliver answers as long as requests are unfinished and the replica has the current weights."""
         process = self.role.process
         with progress_required([process]) as scope:
-            while self.running and self.state is State.SERVING:
+            while self.running and self.state is ReplicaState.SERVING:
                 aborts, sent = self._aborts, list(self._sent)
                 poll = self.role.start(RolloutWorker.poll, LONG_POLL_S if process.concurrent else LOCAL_POLL_S)
                 self._open = [poll]
@@ -178,7 +178,7 @@ class Replica:
                     await results_in(scope, sent)
                     answers = (await results_in(scope, [poll]))[0]
                 except SyncError:
-                    if self.state is State.SERVING:
+                    if self.state is ReplicaState.SERVING:
                         raise
                     return  # from a failed sync, whose caller has seen the error already
                 finally:

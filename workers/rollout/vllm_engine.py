@@ -372,8 +372,8 @@ class AsyncVLLM:
     def load_bucket(self, bucket: Bucket) -> None:
         """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
         with as_file(bucket) as shared:
-            packed = pickle.dumps(shared)  # without the weights, which are in a shared file
-            self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"packed": packed})))
+            pickled = pickle.dumps(shared)  # without the weights, which are in a shared file
+            self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
         """Check the new weights, drop all caches of the old ones, and resume generation.

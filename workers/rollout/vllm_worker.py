@@ -51,14 +51,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One bucket: the object itself within one process, or its pickle, with the bytes of the weights in a file."""
 
     bucket: Bucket | None = None
-    packed: bytes | None = None
+    pickled: bytes | None = None
 
     def read(self) -> Bucket:
         """Return the bucket."""
         if self.bucket is not None:
             return self.bucket
-        assert self.packed is not None, "a bucket, or its pickle"
-        bucket: Bucket = pickle.loads(self.packed)  # trusted, because the parent process has sent it
+        assert self.pickled is not None, "a bucket, or its pickle"
+        bucket: Bucket = pickle.loads(self.pickled)  # trusted, because the parent process has sent it
         return bucket
 
 

@@ -1,7 +1,7 @@
 """How the weights of one version are divided into buckets, and what is transferred of a bucket: pure functions.
 
-All ranks compute the same plan. Each rank copies the rows that it holds to their places in a bucket. These rows are the
-rank's part of the bucket. An engine joins the parts of all ranks and reads whole tensors from the bucket.
+All ranks compute the same layout. Each rank copies the rows that it holds to their places in a bucket. These rows are
+the rank's part of the bucket. An engine joins the parts of all ranks and reads whole tensors from the bucket.
 """
 
 import warnings
@@ -109,7 +109,7 @@ def end(places: Sequence[Place]) -> int:
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 
-def plan(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> list[list[Place]]:
+def layout(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> list[list[Place]]:
     """Divide tensors (name, shape), in their order, into buckets of at most `BUCKET_BYTES` or of a single tensor."""
     buckets: list[list[Place]] = []
     for name, shape in shapes:

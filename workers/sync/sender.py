@@ -19,7 +19,7 @@ from workers.cluster.progress import tick
 from workers.models.adapter_weights import merge
 from workers.models.fsdp import full, tied_names
 from workers.models.lora import adapter_tensors, adapters_of, plain_parameters
-from workers.sync.buckets import Bucket, Piece, Place, aligned, end, plan
+from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 
@@ -56,8 +56,8 @@ class Sender:
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
         self.itemsize = self.torch_dtype.itemsize
         shapes = ((name, parameter.shape) for name, parameter in self.parameters.items())
-        self.plan = plan(shapes, itemsize=self.itemsize)
-        self.slot = max(map(end, self.plan))
+        self.layout = layout(shapes, itemsize=self.itemsize)
+        self.slot = max(map(end, self.layout))
         self.first = not dist.is_initialized() or dist.get_rank() == 0
         self.path: str | None = None
         self.file: SharedFile | None = None
@@ -76,10 +76,10 @@ class Sender:
         if path and self.first:
             remove_stale()
             try:
-                self.file = SharedFile(path, min(SLOTS, len(self.plan)) * self.slot)
+                self.file = SharedFile(path, min(SLOTS, len(self.layout)) * self.slot)
             except OSError:
                 where = None
-        return Offer(len(self.plan), where)
+        return Offer(len(self.layout), where)
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
@@ -87,7 +87,7 @@ class Sender:
 
         This may be a collective.
         """
-        places = self.plan[number]
+        places = self.layout[number]
         held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
         rows = [(place, *own) for place, own in held if own]
         bucket = Bucket(self.version, self.dtype, places, self.aliases, path=path)
@@ -167,7 +167,7 @@ class AdapterSender(Sender):
         bucket = super().write(number, path)
         bucket.scale = self.scale
         bucket.pieces = [replace(piece, probe=None) for piece in bucket.pieces]
-        if self.check and number == len(self.plan) - 1:
+        if self.check and number == len(self.layout) - 1:
             bucket.pieces += self._proofs()
         return bucket
 

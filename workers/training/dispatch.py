@@ -8,9 +8,12 @@ import torch
 
 from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.row_assignment import Rows, plan_minibatch
+from rltrain.batch.row_assignment import Rows, assign_minibatch
 
-PLAN_METRICS = ("filler_fraction", "idle_fraction")  # keys of `plan_metrics`; they describe the plan, not the training
+OVERHEAD_METRICS = (
+    "filler_fraction",
+    "idle_fraction",
+)  # keys of `overhead_metrics`; they describe the split over ranks
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class UpdateResult:
 def split_rows(
     lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
 ) -> list[list[Rows]]:
-    """Return the micro-batches of each rank for a pass over all rows. `work` is defined in `plan_minibatch`."""
-    return plan_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
+    """Return the micro-batches of each rank for a pass over all rows. `work` is defined in `assign_minibatch`."""
+    return assign_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
 
 
 def split_minibatches(
@@ -90,21 +93,23 @@ def split_minibatches(
     """Return the mini-batches of each rank, all with the counts of the whole mini-batch.
 
     Rows without a trained token are in no micro-batch, because they would add exactly zero. `work` is defined in
-    `plan_minibatch`.
+    `assign_minibatch`.
     """
     trained = torch.segment_reduce(batch.values("response_mask").float(), "sum", offsets=batch.offsets("response_mask"))
-    plans: list[list[Minibatch]] = [[] for _ in range(ranks)]
+    by_rank: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for rows in minibatches:
         counts = trained[rows]
         needed = [row for row, count in zip(rows, counts.tolist(), strict=True) if count]
-        parts = plan_minibatch(lengths, needed, ranks, max_tokens, work=work)
-        for plan, part in zip(plans, parts, strict=True):
-            plan.append(Minibatch(rows, part, int(counts.sum()), int((counts > 0).sum())))
-    return plans
+        parts = assign_minibatch(lengths, needed, ranks, max_tokens, work=work)
+        for minibatches_of_rank, part in zip(by_rank, parts, strict=True):
+            minibatches_of_rank.append(Minibatch(rows, part, int(counts.sum()), int((counts > 0).sum())))
+    return by_rank
 
 
-def plan_metrics(plans: Sequence[Sequence[Minibatch]], lengths: Sequence[int], work: Sequence[int]) -> dict[str, float]:
-    """Return the overhead of an update plan.
+def overhead_metrics(
+    by_rank: Sequence[Sequence[Minibatch]], lengths: Sequence[int], work: Sequence[int]
+) -> dict[str, float]:
+    """Return the overhead of an update that is split over ranks.
 
     Returns:
         `filler_fraction`, the fraction of processed tokens that belong to stand-in rows of ranks without rows, and
@@ -113,7 +118,7 @@ def plan_metrics(plans: Sequence[Sequence[Minibatch]], lengths: Sequence[int], w
     """
     stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
     needed = filler = busy = elapsed = 0
-    for ranks in zip(*plans, strict=True):
+    for ranks in zip(*by_rank, strict=True):
         for passes in zip(*(minibatch.microbatches for minibatch in ranks), strict=True):
             needed += sum(lengths[row] for rows in passes for row in rows)
             filler += sum(lengths[stand_in] for rows in passes if not rows) if stand_in is not None else 0
@@ -125,9 +130,9 @@ def plan_metrics(plans: Sequence[Sequence[Minibatch]], lengths: Sequence[int], w
     }
 
 
-def collect_rows(parts: Sequence[DataProto], plan: Sequence[Sequence[Rows]]) -> DataProto:
+def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]]) -> DataProto:
     """Concatenate the ranks' rows in the order of the batch that was split."""
-    order = torch.tensor([row for rank in plan for rows in rank for row in rows])
+    order = torch.tensor([row for rank in assigned for rows in rank for row in rows])
     return DataProto.concat(parts, rows=order.argsort())
 
 

@@ -11,7 +11,7 @@ from workers.training.dispatch import (
     Minibatch,
     UpdateResult,
     collect_rows,
-    plan_metrics,
+    overhead_metrics,
     split_minibatches,
     split_rows,
     sum_updates,
@@ -72,9 +72,11 @@ class WorkerGroup(Generic[W_co]):
             max_tokens: maximum number of tokens of a micro-batch on one rank.
         """
         lengths, work = self.costs(batch)
-        plan = split_rows(lengths, self.size, max_tokens * self.sequence_ranks, work=work)
+        parts = split_rows(lengths, self.size, max_tokens * self.sequence_ranks, work=work)
         shared = self.shared.share(batch, columns, self.ranks[0].process)
-        return collect_rows(await self._collect([r.start(method, shared, part) for r, part in self._split(plan)]), plan)
+        return collect_rows(
+            await self._collect([r.start(method, shared, part) for r, part in self._split(parts)]), parts
+        )
 
     async def update(
         self,
@@ -99,10 +101,10 @@ class WorkerGroup(Generic[W_co]):
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
-        plans = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
+        by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
         shared = self.shared.share(batch, columns, self.ranks[0].process)
-        pending = [rank.start(method, shared, plan, *args, **kwargs) for rank, plan in self._split(plans)]
-        return sum_updates(await self._collect(pending)) | plan_metrics(plans, lengths, work)
+        pending = [rank.start(method, shared, own, *args, **kwargs) for rank, own in self._split(by_rank)]
+        return sum_updates(await self._collect(pending)) | overhead_metrics(by_rank, lengths, work)
 
     def _split(self, parts: Sequence[R]) -> list[tuple[Role[W_co], R]]:
         """Pair each rank with its part. Ranks that split a pack's tokens together get the same part."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.advantages.returns import check_discount, discounted_suffix_sum, pack, places, unpack
+from rltrain.algorithms.advantages.returns import check_discount, discounted_suffix_sum, from_left, places, to_left
 from rltrain.algorithms.ratio import as_float, as_mask, masked
 from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
@@ -25,8 +25,8 @@ def gae(
     mask = as_mask(response_mask)
     rewards, baseline = as_float(token_level_rewards.detach()), as_float(values.detach())
     place = places(mask)
-    packed_rewards, packed_values = pack(rewards, mask, place), pack(baseline, mask, place)
-    next_values = torch.nn.functional.pad(packed_values[:, 1:], (0, 1))
-    delta = packed_rewards + gamma * next_values - packed_values
-    advantages = unpack(discounted_suffix_sum(delta, gamma * lam), mask, place)
+    aligned_rewards, aligned_values = to_left(rewards, mask, place), to_left(baseline, mask, place)
+    next_values = torch.nn.functional.pad(aligned_values[:, 1:], (0, 1))
+    delta = aligned_rewards + gamma * next_values - aligned_values
+    advantages = from_left(discounted_suffix_sum(delta, gamma * lam), mask, place)
     return advantages, masked(advantages + baseline, mask)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.advantages.outcome import counted_rows
-from rltrain.algorithms.advantages.returns import discounted_suffix_sum, pack, places, unpack
+from rltrain.algorithms.advantages.returns import discounted_suffix_sum, from_left, places, to_left
 from rltrain.algorithms.normalization import group_index, group_sum, statistics_of
 from rltrain.algorithms.ratio import as_float, as_mask, masked
 from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
@@ -38,9 +38,9 @@ def optimal_token_baseline(
     mask = as_mask(response_mask) & counted_rows(response_mask, valid)[:, None]
     place, group = places(mask), group_index(uid)
     rewards, log_probs = as_float(token_level_rewards.detach()).double(), as_float(old_log_probs.detach()).double()
-    returns = discounted_suffix_sum(pack(rewards, mask, place), 1.0)
+    returns = discounted_suffix_sum(to_left(rewards, mask, place), 1.0)
     # Rounding can make a log-prob positive, and its weight would then be negative.
-    energy = pack(-torch.expm1(log_probs.clamp(max=0)), mask, place).cumsum(-1)
+    energy = to_left(-torch.expm1(log_probs.clamp(max=0)), mask, place).cumsum(-1)
     live = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1, keepdim=True)
     energy = masked(energy, live)
     weight = torch.where(group_sum(energy, group) > 0, energy, live)
@@ -48,5 +48,5 @@ def optimal_token_baseline(
     baseline = group_sum(weight * returns, group) / group_sum(weight, group)
     varied = statistics_of(returns, group, live).varied
     dtype = as_float(token_level_rewards).dtype
-    advantages = unpack(masked(returns - baseline, varied), mask, place)
-    return advantages.to(dtype), unpack(returns, mask, place).to(dtype)
+    advantages = from_left(masked(returns - baseline, varied), mask, place)
+    return advantages.to(dtype), from_left(returns, mask, place).to(dtype)

@@ -21,8 +21,8 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
     check_discount("gamma", gamma)
     mask = as_mask(response_mask)
     place = places(mask)
-    packed = pack(as_float(token_level_rewards.detach()), mask, place)
-    return unpack(discounted_suffix_sum(packed, gamma), mask, place)
+    aligned = to_left(as_float(token_level_rewards.detach()), mask, place)
+    return from_left(discounted_suffix_sum(aligned, gamma), mask, place)
 
 
 def places(mask: Tensor) -> Tensor:
@@ -33,17 +33,17 @@ def places(mask: Tensor) -> Tensor:
     return mask.cumsum(-1) - 1
 
 
-def pack(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
+def to_left(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
     """Move the trained values of each row to its front, in order, and fill the remaining slots with 0."""
     rows, length = values.shape
     bin_for_masked = length  # masked values go to one extra column, which is dropped at the end
-    packed = values.new_zeros(rows, length + 1).scatter(1, place.where(mask, bin_for_masked), masked(values, mask))
-    return packed[:, :length]
+    aligned = values.new_zeros(rows, length + 1).scatter(1, place.where(mask, bin_for_masked), masked(values, mask))
+    return aligned[:, :length]
 
 
-def unpack(packed: Tensor, mask: Tensor, place: Tensor) -> Tensor:
-    """Move the values that `pack` brought to the front back to their tokens, and set masked slots to 0."""
-    return masked(packed.gather(1, place.clamp(min=0)), mask)
+def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
+    """Move the values that `to_left` brought to the front back to their tokens, and set masked slots to 0."""
+    return masked(aligned.gather(1, place.clamp(min=0)), mask)
 
 
 def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:

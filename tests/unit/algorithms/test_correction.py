@@ -13,7 +13,7 @@ from rltrain.algorithms import (
 )
 
 LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask", "reject")
+MODES = ("truncate", "mask")
 #                  w:  in   high  low  masked    in
 RATIOS = torch.tensor([[1.5, 4.0, 0.25, 9.0], [1.25, 1.0, 0.8, 1.0], [0.1, 0.1, 9.0, 9.0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
@@ -30,13 +30,10 @@ def correct(ratios=RATIOS, mask=MASK, advantages=None, *, level="token", mode="m
 EXPECTED = {
     ("token", "truncate"): ([[1.5, 2, 0.5, 0], [1.25, 1, 0.8, 1], [0.5, 0.5, 0, 0]], MASK.tolist()),
     ("token", "mask"): ([[1.5, 0, 0, 0], [1.25, 1, 0.8, 1], [0] * 4], [[1, 0, 0, 0], [1] * 4, [0] * 4]),
-    ("token", "reject"): ([[0] * 4, [1] * 4, [0] * 4], [[0] * 4, [1] * 4, [0] * 4]),
     ("sequence", "truncate"): ([[1.5, 1.5, 1.5, 0], [1] * 4, [0.5, 0.5, 0, 0]], MASK.tolist()),
     ("sequence", "mask"): ([[1.5, 1.5, 1.5, 0], [1] * 4, [0] * 4], [[1, 1, 1, 0], [1] * 4, [0] * 4]),
-    ("sequence", "reject"): ([[1, 1, 1, 0], [1] * 4, [0] * 4], [[1, 1, 1, 0], [1] * 4, [0] * 4]),
     ("geometric", "truncate"): ([[1.5 ** (1 / 3)] * 3 + [0], [1] * 4, [0.5, 0.5, 0, 0]], MASK.tolist()),
     ("geometric", "mask"): ([[1.5 ** (1 / 3)] * 3 + [0], [1] * 4, [0] * 4], [[1, 1, 1, 0], [1] * 4, [0] * 4]),
-    ("geometric", "reject"): ([[1, 1, 1, 0], [1] * 4, [0] * 4], [[1, 1, 1, 0], [1] * 4, [0] * 4]),
 }
 
 
@@ -114,10 +111,8 @@ def test_with_advantages_only_bad_tokens_are_dropped():
     weights, mask, _ = correct(advantages=advantages, mode="mask")
     assert torch.equal(mask, torch.tensor([[1, 1, 0, 0], [1] * 4, [1, 0, 0, 0]]) == 1)
     assert weights[0, 1].item() == 2  # kept, capped
-    _, mask, _ = correct(advantages=advantages.abs(), mode="reject")
+    _, mask, _ = correct(advantages=advantages.abs(), mode="mask")
     assert torch.equal(mask, MASK == 1)
-    _, mask, _ = correct(advantages=advantages, mode="reject")
-    assert mask.any(-1).tolist() == [False, True, False]
     for mode in MODES:
         assert torch.equal(correct(advantages=0 * advantages, mode=mode)[1], MASK == 1)
 
@@ -149,14 +144,12 @@ def far_where(kept):
 
 @pytest.mark.parametrize("agg_mode", DENOMINATORS)
 @pytest.mark.parametrize("kept", [HALVES, ONE_ROW, TWO_TOKENS], ids=["halves", "one row", "two tokens"])
-@pytest.mark.parametrize("mode", ["mask", "reject"])
-def test_A4_a_kept_token_has_the_gradient_that_it_has_where_nothing_is_dropped(kept, mode, agg_mode):
+def test_A4_a_kept_token_has_the_gradient_that_it_has_where_nothing_is_dropped(kept, agg_mode):
     def drop(log_probs, mask):
         rollout = log_probs + far_where(kept)
-        return rollout_correction(log_probs, rollout, mask, level="token", mode=mode, lower=0.5, upper=5.0)
+        return rollout_correction(log_probs, rollout, mask, level="token", mode="mask", lower=0.5, upper=5.0)
 
-    rows = [[int(all(row))] * 4 for row in kept]
-    expected = torch.tensor(kept if mode == "mask" else rows) / -DENOMINATORS[agg_mode]
+    expected = torch.tensor(kept) / -DENOMINATORS[agg_mode]
     assert torch.allclose(kept_gradient(drop, agg_mode), expected.double(), rtol=1e-12)
 
 
@@ -186,7 +179,7 @@ def test_a_weight_of_a_whole_row_is_the_product_over_tokens_that_are_dropped_too
     ("knobs", "complaint"),
     [
         ({"level": "word"}, "level='word' is not known; use one of: token, sequence, geometric"),
-        ({"mode": "drop"}, "mode='drop' is not known; use one of: truncate, mask, reject"),
+        ({"mode": "drop"}, "mode='drop' is not known; use one of: truncate, mask"),
         ({"lower": 1.5}, "lower=1.5, upper=2.0"),
         ({"upper": 0.9}, "upper=0.9"),
         ({"lower": -0.1}, "lower=-0.1"),
@@ -201,10 +194,9 @@ def test_what_cannot_be_done_is_refused(knobs, complaint):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_ratio_on_the_bound_is_inside(level):
-    for mode in ("mask", "reject"):
-        _, mask, metrics = correct(torch.ones(2, 1), torch.ones(2, 1), level=level, mode=mode, lower=1.0, upper=1.0)
-        assert mask.all()
-        assert metrics["outside_fraction"].item() == 0
+    _, mask, metrics = correct(torch.ones(2, 1), torch.ones(2, 1), level=level, mode="mask", lower=1.0, upper=1.0)
+    assert mask.all()
+    assert metrics["outside_fraction"].item() == 0
 
 
 def test_D8_the_decoupled_objective_has_the_gradient_of_samples_from_the_policy_itself():

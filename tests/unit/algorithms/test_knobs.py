@@ -69,7 +69,7 @@ def test_H1_combine_rewards(knob, make_batch):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("mode", ["truncate", "mask", "reject"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("knob", [{"lower": 0.9}, {"upper": 1.1}])
 def test_H1_rollout_correction(level, mode, knob, make_batch):
     batch = make_batch(seed=1, spread=0.5, length=5)

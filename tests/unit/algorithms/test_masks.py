@@ -78,7 +78,7 @@ def functions(call):
         **{
             f"correction {level} {mode}": lambda batch, level=level, mode=mode: correct(batch, level, mode)
             for level in ("token", "sequence", "geometric")
-            for mode in ("truncate", "mask", "reject")
+            for mode in ("truncate", "mask")
         },
         "value": value,
         "kl in reward": kl_in_reward,

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.batch.columns import Column, Stored, column_of, gather, memory_of, same, share_offsets
+from rltrain.batch.columns import Column, Stored, column_of, memory_of, same, share_offsets, take_rows
 from rltrain.batch.jagged import jagged
 
 
@@ -41,7 +41,7 @@ def test_gathering_takes_any_rows_of_all_parts_in_any_order(data):
     expected = {key: [row for part in given_parts for row in rows_of(part[key])] for key in ("a", "b", "dense")}
     total = len(expected["a"])
     order = data.draw(st.none() | (st.lists(st.integers(0, total - 1), max_size=8) if total else st.just([])))
-    found = gather(given_parts, None if order is None else np.array(order, dtype=np.int64))
+    found = take_rows(given_parts, None if order is None else np.array(order, dtype=np.int64))
     for key, rows in expected.items():
         assert rows_of(found[key]) == [rows[i] for i in (range(total) if order is None else order)]
     assert found["a"].offsets is found["b"].offsets
@@ -51,15 +51,15 @@ def test_gathering_takes_any_rows_of_all_parts_in_any_order(data):
 @pytest.mark.parametrize("rows", [None, [2, 0], [0, 1, 2]])
 def test_what_is_gathered_is_a_copy(rows):
     column = column_of(torch.arange(3))
-    gather([{"x": column}], None if rows is None else np.array(rows))["x"].own().fill_(9)
+    take_rows([{"x": column}], None if rows is None else np.array(rows))["x"].own().fill_(9)
     assert column.own().tolist() == [0, 1, 2]
 
 
 def test_gathering_keeps_gradients_and_reconciles_types_as_pytorch_does():
     leaf = torch.ones(3, requires_grad=True)
-    gather([{"x": column_of(leaf)}], np.array([0, 0, 2]))["x"].own().sum().backward()
+    take_rows([{"x": column_of(leaf)}], np.array([0, 0, 2]))["x"].own().sum().backward()
     assert leaf.grad.tolist() == [2, 0, 1]
-    mixed = gather([{"x": column_of(torch.tensor([1]))}, {"x": column_of(torch.tensor([0.5]))}], np.array([1, 0]))
+    mixed = take_rows([{"x": column_of(torch.tensor([1]))}, {"x": column_of(torch.tensor([0.5]))}], np.array([1, 0]))
     assert mixed["x"].own().tolist() == [0.5, 1.0]
 
 
@@ -74,7 +74,7 @@ def test_rows_behind_each_other_are_one_piece_of_memory(monkeypatch):
 
     monkeypatch.setattr(np, "concatenate", counting)
     column = column_of(jagged([[1], [2, 2], [], [3], [4]], torch.int64))
-    found = gather([{"x": column}], np.array([1, 2, 3, 0, 1]))["x"]
+    found = take_rows([{"x": column}], np.array([1, 2, 3, 0, 1]))["x"]
     assert (rows_of(found), taken) == ([[2, 2], [], [3], [1], [2, 2]], [2])
 
 

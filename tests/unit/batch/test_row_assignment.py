@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.batch import row_assignment
-from rltrain.batch.row_assignment import balance, microbatches, minibatches, plan_minibatch
+from rltrain.batch.row_assignment import assign_minibatch, balance, microbatches, minibatches
 from rltrain.batch.row_costs import RowWork
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
@@ -41,12 +41,12 @@ def test_A7_minibatches_hold_whole_groups_and_each_epoch_every_row_once(uids, co
 
 def test_A7_minibatches_are_decided_before_ranks_and_budget_are_known():
     assert not {"ranks", "max_tokens", "lengths"} & set(inspect.signature(minibatches).parameters)
-    assert "minibatches(" not in inspect.getsource(plan_minibatch)
+    assert "minibatches(" not in inspect.getsource(assign_minibatch)
     uids, lengths = [0, 0, 1, 1, 2, 2, 3, 3], [5, 1, 4, 2, 3, 3, 6, 1]
     plan = minibatches(uids, 2, 1, seed=1, step=1)
     for ranks in (1, 2, 3):
         for budget in (6, 9, 100):
-            parts = [plan_minibatch(lengths, rows, ranks, budget) for rows in plan]
+            parts = [assign_minibatch(lengths, rows, ranks, budget) for rows in plan]
             shared = [sorted(row for rank in part for rows in rank for row in rows) for part in parts]
             assert shared == [sorted(rows) for rows in plan]
 
@@ -124,7 +124,7 @@ def test_a_row_above_the_budget_is_refused():
 @settings(deadline=None)
 def test_A6_every_row_is_once_in_a_microbatch_within_budget_and_ranks_run_equally_many(lengths, ranks, budget, data):
     rows = data.draw(st.lists(st.sampled_from(range(len(lengths))), unique=True))
-    plan = plan_minibatch(lengths, rows, ranks, budget)
+    plan = assign_minibatch(lengths, rows, ranks, budget)
     assert len(plan) == ranks
     assert sorted(row for rank in plan for part in rank for row in part) == sorted(rows)
     assert all(sum(lengths[row] for row in part) <= budget for rank in plan for part in rank)
@@ -149,7 +149,7 @@ def test_there_are_as_few_micro_batches_as_first_fit_promises_against_the_best_o
 @settings(deadline=None)
 def test_a_rank_has_an_empty_micro_batch_only_where_it_has_too_few_rows(lengths, ranks, budget, data):
     work = data.draw(st.lists(st.integers(0, 99), min_size=len(lengths), max_size=len(lengths)))
-    for rank in plan_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work):
+    for rank in assign_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work):
         rows = sum(map(len, rank))
         assert sum(not part for part in rank) == max(0, len(rank) - rows)
         costs = [sum(work[row] for row in part) for part in rank]
@@ -159,7 +159,7 @@ def test_a_rank_has_an_empty_micro_batch_only_where_it_has_too_few_rows(lengths,
 def test_a_rank_with_room_splits_its_micro_batch_rather_than_add_an_empty_one():
     """Rank 0 has the costly row and what is left; rank 1 has tokens for two micro-batches."""
     lengths, work = [4, 2, 2, 6, 6], [9, 1, 1, 6, 6]
-    plan = plan_minibatch(lengths, [0, 1, 2, 3, 4], 2, 8, work=work)
+    plan = assign_minibatch(lengths, [0, 1, 2, 3, 4], 2, 8, work=work)
     assert plan == [[[0], [1, 2]], [[3], [4]]]
 
 
@@ -185,7 +185,7 @@ def test_over_random_plans_no_budget_is_exceeded_and_ranks_have_equal_loads_and_
         lengths = [int(32 * 16 ** source.random()) for _ in range(int(ranks * source.uniform(8, 32)))]
         model = RowWork(token=1000, output=400, attention=((None, source.choice((0, 1, 4))),))
         work = [model.of(length, length // 2) for length in lengths]
-        plan = plan_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work)
+        plan = assign_minibatch(lengths, list(range(len(lengths))), ranks, budget, work=work)
         assert max(sum(lengths[row] for row in part) for rank in plan for part in rank) <= budget
         loads = [sum(work[row] for part in rank for row in part) for rank in plan]
         assert max(loads) <= 1.05 * max(sum(work) / ranks, *work)

@@ -8,10 +8,10 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.rewards import loading
-from rltrain.rewards.result import RewardResult as Said
+from rltrain.rewards.result import RewardResult
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker
 
@@ -131,12 +131,12 @@ def test_a_result_may_be_a_score_or_not_applicable_or_failed_with_a_reason(path)
     assert scores(results) == [3.0, None, "failed"]
     assert results[2].error == "reward function 'result' says that it failed: no judge"
     with pytest.raises(loading.ScoreError, match="no reason given"):
-        loading.as_score(Said(failed=True))
+        loading.as_score(RewardResult(failed=True))
 
 
 def test_a_result_whose_score_is_no_score_is_an_error():
     with pytest.raises(loading.ScoreError, match="returned nan"):
-        loading.as_score(Said(score=float("nan")))
+        loading.as_score(RewardResult(score=float("nan")))
 
 
 # Batched
@@ -199,7 +199,7 @@ async def scored_by_a_pool(reward, asked):
 def test_no_more_async_calls_run_than_concurrency_allows(path):
     reward = replace(compose([])[0].reward, functions=[function(path, "nap")], concurrency=3, timeout_s=5.0)
     results = asyncio.run(scored_by_a_pool(reward, requests(*"abcdefgh")))
-    assert results == [RewardResult((0, n), (1.0,)) for n in range(8)]
+    assert results == [SampleScores((0, n), (1.0,)) for n in range(8)]
     assert module_of(path)["most"] == 3
 
 

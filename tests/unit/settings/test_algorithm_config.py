@@ -51,12 +51,10 @@ def algorithm(*overrides):
             ["correction.level=token", "correction.mode=mask"],
             "algorithm.correction.mode=mask with lower=None, upper=None: nothing would ever lie outside; set a bound",
         ),
-        (["correction.level=token", "correction.mode=reject"], "mode=reject with lower=None, upper=None: nothing"),
         (
             ["correction.level=token", "correction.mode=mask", "correction.lower=0"],
             "algorithm.correction.mode=mask with lower=0.0, upper=None: nothing would ever lie outside; set a bound",
         ),
-        (["correction.level=token", "correction.mode=reject", "correction.lower=0"], "mode=reject with lower=0.0, upp"),
         (
             ["correction.upper=2.0"],
             "algorithm.correction.lower=None, upper=2.0 with level=null: there is no correction; set level=token, say",
@@ -134,7 +132,7 @@ def test_with_the_engines_log_probs_the_update_may_still_move_too_far_from_them(
         ["correction.level=token", "correction.lower=0"],
         ["correction.level=token", "correction.mode=mask", "correction.lower=0.5"],
         ["correction.level=token", "correction.mode=mask", "correction.lower=0", "correction.upper=2"],
-        ["correction.level=token", "correction.mode=reject", "correction.upper=1"],
+        ["correction.level=sequence", "correction.mode=mask", "correction.upper=1"],
         ["correction.mode=mask"],  # off
         ["rejection.level=token"],  # off
         ["rejection.kl_estimator=k3", "rejection.upper=0", "rejection.only_negative=true"],

@@ -12,11 +12,11 @@ from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
 from rltrain.trajectories.batch_building import to_batch, without_invalid
 from rltrain.trajectories.collector import EVAL_SEED, Collector
-from rltrain.trajectories.prompt_groups import Group, State, stream_seed
+from rltrain.trajectories.prompt_groups import Group, GroupState, stream_seed
 from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect
 from tests.fakes import Immortal, Waiting
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
@@ -63,13 +63,13 @@ class Judges(Waiting):
         self.waiting = []
 
 
-def by_key(request) -> RewardResult:
-    return RewardResult(request.key, (100.0 * request.key[0] + request.key[1],))
+def by_key(request) -> SampleScores:
+    return SampleScores(request.key, (100.0 * request.key[0] + request.key[1],))
 
 
-def some_fail(request) -> RewardResult:
+def some_fail(request) -> SampleScores:
     number = request.key[1]
-    return RewardResult(request.key, (None,), failed=True, error=f"error {number}") if number else by_key(request)
+    return SampleScores(request.key, (None,), failed=True, error=f"error {number}") if number else by_key(request)
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ async def test_a_failure_of_an_earlier_step_does_not_start_the_patience_of_this_
 
 async def test_rewards_of_which_none_applies_are_named_so(collector):
     with pytest.raises(RewardError, match=r"no reward function applied to any of \d+ samples"):
-        await collect(collector(lambda request: RewardResult(request.key, (None,))), 0)
+        await collect(collector(lambda request: SampleScores(request.key, (None,))), 0)
 
 
 # Groups as a batch
@@ -325,12 +325,12 @@ def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
         n: Completion((uid, n), list(ids), [-0.5] * len(ids), "stop", [0] * len(ids)) for n, ids in enumerate(tokens)
     }
     results = {
-        n: RewardResult(
+        n: SampleScores(
             (uid, n), (None,) * len(values) if n in failed else values, n in failed, "it broke" * (n in failed)
         )
         for n, values in enumerate(scores)
     }
-    return Group(uid, PROMPTS[uid], len(tokens), len(tokens), State.READY, 0, completions, results)
+    return Group(uid, PROMPTS[uid], len(tokens), len(tokens), GroupState.READY, 0, completions, results)
 
 
 def with_placed_scores(batch) -> DataProto:
@@ -356,7 +356,7 @@ def test_C4_a_failed_row_is_masked_and_not_valid_and_its_zero_is_in_no_token():
 
 def test_C4_nothing_that_a_failed_row_scored_is_kept():
     half_done = replace(group(0, [(2.0, 2.0), (5.0, None)], failed=(1,)))
-    half_done.results[1] = RewardResult((0, 1), (5.0, None), failed=True, error="second function broke")
+    half_done.results[1] = SampleScores((0, 1), (5.0, None), failed=True, error="second function broke")
     batch = to_batch([half_done], TWO)
     assert batch.batch["scores"].tolist() == [3.0, 0.0]
     assert batch.batch["reward_components"][1].isnan().all()

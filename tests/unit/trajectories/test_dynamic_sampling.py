@@ -12,7 +12,7 @@ from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect, collect_with_metrics
 from tests.fakes import Immortal, Waiting
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
@@ -59,7 +59,7 @@ class Judges(Waiting):
         keys, self.waiting = [request.key for request in self.waiting], []
         scores = [(key, self.score(*key)) for key in keys]
         return [
-            RewardResult(key, (None,), failed=True, error="broke") if value == "fails" else RewardResult(key, (value,))
+            SampleScores(key, (None,), failed=True, error="broke") if value == "fails" else SampleScores(key, (value,))
             for key, value in scores
         ]
 

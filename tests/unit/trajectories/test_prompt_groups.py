@@ -1,8 +1,8 @@
 import pytest
 
 from rltrain.data.prompts import Prompt
-from rltrain.trajectories.prompt_groups import PromptGroups, State, requests_of, stream_seed
-from workers.reward.messages import RewardResult
+from rltrain.trajectories.prompt_groups import GroupState, PromptGroups, requests_of, stream_seed
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 
@@ -14,8 +14,8 @@ def completion(uid: int, number: int, version: int = 0, text: str = "text") -> C
     return Completion((uid, number), [3], [-0.5], "stop", [version], text)
 
 
-def score(uid: int, number: int, value: float = 1.0) -> RewardResult:
-    return RewardResult((uid, number), (value,))
+def score(uid: int, number: int, value: float = 1.0) -> SampleScores:
+    return SampleScores((uid, number), (value,))
 
 
 def groups(*, samples: int = 2, per_step: int = 1, staleness: int = 0, prompts: int = 1, ship: bool = True):
@@ -38,18 +38,18 @@ def finish(made: PromptGroups, uid: int, version: int = 0) -> None:
 def test_a_group_passes_from_pending_over_generating_and_scoring_to_ready():
     made = groups(ship=False)
     group = made.groups[0]
-    assert (group.state, made.take(1)) == (State.PENDING, [])
+    assert (group.state, made.take(1)) == (GroupState.PENDING, [])
     assert made.ship(4) == [group]
-    assert (group.state, group.shipped, made.ship(5)) == (State.GENERATING, 4, [])
+    assert (group.state, group.shipped, made.ship(5)) == (GroupState.GENERATING, 4, [])
     request = made.generated(completion(0, 1, 4))
     assert (request.key, request.prompt, request.response) == ((0, 1), "prompt 0", "text")
     assert request.columns == {"answer": "0", "finish_reason": "stop"}
     made.scored(score(0, 1))
-    assert group.state is State.GENERATING
+    assert group.state is GroupState.GENERATING
     made.generated(completion(0, 0, 4))
-    assert (group.state, made.take(1)) == (State.SCORING, [])
+    assert (group.state, made.take(1)) == (GroupState.SCORING, [])
     made.scored(score(0, 0))
-    assert group.state is State.READY
+    assert group.state is GroupState.READY
     assert made.take(1) == [group]
     assert (made.groups, made.used) == ({}, 1)
 
@@ -92,7 +92,7 @@ def test_a_reissued_group_keeps_its_answers_and_scores_and_asks_for_the_rest():
     made = groups()
     made.generated(completion(0, 0))
     made.reissue([0, 99])
-    assert made.groups[0].state is State.PENDING
+    assert made.groups[0].state is GroupState.PENDING
     made.scored(score(0, 0, value=7.0))  # was on its way when the engine died
     assert made.generated(completion(0, 1)) is None  # not asked for at the moment
     (group,) = made.ship(1)
@@ -168,7 +168,7 @@ def test_the_oldest_groups_are_told_whatever_their_state_as_many_as_there_are():
     finish(made, 1)
     made.generated(completion(2, 0))
     made.reissue([2])
-    assert [(g.uid, g.state) for g in made.oldest(2)] == [(0, State.GENERATING), (1, State.READY)]
+    assert [(g.uid, g.state) for g in made.oldest(2)] == [(0, GroupState.GENERATING), (1, GroupState.READY)]
     assert [g.uid for g in made.oldest(9)] == [0, 1, 2]
     made.drop(0, replace=True)
     assert [g.uid for g in made.oldest(2)] == [1, 2]
@@ -194,7 +194,7 @@ def test_a_greedy_answer_is_one_more_request_at_temperature_zero_and_the_group_w
     requests = requests_of(group, temperature=0.7, max_tokens=4, seed=0)
     assert [(request.key, request.temperature) for request in requests] == [((0, 0), 0.7), ((0, 1), 0.7), ((0, 2), 0.0)]
     finish(made, 0)
-    assert (group.state, made.take(1)) == (State.GENERATING, [])
+    assert (group.state, made.take(1)) == (GroupState.GENERATING, [])
     made.generated(completion(0, 2))
     made.scored(score(0, 2))
     assert made.take(1) == [group]
@@ -216,7 +216,7 @@ def test_so_many_groups_are_wanted_at_each_version(staleness, wanted):
         assert made.wanted(version) == 0
         made.ship(version)
         for uid in list(made.groups):
-            if made.groups[uid].state is State.GENERATING:
+            if made.groups[uid].state is GroupState.GENERATING:
                 finish(made, uid, version)
         assert len(made.take(3)) == 3
     assert asked == wanted

@@ -12,9 +12,9 @@ from rltrain.monitoring.step_metrics import sample_metrics
 from rltrain.rewards.loading import check_aggregation
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
-from rltrain.trajectories.prompt_groups import Group, State
+from rltrain.trajectories.prompt_groups import Group, GroupState
 from rltrain.trajectories.scoring import on_last_token, shaped_scores
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 OWN = """
@@ -99,11 +99,13 @@ def batch(config, *groups, failed=()):
     for uid, rows in enumerate(groups):
         keys = [(uid, n) for n in range(len(rows))]
         completions = {n: Completion(key, [5, 6], [-1.0] * 2, "stop", [0] * 2) for n, key in enumerate(keys)}
-        results = {n: RewardResult(key, row) for n, (key, row) in enumerate(zip(keys, rows, strict=True))}
+        results = {n: SampleScores(key, row) for n, (key, row) in enumerate(zip(keys, rows, strict=True))}
         for number in range(len(rows)):
             if (uid, number) in failed:
-                results[number] = RewardResult((uid, number), (None, None), failed=True, failed_function=1)
-        made.append(Group(uid, Prompt(uid, "p", [1], {}), len(rows), len(rows), State.READY, 0, completions, results))
+                results[number] = SampleScores((uid, number), (None, None), failed=True, failed_function=1)
+        made.append(
+            Group(uid, Prompt(uid, "p", [1], {}), len(rows), len(rows), GroupState.READY, 0, completions, results)
+        )
     return to_batch(made, config.reward.functions)
 
 

@@ -14,11 +14,11 @@ from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConf
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import Collector
-from rltrain.trajectories.prompt_groups import Group, State
+from rltrain.trajectories.prompt_groups import Group, GroupState
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from tests.collecting import collect, collect_with_metrics
 from tests.fakes import Waiting
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 from workers.training.reward_model import RewardModelWorker
 
@@ -62,10 +62,12 @@ async def read_by(made: RewardModel, prompt: Prompt, response: str) -> str:
 def group(uid, scores, texts, failed=()) -> Group:
     completions = {n: Completion((uid, n), [1], [-0.5], "stop", [0], text) for n, text in enumerate(texts)}
     results = {
-        n: RewardResult((uid, n), (None,), True, "broke", 0) if n in failed else RewardResult((uid, n), (score,))
+        n: SampleScores((uid, n), (None,), True, "broke", 0) if n in failed else SampleScores((uid, n), (score,))
         for n, score in enumerate(scores)
     }
-    return Group(uid, Prompt(uid, f"p{uid}", [1], {}), len(texts), len(texts), State.READY, 0, completions, results)
+    return Group(
+        uid, Prompt(uid, f"p{uid}", [1], {}), len(texts), len(texts), GroupState.READY, 0, completions, results
+    )
 
 
 # What a model reads
@@ -191,7 +193,7 @@ class Judges(Waiting):
     async def poll(self):
         await asyncio.sleep(0)
         found, self.waiting = self.waiting, []
-        return [RewardResult(request.key, (1.0,)) for request in found]
+        return [SampleScores(request.key, (1.0,)) for request in found]
 
 
 @pytest.fixture

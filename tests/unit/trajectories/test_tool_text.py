@@ -15,7 +15,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.monitoring.step_metrics import entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import batch_of, with_scores
-from rltrain.trajectories.prompt_groups import Group, State
+from rltrain.trajectories.prompt_groups import Group, GroupState
 from rltrain.trajectories.scoring import on_last_token, shaped_scores
 from rltrain.trajectories.token_rewards import (
     assign_rewards,
@@ -26,7 +26,7 @@ from rltrain.trajectories.token_rewards import (
     with_critic_values,
     with_random_draws,
 )
-from workers.reward.messages import RewardResult
+from workers.reward.messages import SampleScores
 
 SAMPLES, LIMIT, STEP = 3, 16, 5
 JUNK = 1e4  # what columns hold at tokens that nobody may read
@@ -77,14 +77,14 @@ def trajectory(uid, number, row, *, tools) -> Trajectory:
     return Trajectory(uid, number, (Turn([1, 2], actions, log_probs, versions, row["reason"], text),))
 
 
-def result(key, row) -> RewardResult:
-    return RewardResult(key, row["scores"], row["failed"], "it broke" * row["failed"])
+def result(key, row) -> SampleScores:
+    return SampleScores(key, row["scores"], row["failed"], "it broke" * row["failed"])
 
 
 def scored(rows, config, *, tools) -> DataProto:
     """The scored batch, with columns as the actor, the reference and the critic add them."""
     found = [
-        Group(uid, Prompt(uid, "p", [1, 2], {}), SAMPLES, SAMPLES, State.READY,
+        Group(uid, Prompt(uid, "p", [1, 2], {}), SAMPLES, SAMPLES, GroupState.READY,
               results={n: result((uid, n), row) for n, row in enumerate(group)})
         for uid, group in enumerate(rows)
     ]  # fmt: skip

@@ -78,4 +78,4 @@ def test_buckets_are_made_once_for_all_layers_of_a_sharded_model():
     cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
     assert cast is not packed
     assert cast.rows is packed.rows
-    assert packed.rows.buckets is packed.rows.buckets
+    assert packed.rows.attention_batches is packed.rows.attention_batches

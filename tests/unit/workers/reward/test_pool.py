@@ -12,7 +12,7 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
-from workers.reward.messages import RewardRequest, RewardResult
+from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Held, Lost
 from workers.reward.worker import RewardWorker
@@ -83,12 +83,12 @@ class ScriptedWorkers:
             return Lost(slot, timed_out=fate == "late", reason="ended its process")
         count = self._rng.randint(1, len(call.requests))
         results = [
-            RewardResult(r.key, tuple(float(r.response) * 10**function for function in chosen))
+            SampleScores(r.key, tuple(float(r.response) * 10**function for function in chosen))
             for r in call.requests[:count]
         ]
         if count < len(call.requests) and call.function is None:  # the budget ran out between two functions
             last = results[-1]
-            results[-1] = RewardResult(last.key, last.scores[:1])
+            results[-1] = SampleScores(last.key, last.scores[:1])
         return Answer(slot, results)
 
 
@@ -96,15 +96,15 @@ def request(number: int, response: str | None = None, **columns) -> RewardReques
     return RewardRequest((number // 8, number % 8), "p", str(number) if response is None else response, columns)
 
 
-async def finish(pool: RewardPool) -> list[RewardResult]:
-    results: list[RewardResult] = []
+async def finish(pool: RewardPool) -> list[SampleScores]:
+    results: list[SampleScores] = []
     while pool.pending:
         results += await pool.poll()
     return results
 
 
-def expected(number: int, functions: int) -> RewardResult:
-    return RewardResult((number // 8, number % 8), tuple(float(number) * 10**f for f in range(functions)))
+def expected(number: int, functions: int) -> SampleScores:
+    return SampleScores((number // 8, number % 8), tuple(float(number) * 10**f for f in range(functions)))
 
 
 # G3
@@ -254,7 +254,7 @@ class Slow(ScriptedWorkers):
 
     def _so_far(self, call, row):
         """The samples before this one whole, and of this one the first of two functions."""
-        results = [RewardResult(r.key, (float(r.response), 1.0)[: self._functions]) for r in call.requests[: row + 1]]
+        results = [SampleScores(r.key, (float(r.response), 1.0)[: self._functions]) for r in call.requests[: row + 1]]
         results[-1] = replace(results[-1], scores=results[-1].scores[: self._functions - 1])
         return results if self._functions > 1 else results[:-1]
 
@@ -292,7 +292,7 @@ async def test_after_a_death_whose_call_is_known_the_others_of_its_chunk_are_not
         def _outcome(self, slot, call):
             event = super()._outcome(slot, call)
             before = [r for r in call.requests if r.key < (0, 3)]
-            known = [RewardResult(r.key, (float(r.response),)) for r in before]
+            known = [SampleScores(r.key, (float(r.response),)) for r in before]
             return replace(event, results=known) if isinstance(event, Lost) else event
 
     workers = Known(1, 1, lose)
@@ -350,7 +350,7 @@ def rewards(tmp_path):
 async def test_in_process_every_function_scores_every_sample_in_the_order_of_the_config(rewards):
     pool = RewardPool.in_process(reward(rewards("length", "number")))
     pool.submit([request(1, "25", unit=2), request(2, "7")])
-    assert await finish(pool) == [RewardResult((0, 1), (4.0, 25.0)), RewardResult((0, 2), (1.0, 7.0))]
+    assert await finish(pool) == [SampleScores((0, 1), (4.0, 25.0)), SampleScores((0, 2), (1.0, 7.0))]
 
 
 async def test_without_functions_as_beside_reward_models_nobody_is_called_and_nobody_can_be_lost():
@@ -365,20 +365,20 @@ async def test_without_functions_as_beside_reward_models_nobody_is_called_and_no
         ),
     )
     pool.submit([request(1, "25"), request(2, "7")])
-    assert await finish(pool) == [RewardResult((0, 1), ()), RewardResult((0, 2), ())]
+    assert await finish(pool) == [SampleScores((0, 1), ()), SampleScores((0, 2), ())]
     assert workers.log == []
 
 
 async def test_G4_a_component_that_does_not_apply_is_none_and_the_others_count(rewards):
     pool = RewardPool.in_process(reward(rewards("number", "length")))
     pool.submit([request(1, "none")])
-    assert await finish(pool) == [RewardResult((0, 1), (None, 4.0))]
+    assert await finish(pool) == [SampleScores((0, 1), (None, 4.0))]
 
 
 async def test_G4_a_row_to_which_nothing_applies_is_all_none_and_not_failed(rewards):
     pool = RewardPool.in_process(reward(rewards("number")))
     pool.submit([request(1, "none")])
-    assert await finish(pool) == [RewardResult((0, 1), (None,), failed=False)]
+    assert await finish(pool) == [SampleScores((0, 1), (None,), failed=False)]
 
 
 async def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_never_0(rewards):
@@ -430,8 +430,8 @@ async def test_in_process_other_tasks_of_the_driver_run_between_two_calls(reward
 
 def test_a_worker_stops_between_functions_when_its_time_is_up(rewards):
     worker = RewardWorker(rewards("slow", "number"))
-    assert worker.score([request(3), request(4)], budget_s=0.0) == [RewardResult((0, 3), (3.0,))]
-    assert worker.score([request(3)], function=1) == [RewardResult((0, 3), (3.0,))]
+    assert worker.score([request(3), request(4)], budget_s=0.0) == [SampleScores((0, 3), (3.0,))]
+    assert worker.score([request(3)], function=1) == [SampleScores((0, 3), (3.0,))]
     assert len(worker.score([request(3), request(4)])) == 2
 
 

@@ -16,7 +16,7 @@ from tests.fake_replicas import (
     settled,
 )
 from workers.rollout import pool as pool_module
-from workers.rollout.replica import State
+from workers.rollout.replica import ReplicaState
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def test_a_replica_that_dies_in_a_sync_does_not_keep_the_others_from_the_n
     monkeypatch.setattr(pool_module, "sync", sync)
     await pool.load(RANKS, 1, check=True)
     assert syncs == [["rollout replica 0", "rollout replica 1"], ["rollout replica 1"]]
-    assert replicas.states == [State.STARTING, State.SERVING]
+    assert replicas.states == [ReplicaState.STARTING, ReplicaState.SERVING]
     await settled()
     tasks.check()
     replicas.processes[1].answer((1, 0))
@@ -137,7 +137,7 @@ async def test_engines_that_wait_for_weights_are_closed_too(made, monkeypatch):
     fail_syncs(monkeypatch, SyncError("weights differ"))
     with pytest.raises(SyncError, match="weights differ"):
         await pool.load(RANKS, 1, check=True)
-    assert replicas.states == [State.WAITING] * 2
+    assert replicas.states == [ReplicaState.WAITING] * 2
     replicas.told.clear()
     await pool.close()
     assert replicas.told == [(0, "close"), (1, "close")]

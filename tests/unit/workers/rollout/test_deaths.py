@@ -23,7 +23,7 @@ from tests.fake_replicas import (
 )
 from workers.rollout import pool as pool_module
 from workers.rollout.pool import REPLACEMENTS
-from workers.rollout.replica import State
+from workers.rollout.replica import ReplicaState
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ async def test_a_replica_that_dies_is_replaced_and_works_again_with_the_weights_
     await pool.load(RANKS, 1, check=True)
     replicas.processes[0].die()
     assert await keys_of(pool) == []
-    assert replicas.states == [State.STARTING, State.SERVING]
+    assert replicas.states == [ReplicaState.STARTING, ReplicaState.SERVING]
     assert (pool.take_lost(), pool.take_lost()) == ({0}, set())
     pool.submit([[request(0), request(0, 1)]])  # asked again: of the other one
     assert replicas.processes[1].keys == [(1, 0), (0, 0), (0, 1)]
@@ -51,7 +51,7 @@ async def test_a_replica_that_dies_is_replaced_and_works_again_with_the_weights_
     monkeypatch.setattr(pool_module, "sync", slow_sync)
     replicas.processes[0].built.give()
     await settled()
-    assert replicas.states[0] is State.WAITING
+    assert replicas.states[0] is ReplicaState.WAITING
     pool.submit([[request(2)]])
     assert replicas.processes[0].keys == []
     weights.set()
@@ -70,7 +70,7 @@ async def test_with_no_replica_left_work_waits_for_the_next_one(made):
     await pool.hold_weights()
     replicas.processes[0].built.give()
     await settled()
-    assert (replicas.states, replicas.processes[0].keys) == ([State.WAITING], [])
+    assert (replicas.states, replicas.processes[0].keys) == ([ReplicaState.WAITING], [])
     await pool.load(RANKS, 1, check=True)
     assert (replicas.processes[0].keys, pool.pending) == ([(0, 0)], 1)
 
@@ -92,20 +92,20 @@ async def test_while_the_actors_weights_change_no_replacement_gets_any(made):
     await pool.hold_weights()
     replicas.processes[0].built.give()
     await settled()
-    assert (replicas.states, replicas.versions) == ([State.WAITING, State.SERVING], [None, 0])
+    assert (replicas.states, replicas.versions) == ([ReplicaState.WAITING, ReplicaState.SERVING], [None, 0])
     await pool.load(RANKS, 1, check=True)
-    assert (replicas.states, replicas.versions) == ([State.SERVING, State.SERVING], [1, 1])
+    assert (replicas.states, replicas.versions) == ([ReplicaState.SERVING, ReplicaState.SERVING], [1, 1])
 
 
 async def test_a_death_in_a_sync_leaves_the_others_with_the_weights(made):
     pool, replicas = await made(3)
     replicas.processes[1].alive = False  # the death shows in the sync, not before
     await settled()
-    assert replicas.states == [State.SERVING] * 3
+    assert replicas.states == [ReplicaState.SERVING] * 3
     await pool.load(RANKS, 1, check=True)
     await settled()
     assert replicas.versions == [1, None, 1]
-    assert replicas.states == [State.SERVING, State.STARTING, State.SERVING]
+    assert replicas.states == [ReplicaState.SERVING, ReplicaState.STARTING, ReplicaState.SERVING]
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -122,14 +122,14 @@ async def test_a_replica_that_is_replaced_while_a_sync_waits_for_the_actor_has_n
 
     monkeypatch.setattr(pool_module, "sync", sync)
     await pool.load(RANKS, 1, check=True)
-    assert replicas.states == [State.WAITING if ready else State.STARTING, State.SERVING]
+    assert replicas.states == [ReplicaState.WAITING if ready else ReplicaState.STARTING, ReplicaState.SERVING]
     pool.submit([[request(0)], [request(1)]])
     assert replicas.processes[1].keys == [(0, 0), (1, 0)]
     monkeypatch.setattr(pool_module, "sync", give_weights)
     if not ready:
         replicas.processes[0].built.give()
     await settled()
-    assert (replicas.versions[0], replicas.states[0]) == (1, State.SERVING)
+    assert (replicas.versions[0], replicas.states[0]) == (1, ReplicaState.SERVING)
 
 
 async def test_a_training_rank_that_dies_in_a_sync_is_no_replicas_death(made, monkeypatch, tasks):
@@ -140,7 +140,7 @@ async def test_a_training_rank_that_dies_in_a_sync_is_no_replicas_death(made, mo
         await pool.load(LOST_RANKS, 1, check=True)
     await settled()
     tasks.check()
-    assert (replicas.started, replicas.states) == (2, [State.WAITING] * 2)
+    assert (replicas.started, replicas.states) == (2, [ReplicaState.WAITING] * 2)
 
 
 async def test_a_training_rank_that_dies_while_it_serves_a_replacement_leaves_it_to_the_next_load(
@@ -154,7 +154,7 @@ async def test_a_training_rank_that_dies_while_it_serves_a_replacement_leaves_it
     replicas.processes[0].built.give()
     await settled()
     tasks.check()
-    assert replicas.states == [State.WAITING, State.SERVING]
+    assert replicas.states == [ReplicaState.WAITING, ReplicaState.SERVING]
     monkeypatch.setattr(pool_module, "sync", give_weights)
     await settled()
     assert replicas.versions == [None, 1]
@@ -207,7 +207,7 @@ async def test_an_engine_that_is_not_ready_in_time_counts_as_dead(made, tasks, c
         "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: is there room for it?: another is "
         "started in its place",
     ]
-    assert (replicas.started, replicas.states) == (3, [State.STARTING])
+    assert (replicas.started, replicas.states) == (3, [ReplicaState.STARTING])
 
 
 async def test_an_engine_that_cannot_be_built_counts_as_dead_once_the_run_has_started(made, tasks):
@@ -217,7 +217,7 @@ async def test_an_engine_that_cannot_be_built_counts_as_dead_once_the_run_has_st
     replicas.processes[0].built.fail(of_worker(WorkerError("no room")))
     await settled()
     tasks.check()
-    assert (replicas.started, replicas.states) == (3, [State.STARTING])
+    assert (replicas.started, replicas.states) == (3, [ReplicaState.STARTING])
 
 
 async def test_without_a_way_to_replace_it_a_death_ends_the_run(made, tasks):
@@ -323,7 +323,7 @@ class Deaths(RuleBasedStateMachine):
         self.version += 1
         self.run(self.pool.load(RANKS, self.version, check=True))
         for process, state in zip(self.replicas.processes, self.replicas.states, strict=True):
-            assert state is not State.SERVING or process.version == self.version or process.how_lost
+            assert state is not ReplicaState.SERVING or process.version == self.version or process.how_lost
 
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()

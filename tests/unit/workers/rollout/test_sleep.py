@@ -6,7 +6,7 @@ import pytest
 
 from tests.fake_replicas import RANKS, Reply, give_weights, pool_of, request, settled
 from workers.rollout import pool as pool_module
-from workers.rollout.replica import State
+from workers.rollout.replica import ReplicaState
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ async def test_one_that_dies_while_the_ranks_compute_is_replaced_by_the_next_loa
     before.die()
     for _ in range(10):
         await settled()
-    assert (replicas.states, pool._deaths) == ([State.SERVING, State.DEAD], 1)
+    assert (replicas.states, pool._deaths) == ([ReplicaState.SERVING, ReplicaState.DEAD], 1)
     assert replicas.processes[1] is before
     await pool.load(RANKS, 1, check=True)
     await settled()
     assert replicas.processes[1] is not before
-    assert (replicas.states, replicas.versions[0]) == ([State.SERVING, State.STARTING], 1)
+    assert (replicas.states, replicas.versions[0]) == ([ReplicaState.SERVING, ReplicaState.STARTING], 1)
     replicas.processes[1].built.give()
     await settled()
     pool.submit([[request(0)], [request(1)]])
@@ -52,7 +52,7 @@ async def test_one_that_is_being_built_is_waited_for_and_sleeps_too(made):
     assert pool.asleep
     assert asleep(replicas) == [(True, True), (True, True)]
     await pool.load(RANKS, 1, check=True)
-    assert replicas.states == [State.SERVING, State.SERVING]
+    assert replicas.states == [ReplicaState.SERVING, ReplicaState.SERVING]
     assert asleep(replicas) == [(True, False), (True, False)]
 
 
@@ -63,7 +63,7 @@ async def test_one_that_waits_for_weights_sleeps_too(made):
     await settled()
     replicas.processes[1].built.give()
     await settled()
-    assert replicas.states == [State.SERVING, State.WAITING]
+    assert replicas.states == [ReplicaState.SERVING, ReplicaState.WAITING]
     await pool.sleep()
     assert asleep(replicas) == [(True, True), (True, True)]
 
@@ -81,7 +81,7 @@ async def test_those_that_die_when_they_are_told_to_sleep_have_successors_that_s
     await sleeping
     assert (pool.asleep, pool.sleeps) == (True, True)
     assert asleep(replicas) == [(True, True), (True, True)]
-    assert [replicas.states[number] for number in dying] == [State.WAITING] * len(dying)
+    assert [replicas.states[number] for number in dying] == [ReplicaState.WAITING] * len(dying)
 
 
 async def test_one_that_slept_and_dies_while_another_is_waited_for_has_a_successor_that_sleeps(made):
@@ -134,7 +134,7 @@ async def test_one_that_was_built_before_the_others_slept_gets_no_weights_while_
     replicas.processes[1].built.give()
     await sleeping
     await settled()
-    assert (replicas.versions, replicas.states) == ([0, None], [State.SERVING, State.WAITING])
+    assert (replicas.versions, replicas.states) == ([0, None], [ReplicaState.SERVING, ReplicaState.WAITING])
     assert asleep(replicas) == [(True, True), (True, True)]
     await pool.load(RANKS, 1, check=True)
     assert (replicas.versions, asleep(replicas)) == ([1, 1], [(True, False), (True, False)])
@@ -151,7 +151,7 @@ async def test_where_no_engine_sleeps_replacements_get_weights_as_before(made):
     replicas.processes[1].built.give()
     await sleeping
     await settled()
-    assert (replicas.versions, replicas.states) == ([0, 0], [State.SERVING, State.SERVING])
+    assert (replicas.versions, replicas.states) == ([0, 0], [ReplicaState.SERVING, ReplicaState.SERVING])
 
 
 async def test_where_no_engine_gives_its_memory_up_nobody_is_waited_for_then_or_later(made):
@@ -163,7 +163,7 @@ async def test_where_no_engine_gives_its_memory_up_nobody_is_waited_for_then_or_
     replicas.processes[1].die()
     await settled()
     await pool.sleep()
-    assert replicas.states == [State.SERVING, State.STARTING]
+    assert replicas.states == [ReplicaState.SERVING, ReplicaState.STARTING]
 
 
 async def test_all_engines_are_told_to_sleep_before_the_first_has_fallen_asleep(made):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from rltrain.base.errors import SyncError
 from workers.sync import buckets, memory
-from workers.sync.buckets import Bucket, join, plan, tensors_of, verify
+from workers.sync.buckets import Bucket, join, layout, tensors_of, verify
 from workers.sync.checks import check_outputs, checksum, probe, probe_vector
 from workers.sync.memory import Reader, SharedFile, as_file, new_path, remove_stale
 from workers.sync.sender import Sender, own_rows
@@ -41,7 +41,7 @@ def sent(dtype="float32", check=True, model=None, path=None) -> list[Bucket]:
     """All buckets of one rank."""
     sender = Sender(model or Model(), version=3, dtype=dtype, check=check)
     sender.offer(path)
-    return [join([sender.write(number, path)]) for number in range(len(sender.plan))]
+    return [join([sender.write(number, path)]) for number in range(len(sender.layout))]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_tensors_come_out_as_they_went_in(folder, dtype, shared):
 def test_a_tensor_that_is_larger_than_a_bucket_has_one_of_its_own(monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 130)
     shapes = [("a", (5, 3)), ("b", (5,)), ("c", (100, 9)), ("d", (2, 2))]
-    cut = plan(shapes, itemsize=4)
+    cut = layout(shapes, itemsize=4)
     assert [[(place.name, place.start, place.size) for place in bucket] for bucket in cut] == [
         [("a", 0, 60), ("b", 64, 20)], [("c", 0, 3600)], [("d", 0, 16)]
     ]  # fmt: skip

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from rltrain.batch.data_proto import DataProto, jagged
 from workers.training.dispatch import (
-    PLAN_METRICS,
+    OVERHEAD_METRICS,
     Minibatch,
     UpdateResult,
     collect_rows,
-    plan_metrics,
+    overhead_metrics,
     split_minibatches,
     split_rows,
     sum_updates,
@@ -55,10 +55,10 @@ def test_work_not_tokens_decides_which_rank_a_row_goes_to():
 def test_of_a_plan_it_is_said_what_stands_in_and_how_long_ranks_wait():
     """Two ranks: 6 against 4 of work in the first micro-batch; one has no rows in the second, row 2 stands in."""
     ranks = [[Minibatch([0, 1, 3], [[0], [3]], 9, 3)], [Minibatch([0, 1, 3], [[1], []], 9, 3)]]
-    found = plan_metrics(ranks, [6, 4, 1, 5], [6, 4, 1, 5])
+    found = overhead_metrics(ranks, [6, 4, 1, 5], [6, 4, 1, 5])
     assert found == pytest.approx({"filler_fraction": 1 / 16, "idle_fraction": 1 - 15 / (2 * 6 + 2 * 5)})
-    assert set(found) == set(PLAN_METRICS)
-    assert plan_metrics([[]], [], []) == {"filler_fraction": 0.0, "idle_fraction": 0.0}
+    assert set(found) == set(OVERHEAD_METRICS)
+    assert overhead_metrics([[]], [], []) == {"filler_fraction": 0.0, "idle_fraction": 0.0}
 
 
 def test_ranks_without_rows_get_an_empty_microbatch():

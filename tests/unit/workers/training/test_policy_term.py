@@ -158,7 +158,7 @@ def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two(
 
 SETTINGS = {
     "icepop": ["correction.level=token", "correction.mode=mask", "correction.lower=0.8", "correction.upper=1.3"],
-    "reject": ["correction.level=geometric", "correction.mode=reject", "correction.upper=1.05"],
+    "masked rows": ["correction.level=geometric", "correction.mode=mask", "correction.upper=1.05"],
     "weights and rejection": [
         "correction.level=sequence", "correction.upper=2.0", "rejection.kl_estimator=k1", "rejection.upper=0.02",
         "rejection.only_negative=true",

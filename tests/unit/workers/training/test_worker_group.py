@@ -11,7 +11,7 @@ from rltrain.batch.row_costs import RowWork
 from tests.fake_replicas import Reply
 from workers.cluster.processes import LocalProcess, RayProcess, Role
 from workers.cluster.worker_process import Host
-from workers.training.dispatch import PLAN_METRICS, UpdateResult
+from workers.training.dispatch import OVERHEAD_METRICS, UpdateResult
 from workers.training.worker_group import WorkerGroup, row_lengths
 
 FORWARD = ["prompts", "responses"]
@@ -108,7 +108,7 @@ async def test_a_pass_over_all_rows_comes_back_in_order_from_any_number_of_ranks
 async def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
     (group, workers), made = group_of(size), batch()
     metrics = await group.update(Worker.update, made, UPDATE, [[0, 3], [1, 2, 4]], 100)
-    planned = {name: metrics.pop(name) for name in PLAN_METRICS}
+    planned = {name: metrics.pop(name) for name in OVERHEAD_METRICS}
     assert all(0 <= value < 0.5 for value in planned.values())
     assert (planned["idle_fraction"] == 0) == (size == 1)
     assert metrics == {"tokens_share": 1.0, "lr": 1.0, "grad_norm": 2.0, "grad_norm_max": 2.0, "skipped_updates": 0.0}
