@@ -10,9 +10,6 @@ from collections.abc import Sequence
 
 Parts = list[list[int]]
 CLOSE = 1.005  # the search stops when the largest sum is at most this factor above its lower bound
-# `_resplit` tries all splits of two parts if they have at most FEW indices together. It is tried with the PARTNERS
-# lightest parts.
-FEW, PARTNERS = 12, 8
 NONE = -1  # no index
 
 
@@ -35,7 +32,7 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
     The algorithm first assigns the indices greedily, from the heaviest to the lightest, each to the part with the
     smallest sum that has room (longest processing time first, Graham 1969). The greedy result is up to a third above
     the optimum. `refined` then makes the heaviest part lighter while that is possible. It moves an index to another
-    part, exchanges two indices, or splits the few indices of two parts differently.
+    part, or exchanges two indices.
 
     Args:
         weights: non-negative integers.
@@ -77,11 +74,8 @@ def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room:
         *others, heavy = sorted(range(len(parts)), key=lambda part: (sums[part], part))
         if sums[heavy] <= goal:
             return parts
-        attempts = itertools.chain(
-            ((_exchange, light) for light in others), ((_resplit, light) for light in others[:PARTNERS])
-        )
-        for attempt, light in attempts:
-            found = attempt(weights, parts[heavy], parts[light], sizes, room)
+        for light in others:
+            found = _exchange(weights, parts[heavy], parts[light], sizes, room)
             if found is not None:
                 parts[heavy], parts[light] = found
                 sums[heavy], sums[light] = (sum(weights[index] for index in part) for part in found)
@@ -114,31 +108,3 @@ def _exchange(
     given, taken = found
     kept = [index for index in heavy if index != given] + ([] if taken == NONE else [taken])
     return kept, [index for index in light if index != taken] + [given]
-
-
-def _resplit(
-    weights: Sequence[int], heavy: list[int], light: list[int], sizes: Sequence[int], room: int
-) -> tuple[list[int], list[int]] | None:
-    """Return the best of all splits of two parts' indices into two new parts.
-
-    Returns None if the parts have more than `FEW` indices together, or if no split is better.
-    """
-    both = heavy + light
-    if len(both) > FEW:
-        return None
-    # Sums of weights (held) and of sizes (taken) of each subset. Bit k of the subset's index tells whether it contains
-    # both[k].
-    held, taken = [0], [0]
-    for index in both:
-        held += [total + weights[index] for total in held]
-        taken += [total + sizes[index] for total in taken]
-    whole, most = held[-1], sum(weights[index] for index in heavy)
-    best, subset = min(
-        (max(total, whole - total), subset)
-        for subset, total in enumerate(held)
-        if taken[subset] <= room and taken[-1] - taken[subset] <= room
-    )
-    if best >= most:
-        return None
-    inside = [index for bit, index in enumerate(both) if subset >> bit & 1]
-    return inside, [index for index in both if index not in inside]
