@@ -188,11 +188,6 @@ class PromptOrder:
         self._drawn = 0
         self._permutation: tuple[int, Sequence[int]] = (-1, ())  # (epoch, indices in the order of that epoch)
 
-    @property
-    def epoch(self) -> int:
-        """Number of completed epochs."""
-        return self._drawn // self._size
-
     def next(self, count: int) -> list[int]:
         """Return the next `count` indices, which may span several epochs."""
         taken = [self.at(position) for position in range(self._drawn, self._drawn + count)]

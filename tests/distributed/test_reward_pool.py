@@ -179,7 +179,6 @@ async def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_who
     assert bad.error.startswith(f"reward function 'misbehave' {said}")
     assert results == [SampleScores((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
     assert after == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
-    assert (pool.failed_count, list(pool.failures)) == (1, [bad])
     assert seconds < 20  # two time limits and two starts of a process, on a busy machine
     assert survivors(log) == []
 

@@ -239,7 +239,6 @@ def test_whatever_a_function_returns_is_a_number_or_a_failure_with_one_readable_
                 )
             if responses[number] != "odd":
                 assert result.scores == (float(responses[number]),)
-        assert pool.failed_count == sum(result.failed for result in found.values())
         load_function(f"{file}:{form}").__globals__["ANSWERS"][:] = [lambda _: [1.0] if form == "all_at_once" else 1.0]
         pool.submit([RewardRequest((1, 0), "p", "r", {})])  # it still works
         assert finish(pool)[0].scores == (1.0,)

@@ -27,7 +27,6 @@ _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
 _AGAIN = 2
-_FAILURES_KEPT = 32
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class RewardPool:
 
     If a worker dies or takes too long, its chunk is tried again, sample by sample and function by function. A sample
     whose worker is lost in such a single call fails with an error message. All other samples get their scores.
-
-    Attributes:
-        failures: The latest failed results, oldest first, for messages.
-        failed_count: Number of failed results so far.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
@@ -71,8 +66,6 @@ class RewardPool:
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
-        self.failures: deque[SampleScores] = deque(maxlen=_FAILURES_KEPT)
-        self.failed_count = 0
 
     @classmethod
     def in_process(cls, reward: RewardConfig) -> Self:
@@ -282,8 +275,6 @@ class RewardPool:
 
     def _finish(self, result: SampleScores) -> None:
         if result.failed:
-            self.failures.append(result)
-            self.failed_count += 1
             logger.debug("sample %s failed: %s", result.key, result.error)
         self._finished.append(result)
 

@@ -145,7 +145,6 @@ async def test_G3_a_worker_that_dies_of_something_else_costs_no_sample():
     pool = RewardPool(ScriptedWorkers(1, 1, lambda *_: next(lost)), reward(FUNCTIONS))
     pool.submit([request(3)])
     assert await finish(pool) == [expected(3, 1)]
-    assert (pool.failed_count, list(pool.failures)) == (0, [])
 
 
 async def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
@@ -154,7 +153,6 @@ async def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
     pool.submit([request(3)])
     (result,) = await finish(pool)
     assert (result.failed, result.scores, len(workers.log)) == (True, (None,), 1)
-    assert (pool.failed_count, list(pool.failures)) == (1, [result])
 
 
 async def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_workers():
@@ -280,7 +278,6 @@ async def test_a_call_that_takes_long_and_answers_has_its_score_and_leaves_the_s
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(64))
     assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(64)]
-    assert pool.failed_count == 0
     assert [len(call.requests) for call in workers.log] == [16, 16, 44]  # it grows with those that are whole
 
 
@@ -396,7 +393,6 @@ async def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_n
     assert first.endswith("rewards.py:6)")
     assert second.startswith("reward function 'number' raised SystemExit: 3 (")
     assert third.startswith("reward function 'number' returned nan: a score must be finite")
-    assert (pool.failed_count, [f.key for f in pool.failures]) == (3, [(0, 0), (0, 2), (0, 3)])
 
 
 async def test_slow_functions_give_their_first_results_before_the_last_is_begun(rewards):
