@@ -179,12 +179,19 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return two commands: training with another algorithm on the same problem, and TensorBoard with the curves."""
+    """Return two commands: training with another algorithm on the same problem, and TensorBoard with the curves.
+
+    Settings of the section `algorithm` are left out, because the other algorithm may refuse them.
+    """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
     last = {override.split("=", 1)[0]: override for override in overrides}  # the last override of a key wins
     of_this_run = ("algorithm", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
-    rest = [override for key, override in last.items() if key not in of_this_run]
+    rest = [
+        override
+        for key, override in last.items()
+        if key not in of_this_run and not key.lstrip("+~").startswith("algorithm.")
+    ]
     command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python

@@ -29,6 +29,7 @@ def here(tmp_path, monkeypatch) -> Path:
     from harness import furnished
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a test compares the files in the folder
     return furnished(tmp_path)
 
 
@@ -40,4 +41,5 @@ def here_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("here")
         patch.chdir(folder)
+        patch.setattr(sys, "dont_write_bytecode", True)  # a test compares the files in the folder
         yield furnished(folder)

@@ -252,6 +252,12 @@ def test_the_next_command_tries_another_algorithm_in_a_folder_of_its_own(tmp_pat
     assert shlex.split(first)[1:] == ["-m", "rltrain.main", f"algorithm={algorithm}", *kept]
 
 
+def test_the_next_command_leaves_out_what_the_other_algorithm_may_refuse(tmp_path):
+    own = ["algorithm=dapo", "algorithm.loss.clip_ratio_high=0.3", "~algorithm.loss.clip_ratio_c", "trainer.seed=3"]
+    first = next_command(own, tmp_path).splitlines()[0]
+    assert shlex.split(first)[1:] == ["-m", "rltrain.main", "algorithm=grpo", "trainer.seed=3"]
+
+
 def test_of_two_overrides_for_one_key_the_next_command_keeps_the_later(tmp_path):
     command = next_command(["trainer.seed=1", "trainer.seed=2"], tmp_path).splitlines()[0]
     assert shlex.split(command)[-1] == "trainer.seed=2"
