@@ -28,7 +28,8 @@ from rltrain.data.prompts import PromptSet, load_prompts
 from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
 from rltrain.run.lock import RunLock
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
-from rltrain.settings.compose import compose, parse_args, to_yaml, usage
+from rltrain.settings.command_line import parse_args, usage
+from rltrain.settings.compose import compose, to_yaml
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.action == "help":
             return show(f"{usage()}\n")
         _require_working_directory()
-        config, _ = compose(args.overrides)
+        config, _ = compose(args.overrides, args.files)
         set_threads(config)
         if args.action == "config":
             check_algorithm(config)

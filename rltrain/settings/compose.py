@@ -1,164 +1,44 @@
-"""Conversion of the command line, with overrides `group=choice` and `key=value`, into one typed config.
-
-Hydra composes the YAML files. Its errors have several lines and refer to Hydra's own syntax. This module replaces each
-of them by a one-line message that names the existing keys or choices.
-"""
+"""Composition of YAML files, a user's config files and command-line settings into one typed config."""
 
 import dataclasses
-import difflib
-import re
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.secret_values import redacted, secret_in
-from rltrain.rewards.loading import is_penalty
-from rltrain.settings.schema import ALL_LINEAR, Config
-from rltrain.settings.typed import keys, parse, require, unknown_key
-
-# Maps each section of knobs to the key that selects their function. The schema does not know which knobs exist.
-# `rltrain.settings.algorithm_rules` checks their names and values.
-KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
-WHOLE = "model.lora"  # a mapping on the command line replaces the mapping in the chosen file
-AUTO = "auto"
-STALE_UPPER = 2.0  # upper bound of importance weights with `algorithm.correction.level=auto`, as in tis.yaml
-
-EXAMPLES = (
-    ("algorithm=ppo trainer.total_steps=60", "another algorithm, half the steps"),
-    ("algorithm.loss.clip_ratio_high=0.28", "a knob of the loss"),
-    ("data=sort rollout=hf", "another task, answers without vLLM"),
-    ("placement=inprocess rollout=hf", "one process, no Ray: breakpoint() works anywhere"),
-    ("model.path=DIR data.train=my.jsonl reward.functions=[my_reward.py:score]", "your own"),
-)
+from rltrain.settings.config_groups import config_dir
+from rltrain.settings.expansion import expand
+from rltrain.settings.overrides import KNOBS, Item, Setting, apply, chosen, from_command_line, from_file
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import parse
 
 
-@dataclass(frozen=True)
-class Args:
-    """Contents of the command line.
+def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config, str]:
+    """Compose the YAML files with the settings of a user.
 
-    Attributes:
-        action: whether to run, to print the resolved config, or to print the help.
-        overrides: the settings `group=choice` and `key=value`.
-    """
-
-    action: Literal["run", "config", "help"]
-    overrides: list[str]
-
-
-def parse_args(argv: Sequence[str]) -> Args:
-    """Split the command line into flags and overrides.
-
-    Raises:
-        ConfigError: a flag does not exist.
-    """
-    action: Literal["run", "config", "help"] = "run"
-    overrides: list[str] = []
-    for before, word in zip(("", *argv), argv, strict=False):
-        if word in ("--help", "-h"):
-            action = "help"
-        elif word in ("--cfg", "--cfg=job"):
-            action = "config" if action == "run" else action
-        elif word.startswith("-"):
-            raise ConfigError(f"unknown flag '{word}': the flags are --help and --cfg; settings are written KEY=VALUE")
-        elif not (before == "--cfg" and word == "job"):
-            overrides.append(word)
-    return Args(action, overrides)
-
-
-def usage() -> str:
-    """Return the text of `--help`."""
-    command = "python -m rltrain.main"
-    groups = "\n".join(
-        textwrap.fill(", ".join(choices(group)), 80, initial_indent=f"  {group:<10} ", subsequent_indent=" " * 13)
-        for group in group_names()
-    )
-    examples = "\n".join(f"  {overrides}\n      {meaning}" for overrides, meaning in EXAMPLES)
-    return (
-        f"Train a language model by reinforcement learning.\n\n"
-        f"  {command} [GROUP=CHOICE ...] [KEY=VALUE ...]\n"
-        f"  {command} [...] --cfg    print every key and its value, and stop\n\n"
-        f"Groups and their choices:\n{groups}\n\nExamples:\n{examples}"
-    )
-
-
-def config_dir() -> Path:
-    """Return the folder of the YAML files.
-
-    The folder is inside the package if the package is installed, and beside the package in a checkout.
-    """
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "config"
-    return inside if inside.is_dir() else package.parent / "config"
-
-
-def group_names() -> list[str]:
-    """Return the config groups, in the schema's order."""
-    order = [field.name for field in dataclasses.fields(Config)]
-    found = [folder.name for folder in config_dir().iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))]
-    return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
-
-
-def choices(group: str) -> list[str]:
-    """Return the choices of a config group."""
-    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
-
-
-def compose(overrides: Sequence[str]) -> tuple[Config, str]:
-    """Compose the YAML files with the overrides.
+    Args:
+        overrides: settings of the command line, `GROUP=CHOICE` and `KEY=VALUE`.
+        files: paths of config files of the user. Later files override earlier ones, and the command line overrides all.
 
     Returns:
         The typed config, and the same config as YAML text with every key.
 
     Raises:
-        ConfigError: the overrides or the resulting values are invalid. The message is one line.
+        ConfigError: the settings or the resulting values are invalid. The message is one line.
     """
-    accepted = [line for text in overrides for line in _accept(text)]
-    values = _resolve(_without_knobs_of_other_functions(accepted))
-    reward = values.get("reward")
-    if isinstance(reward, dict):
-        reward["functions"] = _reward_functions(reward.get("functions"))
-        reward["models"] = _reward_models(reward.get("models"))
-    model = values.get("model")
-    if isinstance(model, dict):
-        model["lora"] = _lora(model.get("lora"))
-    algorithm, trainer = values.get("algorithm"), values.get("trainer")
-    if isinstance(algorithm, dict) and isinstance(trainer, dict):
-        algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
+    items = [item for file in files for item in from_file(file)]
+    items += [from_command_line(text) for text in overrides]
+    values = _resolve(items)
+    expand(values)
     _refuse_secrets(values)
     config = parse(Config, values)
     return config, to_yaml(config)
-
-
-def _without_knobs_of_other_functions(overrides: list[str]) -> list[str]:
-    """Clear a preset's knobs if the command line selects another loss or estimator than the preset.
-
-    The knobs in a preset belong to the function that the preset selects: `algorithm=dapo algorithm.loss_mode=gspo` must
-    not give DAPO's clip range to GSPO. Knobs from the command line are kept.
-
-    Returns:
-        The overrides, preceded by those that clear the knobs.
-    """
-    chosen = [override for text in overrides if (override := _parse_override(text)).key_or_group in KNOBS.values()]
-    if not chosen:
-        return overrides
-    preset = _resolve([text for text in overrides if text.startswith("algorithm=")])["algorithm"]
-    emptied: list[str] = []
-    for knobs, function in KNOBS.items():
-        names = [override.value() for override in chosen if override.key_or_group == function]
-        if names and names[-1] != preset[function.rpartition(".")[2]]:
-            emptied += [f"~{knobs}", f"++{knobs}={{}}"]
-    return [*emptied, *overrides]
 
 
 def to_yaml(config: Config) -> str:
@@ -166,32 +46,35 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def _resolve(overrides: list[str]) -> dict[str, Any]:
-    """Compose and resolve the config with Hydra. Returns plain nested values."""
+def _resolve(items: list[Item]) -> dict[str, Any]:
+    """Compose the chosen YAML files, apply the settings, and resolve references. Returns plain nested values."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            composed = hydra_compose("train", overrides=overrides)
+            composed = hydra_compose("train", [f"{group}={choice}" for group, choice in chosen(items).items()])
+        apply([*_without_knobs_of_other_functions(items, composed), *items], composed)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         hint = "write a plain value, or ${KEY} of a key that exists"
         raise ConfigError(f"{where}{_first_line(error)}; {hint}") from None
     except HydraException as error:
-        raise ConfigError(_composition_error(_first_line(error))) from None
+        raise ConfigError(f"{_first_line(error)}; see --help") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
-def _composition_error(message: str) -> str:
-    """Return the error message for a config that Hydra cannot compose.
+def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
+    """Return settings that clear a preset's knobs if the user selects another loss or estimator than the preset.
 
-    If Hydra refuses a key that is in the schema, the key's section is absent or null, and the message explains that.
+    The knobs in a preset belong to the function that the preset selects: `algorithm=dapo algorithm.loss_mode=gspo` must
+    not give DAPO's clip range to GSPO. Knobs that the user sets are applied later and stay.
     """
-    for key in keys(Config):
-        if f"'{key}'" in message:
-            section = key.rpartition(".")[0]
-            return f"{key}: {section} is null under the chosen groups; leave the override out, or choose other groups"
-    return f"{message}; see --help"
+    emptied: list[Item] = []
+    for knobs, function in KNOBS.items():
+        names = [item.value for item in items if isinstance(item, Setting) and item.key == function]
+        if names and names[-1] != OmegaConf.select(preset, function):
+            emptied.append(Setting(knobs, {}))
+    return emptied
 
 
 def _refuse_secrets(values: Mapping[str, Any]) -> None:
@@ -205,146 +88,3 @@ def _refuse_secrets(values: Mapping[str, Any]) -> None:
 
 def _first_line(error: Exception) -> str:
     return redacted(str(error)).strip().partition("\n")[0].rstrip(".")
-
-
-def _accept(text: str) -> list[str]:
-    """Check one override by itself. Returns the equivalent overrides in Hydra's syntax.
-
-    Hydra requires a `+` before a key that is not in the YAML files, as is the case for every knob. rltrain accepts
-    `key=value` for all keys. A mapping of knobs replaces the mapping in the chosen file.
-
-    Raises:
-        ConfigError: the override is invalid.
-    """
-    override = _parse_override(text)
-    key = override.key_or_group
-    if key.split(".")[0].split("/")[0] == "hydra":
-        raise ConfigError(f"'{text}': Hydra's own settings cannot be changed; leave it out")
-    if override.is_sweep_override():
-        raise ConfigError(
-            f"'{text}': several values, and a run takes one; start one run for each, or write a list as KEY=[A,B]"
-        )
-    is_group = key in group_names()
-    is_knob = any(key.startswith(f"{section}.") for section in KNOBS)
-    if not is_group and not is_knob:
-        _check_key(key, text)
-    if override.is_delete():
-        require(is_knob, f"'{text}': a key can be set, not removed; write {key}=VALUE")
-        return [text]
-    if is_group:
-        return [_accept_choice(override)]
-    plain = text.lstrip("+")
-    if key in KNOBS:
-        require(isinstance(override.value(), dict), f"'{plain}': must be a mapping, as in {key}={{name:value}}")
-        return [f"~{key}", f"++{plain}"]
-    if key == WHOLE:
-        return [f"{key}=null", plain]
-    return [f"++{plain}" if is_knob else plain]
-
-
-def _parse_override(text: str) -> Override:
-    require("=" in text or text.startswith("~"), f"'{text}': settings are written KEY=VALUE; see --help")
-    key, _, value = text.partition("=")
-    require(bool(key.strip("+~ ")), f"'{text}': no key before the '='; settings are written KEY=VALUE")
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except (HydraException, ValueError):  # ValueError: a number with thousands of digits
-        raise ConfigError(
-            f"""'{text}': cannot read the value; quote one with special characters, as in '{key}="{value}"'"""
-        ) from None
-    require(override.package is None, f"'{text}': '@' is not available; write GROUP=CHOICE or KEY=VALUE")
-    return override
-
-
-def _accept_choice(override: Override) -> str:
-    group, choice, known = override.key_or_group, override.value(), choices(override.key_or_group)
-    if choice not in known:
-        near = difflib.get_close_matches(str(choice), known, n=1)
-        hint = f"the nearest is '{near[0]}', and all" if near else "its choices"
-        raise ConfigError(f"{group}={override.value()}: unknown choice; {hint} are {', '.join(known)}")
-    return f"{group}={choice}"
-
-
-def _check_key(key: str, text: str) -> None:
-    known = keys(Config)
-    if any(name.startswith(f"{key}.") for name in known):
-        raise ConfigError(f"'{text}': '{key}' is a section; set its keys one at a time, as {key}.KEY=VALUE")
-    if key not in known:
-        raise unknown_key(key, sorted({*group_names(), *known}))
-
-
-def _reward_functions(functions: Any) -> list[Any]:
-    """Convert each entry of `reward.functions` to a mapping with all keys.
-
-    A string is the path of the function. By default, the name is that of the function, and the weight is 1. By default,
-    a function scores the outcome, except for rltrain's own penalties.
-    """
-    require(
-        isinstance(functions, list),
-        f"reward.functions={functions}: must be a list, as in reward.functions=[my_reward.py:score]",
-    )
-    return [_reward_function(function) for function in functions]
-
-
-def _reward_function(function: Any) -> Any:
-    given = {"path": function} if isinstance(function, str) else function
-    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
-        raise ConfigError(
-            f"reward.functions: {function!r} names no function; write package.module:function or file.py:function, or "
-            "{path:file.py:function,weight:0.5}"
-        )
-    path = given["path"]
-    default = {"name": re.split(r"[:.]", path)[-1], "weight": 1.0, "gate": False, "outcome": not is_penalty(path)}
-    return default | {"kwargs": {}} | given
-
-
-def _reward_models(models: Any) -> list[Any]:
-    """Convert each entry of `reward.models` to a mapping with all keys.
-
-    A string is the directory of the model. By default, the name is that of the directory, and the weight is 1.
-    """
-    require(
-        isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
-    )
-    return [_reward_model(model) for model in models]
-
-
-def _reward_model(model: Any) -> Any:
-    given = {"path": model} if isinstance(model, str) else model
-    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
-        raise ConfigError(f"reward.models: {model!r} names no directory; write DIR or {{path:DIR,weight:0.5}}")
-    name = Path(given["path"]).name or "reward_model"
-    return {"name": name, "weight": 1.0, "gate": False, "outcome": True, "prompt_template": None} | given
-
-
-def _lora(lora: Any) -> Any:
-    """Convert `model.lora` to a mapping with all keys.
-
-    By default, all linear layers get adapters, and alpha is twice the rank, so that alpha / rank is 2.
-    """
-    if lora is None:
-        return None
-    if not isinstance(lora, dict) or "rank" not in lora:
-        raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
-    rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
-    twice = 2 * rank if isinstance(rank, int | float) else rank  # a wrong type is reported later, for the rank
-    return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
-
-
-def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
-    """Replace `level: auto` in `algorithm.correction` with its meaning.
-
-    The level becomes `token`, with truncated importance weights, if answers may be stale: the actor's policy before the
-    update is then not the policy that sampled the answers. Otherwise, the level becomes null. It also becomes null in
-    two cases that need no correction: the engine's log-probs serve as the old log-probs, so that the loss's ratio is
-    relative to the engine, or `rejection` handles the difference.
-    """
-    correction = algorithm.get("correction")
-    if not isinstance(correction, dict) or correction.get("level") != AUTO:
-        return correction
-    stale = isinstance(max_staleness, int) and max_staleness > 0
-    rejects = algorithm["rejection"]["kl_estimator"] is not None
-    if not stale or rejects or algorithm["old_log_probs"] != "actor":
-        return correction | {"level": None}
-    unbounded = correction["lower"] is None and correction["upper"] is None
-    return correction | {"level": "token"} | ({"upper": STALE_UPPER} if unbounded else {})

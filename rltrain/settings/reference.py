@@ -22,7 +22,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from rltrain.settings.compose import choices, config_dir, group_names
+from rltrain.settings.config_groups import choices, config_dir, group_names
 from rltrain.settings.key import Declared, declared_keys
 from rltrain.settings.schema import Config
 

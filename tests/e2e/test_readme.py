@@ -15,7 +15,9 @@ import yaml
 from rltrain.main import main
 from rltrain.monitoring.catalogue import METRICS
 from rltrain.settings.algorithm_rules import check_algorithm
-from rltrain.settings.compose import choices, compose, parse_args
+from rltrain.settings.command_line import parse_args
+from rltrain.settings.compose import compose
+from rltrain.settings.config_groups import choices
 
 ROOT = Path(__file__).parents[2]
 PRESETS = "config/algorithm/README.md"

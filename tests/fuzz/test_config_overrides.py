@@ -10,7 +10,8 @@ from harness import cases, check_refusal, command, nothing_written_over, read_on
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.settings.compose import choices, compose, group_names
+from rltrain.settings.compose import compose
+from rltrain.settings.config_groups import choices, group_names
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys, parse
 

@@ -8,7 +8,8 @@ import pytest
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, columns_of
 from rltrain.base.errors import ConfigError
 from rltrain.settings.algorithm_rules import ALIASES, check_algorithm, needs_critic
-from rltrain.settings.compose import choices, compose
+from rltrain.settings.compose import compose
+from rltrain.settings.config_groups import choices
 
 
 def config_of(*overrides):

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-import rltrain.settings.compose
 from rltrain.base.errors import ConfigError
 from rltrain.run.checks import check
+from rltrain.settings import config_groups
 from rltrain.settings.algorithm_config import CorrectionConfig
-from rltrain.settings.compose import Args, choices, compose, config_dir, group_names, parse_args, usage
+from rltrain.settings.command_line import EXAMPLES, Args, parse_args, usage
+from rltrain.settings.compose import compose
+from rltrain.settings.config_groups import choices, config_dir, group_names
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys
 from rltrain.trajectories.token_rewards import with_all_knobs
@@ -300,8 +302,13 @@ def test_adapters_that_cannot_be_are_refused_in_one_line(value, message):
     assert refusal(f"model.lora={value}").startswith(message) or message in refusal(f"model.lora={value}")
 
 
-def test_a_part_of_the_adapters_key_is_no_key():
-    assert "the nearest known key is 'model.lora'" in refusal("model.lora.rank=8")
+def test_one_key_of_the_adapters_turns_them_on():
+    assert compose(["model.lora.rank=16"])[0].model.lora == LoRAConfig(rank=16, alpha=32, targets=["all-linear"])
+    lora = compose(["model.lora.rank=16", "model.lora.targets=[q_proj]", "model.lora.alpha=4"])[0].model.lora
+    assert lora == LoRAConfig(rank=16, alpha=4, targets=["q_proj"])
+    assert compose(["model.lora={rank:8,alpha:3}", "model.lora.rank=4"])[0].model.lora.alpha == 3
+    assert "the nearest known key is 'model.lora.rank'" in refusal("model.lora.ranks=8")
+    assert "must be null, or a mapping with a rank" in refusal("model.lora.alpha=8")
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -366,8 +373,11 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
         ("trainer={seed:3}", "'trainer' is a section; set its keys one at a time, as trainer.KEY=VALUE"),
         ("algorithm.loss=3", "must be a mapping, as in algorithm.loss={name:value}"),
         ("~algorithm.loss.clip", "'algorithm.loss.clip' does not exist; see --help"),
-        ("hydra.job.chdir=true", "'hydra.job.chdir=true': Hydra's own settings cannot be changed; leave it out"),
-        ("hydra/launcher=basic", "Hydra's own settings cannot be changed"),
+        (
+            "hydra.job.chdir=true",
+            "'hydra.job.chdir=true': Hydra's own settings only apply to a sweep; leave it out,",
+        ),
+        ("hydra/launcher=basic", "Hydra's own settings only apply to a sweep"),
         ("algorithm@x=ppo", "'@' is not available; write GROUP=CHOICE or KEY=VALUE"),
         ("trainer.seed=1,2", "several values, and a run takes one"),
         ("trainer.seed", "'trainer.seed': settings are written KEY=VALUE; see --help"),
@@ -401,7 +411,7 @@ def test_overrides_do_not_depend_on_the_working_directory(tmp_path, monkeypatch)
 def test_an_installed_package_reads_the_yaml_inside_it(tmp_path, monkeypatch):
     package = tmp_path / "rltrain"
     shutil.copytree(config_dir(), package / "config")
-    monkeypatch.setattr(rltrain.settings.compose, "__file__", str(package / "settings/compose.py"))
+    monkeypatch.setattr(config_groups, "__file__", str(package / "settings/config_groups.py"))
     assert config_dir() == package / "config"
     assert compose([])[0].trainer.total_steps == 120
 
@@ -414,11 +424,21 @@ def test_flags_and_overrides_are_told_apart():
     assert parse_args(["--cfg=job", "a=1"]) == Args("config", ["a=1"])
     assert parse_args(["--cfg", "-h"]) == parse_args(["--help", "--cfg"]) == Args("help", [])
 
+    assert parse_args(["--plan", "a=1"]) == Args("plan", ["a=1"])
+    assert parse_args(["-m", "a=1,2"]) == parse_args(["a=1,2", "--multirun"]) == Args("sweep", ["a=1,2"])
+    assert parse_args(["--config", "x.yaml", "a=1", "--config=y.yaml"]) == Args("run", ["a=1"], ["x.yaml", "y.yaml"])
 
-@pytest.mark.parametrize("flag", ["-m", "--multirun", "--config-dir=x", "--cfg=hydra", "-"])
+
+@pytest.mark.parametrize("flag", ["--config-dir=x", "--cfg=hydra", "-", "-x"])
 def test_other_flags_are_refused_with_those_that_exist(flag):
-    with pytest.raises(ConfigError, match=rf"^unknown flag '{flag}': the flags are --help and --cfg; .*KEY=VALUE$"):
+    with pytest.raises(ConfigError, match=rf"^unknown flag '{flag}': the flags are --help, --cfg, .*KEY=VALUE$"):
         parse_args([flag])
+
+
+@pytest.mark.parametrize("words", [["--config"], ["--config="], ["--config", "--plan"]])
+def test_a_config_flag_without_a_file_is_refused(words):
+    with pytest.raises(ConfigError, match=r"^--config: no file; write --config FILE\.yaml$"):
+        parse_args(words)
 
 
 def test_the_help_names_every_group_and_choice_and_fits_a_terminal():
@@ -429,7 +449,7 @@ def test_the_help_names_every_group_and_choice_and_fits_a_terminal():
 
 
 def test_every_example_of_the_help_composes():
-    for overrides, _ in rltrain.settings.compose.EXAMPLES:
+    for overrides, _ in EXAMPLES:
         compose(overrides.split())
 
 

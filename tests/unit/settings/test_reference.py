@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rltrain.settings.compose import compose, config_dir
+from rltrain.settings.compose import compose
+from rltrain.settings.config_groups import config_dir
 from rltrain.settings.key import declared_keys
 from rltrain.settings.reference import WIDTH, commented, outdated, page, values_of
 from rltrain.settings.schema import Config

@@ -1,0 +1,96 @@
+"""The command line: its flags, its settings `GROUP=CHOICE` and `KEY=VALUE`, and the text of `--help`."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rltrain.base.errors import ConfigError
+from rltrain.settings.config_groups import choices, group_names
+
+Action = Literal["run", "plan", "config", "sweep", "help"]
+
+FLAGS = {  # each flag without a value, and its action
+    "--help": "help",
+    "-h": "help",
+    "--cfg": "config",
+    "--cfg=job": "config",
+    "--plan": "plan",
+    "--multirun": "sweep",
+    "-m": "sweep",
+}
+FLAG_MEANINGS = (
+    ("--config FILE.yaml", "read settings from a file of your own"),
+    ("--plan", "check everything, print the plan, and stop"),
+    ("--cfg", "print every key and its value, and stop"),
+    ("-m, --multirun", "train once for each combination of KEY=A,B values"),
+    ("-h, --help", "print this text"),
+)
+EXAMPLES = (
+    ("algorithm=ppo trainer.total_steps=60", "another algorithm, half the steps"),
+    ("algorithm.loss.clip_ratio_high=0.28", "a knob of the loss"),
+    ("data=sort rollout=hf", "another task, answers without vLLM"),
+    ("placement=inprocess rollout=hf", "one process, no Ray: breakpoint() works anywhere"),
+    ("model.path=DIR data.train=my.jsonl reward.functions=[my_reward.py:score]", "your own"),
+)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Contents of the command line.
+
+    Attributes:
+        action: what to do: train, print the plan, print the resolved config, train once for each combination of
+            several values, or print the help.
+        overrides: the settings `GROUP=CHOICE` and `KEY=VALUE`.
+        files: config files of the user, in the order in which they apply.
+    """
+
+    action: Action
+    overrides: list[str]
+    files: list[str] = field(default_factory=list)
+
+
+def parse_args(argv: Sequence[str]) -> Args:
+    """Split the command line into flags and overrides. If several flags ask for an action, `--help` wins.
+
+    Raises:
+        ConfigError: a flag does not exist, or a flag lacks its value.
+    """
+    found: list[str] = []
+    overrides: list[str] = []
+    files: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word in FLAGS:
+            found.append(FLAGS[word])
+        elif name == "--config":
+            value = value if equals else next(words, "")
+            if not value or value.startswith("-"):
+                raise ConfigError("--config: no file; write --config FILE.yaml")
+            files.append(value)
+        elif word.startswith("-"):
+            raise ConfigError(
+                f"unknown flag '{word}': the flags are --help, --cfg, --plan, --config FILE and --multirun; settings "
+                "are written KEY=VALUE"
+            )
+        elif not (word == "job" and found and found[-1] == "config"):
+            overrides.append(word)
+    actions: tuple[Action, ...] = ("help", "sweep", "config", "plan")
+    return Args(next((action for action in actions if action in found), "run"), overrides, files)
+
+
+def usage() -> str:
+    """Return the text of `--help`."""
+    groups = "\n".join(
+        textwrap.fill(", ".join(choices(group)), 80, initial_indent=f"  {group:<10} ", subsequent_indent=" " * 13)
+        for group in group_names()
+    )
+    examples = "\n".join(f"  {overrides}\n      {meaning}" for overrides, meaning in EXAMPLES)
+    flags = "\n".join(f"  {flag:<20} {meaning}" for flag, meaning in FLAG_MEANINGS)
+    return (
+        f"Train a language model by reinforcement learning.\n\n"
+        f"  python -m rltrain.main [FLAGS] [GROUP=CHOICE ...] [KEY=VALUE ...]\n\n"
+        f"Flags:\n{flags}\n\nGroups and their choices:\n{groups}\n\nExamples:\n{examples}"
+    )

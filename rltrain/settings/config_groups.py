@@ -1,0 +1,28 @@
+"""The folder of the YAML files, the config groups in it, and the choices of each group."""
+
+import dataclasses
+from pathlib import Path
+
+from rltrain.settings.schema import Config
+
+
+def config_dir() -> Path:
+    """Return the folder of the YAML files.
+
+    The folder is inside the package if the package is installed, and beside the package in a checkout.
+    """
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "config"
+    return inside if inside.is_dir() else package.parent / "config"
+
+
+def group_names() -> list[str]:
+    """Return the config groups, in the schema's order."""
+    order = [field.name for field in dataclasses.fields(Config)]
+    found = [folder.name for folder in config_dir().iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))]
+    return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def choices(group: str) -> list[str]:
+    """Return the choices of a config group."""
+    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))

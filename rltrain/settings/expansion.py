@@ -1,0 +1,108 @@
+"""Expansion of short forms in the config, such as a reward function that is only a path, into complete mappings."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.rewards.loading import is_penalty
+from rltrain.settings.schema import ALL_LINEAR
+from rltrain.settings.typed import require
+
+AUTO = "auto"
+STALE_UPPER = 2.0  # upper bound of importance weights with `algorithm.correction.level=auto`, as in tis.yaml
+
+
+def expand(values: dict[str, Any]) -> None:
+    """Replace all short forms in the nested values of a config by what they stand for.
+
+    Raises:
+        ConfigError: a short form is invalid. The message is one line.
+    """
+    reward = values.get("reward")
+    if isinstance(reward, dict):
+        reward["functions"] = _reward_functions(reward.get("functions"))
+        reward["models"] = _reward_models(reward.get("models"))
+    model = values.get("model")
+    if isinstance(model, dict):
+        model["lora"] = _lora(model.get("lora"))
+    algorithm, trainer = values.get("algorithm"), values.get("trainer")
+    if isinstance(algorithm, dict) and isinstance(trainer, dict):
+        algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
+
+
+def _reward_functions(functions: Any) -> list[Any]:
+    """Convert each entry of `reward.functions` to a mapping with all keys.
+
+    A string is the path of the function. By default, the name is that of the function, and the weight is 1. By default,
+    a function scores the outcome, except for rltrain's own penalties.
+    """
+    require(
+        isinstance(functions, list),
+        f"reward.functions={functions}: must be a list, as in reward.functions=[my_reward.py:score]",
+    )
+    return [_reward_function(function) for function in functions]
+
+
+def _reward_function(function: Any) -> Any:
+    given = {"path": function} if isinstance(function, str) else function
+    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+        raise ConfigError(
+            f"reward.functions: {function!r} names no function; write package.module:function or file.py:function, or "
+            "{path:file.py:function,weight:0.5}"
+        )
+    path = given["path"]
+    default = {"name": re.split(r"[:.]", path)[-1], "weight": 1.0, "gate": False, "outcome": not is_penalty(path)}
+    return default | {"kwargs": {}} | given
+
+
+def _reward_models(models: Any) -> list[Any]:
+    """Convert each entry of `reward.models` to a mapping with all keys.
+
+    A string is the directory of the model. By default, the name is that of the directory, and the weight is 1.
+    """
+    require(
+        isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
+    )
+    return [_reward_model(model) for model in models]
+
+
+def _reward_model(model: Any) -> Any:
+    given = {"path": model} if isinstance(model, str) else model
+    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+        raise ConfigError(f"reward.models: {model!r} names no directory; write DIR or {{path:DIR,weight:0.5}}")
+    name = Path(given["path"]).name or "reward_model"
+    return {"name": name, "weight": 1.0, "gate": False, "outcome": True, "prompt_template": None} | given
+
+
+def _lora(lora: Any) -> Any:
+    """Convert `model.lora` to a mapping with all keys.
+
+    By default, all linear layers get adapters, and alpha is twice the rank, so that alpha / rank is 2.
+    """
+    if lora is None:
+        return None
+    if not isinstance(lora, dict) or "rank" not in lora:
+        raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
+    rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
+    twice = 2 * rank if isinstance(rank, int | float) else rank  # a wrong type is reported later, for the rank
+    return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
+
+
+def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
+    """Replace `level: auto` in `algorithm.correction` with its meaning.
+
+    The level becomes `token`, with truncated importance weights, if answers may be stale: the actor's policy before the
+    update is then not the policy that sampled the answers. Otherwise, the level becomes null. It also becomes null in
+    two cases that need no correction: the engine's log-probs serve as the old log-probs, so that the loss's ratio is
+    relative to the engine, or `rejection` handles the difference.
+    """
+    correction = algorithm.get("correction")
+    if not isinstance(correction, dict) or correction.get("level") != AUTO:
+        return correction
+    stale = isinstance(max_staleness, int) and max_staleness > 0
+    rejects = algorithm["rejection"]["kl_estimator"] is not None
+    if not stale or rejects or algorithm["old_log_probs"] != "actor":
+        return correction | {"level": None}
+    unbounded = correction["lower"] is None and correction["upper"] is None
+    return correction | {"level": "token"} | ({"upper": STALE_UPPER} if unbounded else {})

@@ -1,0 +1,174 @@
+"""Option names of other trainers, and rltrain's keys for the same settings.
+
+Error messages use the table when a user writes the name of another trainer. `docs/coming-from-other-trainers.md` shows
+the whole table; `python -m rltrain.settings.reference` writes it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a setting of another trainer is called here.
+
+    Attributes:
+        key: rltrain's key.
+        trl: TRL's name (GRPOConfig), or "".
+        verl: verl's name, or "".
+        openrlhf: OpenRLHF's name, without its dashes, or "".
+        hint: what differs in meaning or unit; "" if nothing does.
+    """
+
+    key: str
+    trl: str = ""
+    verl: str = ""
+    openrlhf: str = ""
+    hint: str = ""
+
+    @property
+    def note(self) -> str:
+        """The hint as the end of a message."""
+        return f" ({self.hint})" if self.hint else ""
+
+
+NAMES = (
+    Name("model.path", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain"),
+    Name("data.train", "dataset_name", "data.train_files", "prompt_data"),
+    Name("data.val", "eval_dataset", "data.val_files", "eval_dataset"),
+    Name("reward.functions", "reward_funcs", "custom_reward_function.path", "remote_rm_url", "a list of functions"),
+    Name("actor.lr", "learning_rate", "actor_rollout_ref.actor.optim.lr", "actor_learning_rate"),
+    Name("actor.lr_schedule", "lr_scheduler_type", "actor_rollout_ref.actor.optim.lr_scheduler_type", "lr_scheduler"),
+    Name(
+        "actor.lr_warmup_steps",
+        "warmup_steps",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps",
+        "lr_warmup_steps",
+        "a number of optimizer steps",
+    ),
+    Name("actor.weight_decay", "weight_decay", "actor_rollout_ref.actor.optim.weight_decay", "l2"),
+    Name("actor.max_grad_norm", "max_grad_norm", "actor_rollout_ref.actor.grad_clip", "max_norm"),
+    Name("actor.beta1", "adam_beta1", "", "adam_betas"),
+    Name("actor.beta2", "adam_beta2"),
+    Name(
+        "actor.max_tokens_per_microbatch",
+        "per_device_train_batch_size",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "micro_train_batch_size",
+        "a number of tokens; it limits memory and does not change results",
+    ),
+    Name("critic.lr", "", "critic.optim.lr", "critic_learning_rate"),
+    Name("critic.clip_range_value", "cliprange_value", "critic.cliprange_value", "value_clip"),
+    Name(
+        "trainer.prompts_per_step",
+        "generation_batch_size",
+        "data.train_batch_size",
+        "rollout_batch_size",
+        "a number of prompts, not of answers",
+    ),
+    Name(
+        "trainer.prompts_per_minibatch",
+        "gradient_accumulation_steps",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "train_batch_size",
+        "the number of prompts of one optimizer step",
+    ),
+    Name("trainer.epochs_per_step", "num_iterations", "actor_rollout_ref.actor.ppo_epochs", "max_epochs"),
+    Name("trainer.total_steps", "max_steps", "trainer.total_training_steps", "num_episodes", "a number of steps"),
+    Name("trainer.eval_every", "eval_steps", "trainer.test_freq", "eval_steps"),
+    Name("trainer.save_every", "save_steps", "trainer.save_freq", "save_steps"),
+    Name("trainer.resume", "resume_from_checkpoint", "trainer.resume_mode", "load_checkpoint", "never, auto or a path"),
+    Name("trainer.output_dir", "", "trainer.default_local_dir", "save_path"),
+    Name("trainer.keep_checkpoints", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "max_ckpt_num"),
+    Name("rollout.samples_per_prompt", "num_generations", "actor_rollout_ref.rollout.n", "n_samples_per_prompt"),
+    Name("rollout.temperature", "", "actor_rollout_ref.rollout.temperature", ""),
+    Name("rollout.max_prompt_length", "max_prompt_length", "data.max_prompt_length", "prompt_max_len"),
+    Name("rollout.max_response_length", "max_completion_length", "data.max_response_length", "generate_max_len"),
+    Name(
+        "rollout.vllm.gpu_memory_utilization",
+        "vllm_gpu_memory_utilization",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "vllm_gpu_memory_utilization",
+    ),
+    Name(
+        "rollout.vllm.tensor_parallel_size",
+        "vllm_tensor_parallel_size",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "vllm_tensor_parallel_size",
+    ),
+    Name("placement.rollout_replicas", "", "", "vllm_num_engines"),
+    Name("placement.actor_ranks", "", "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "over all nodes"),
+    Name("placement.sequence_ranks", "", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "ring_attn_size"),
+    Name(
+        "algorithm.kl_loss.kl_loss_coef",
+        "beta",
+        "actor_rollout_ref.actor.kl_loss_coef",
+        "init_kl_coef",
+        "KL term in the loss; algorithm.kl_in_reward.kl_coef is the one in the reward",
+    ),
+    Name(
+        "algorithm.kl_in_reward.kl_coef",
+        "kl_coef",
+        "algorithm.kl_ctrl.kl_coef",
+        "kl_coef",
+        "KL term in the reward; algorithm.kl_loss.kl_loss_coef is the one in the loss",
+    ),
+    Name("algorithm.kl_loss.kl_estimator", "", "actor_rollout_ref.actor.kl_loss_type", "kl_estimator"),
+    Name("algorithm.entropy_coef", "entropy_coef", "actor_rollout_ref.actor.entropy_coeff", "entropy_loss_coef"),
+    Name("algorithm.advantage_estimator", "", "algorithm.adv_estimator", "advantage_estimator"),
+    Name("algorithm.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode", "policy_loss_type"),
+    Name(
+        "algorithm.loss_agg_mode",
+        "loss_type",
+        "actor_rollout_ref.actor.loss_agg_mode",
+        hint="a preset such as algorithm=dapo sets it",
+    ),
+    Name("algorithm.loss.clip_ratio_low", "epsilon", "actor_rollout_ref.actor.clip_ratio_low", "eps_clip"),
+    Name(
+        "algorithm.loss.clip_ratio_high",
+        "epsilon_high",
+        "actor_rollout_ref.actor.clip_ratio_high",
+        "eps_clip_low_high",
+    ),
+    Name("algorithm.loss.clip_ratio_c", "delta", "actor_rollout_ref.actor.clip_ratio_c", "dual_clip"),
+    Name("algorithm.advantage.gamma", "gamma", "algorithm.gamma", "gamma", "for estimators that take it, such as gae"),
+    Name("algorithm.advantage.lam", "lam", "algorithm.lam", "lambd", "for estimators that take it, such as gae"),
+    Name("algorithm.mask_truncated", "mask_truncated_completions"),
+    Name(
+        "algorithm.dynamic_sampling",
+        "",
+        "algorithm.filter_groups.enable",
+        "dynamic_filtering",
+        "the largest number of batches to generate; 0 is off",
+    ),
+    Name("algorithm.correction.level", "", "algorithm.rollout_correction.rollout_is"),
+    Name(
+        "algorithm.correction.upper",
+        "vllm_importance_sampling_cap",
+        "algorithm.rollout_correction.rollout_is_threshold",
+        "vllm_is_truncated_threshold",
+    ),
+    Name("trainer.max_staleness", "", "async_training.staleness_threshold", "async_queue_size"),
+    Name("model.dtype", "dtype", "actor_rollout_ref.rollout.dtype", "param_dtype", "float32 or bfloat16"),
+    Name(
+        "model.activation_checkpointing",
+        "gradient_checkpointing",
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+    ),
+    Name("model.lora.rank", "lora_r", "actor_rollout_ref.model.lora_rank", "lora_rank"),
+    Name("model.lora.alpha", "lora_alpha", "actor_rollout_ref.model.lora_alpha", "lora_alpha"),
+    Name("model.lora.targets", "lora_target_modules", "actor_rollout_ref.model.target_modules", "target_modules"),
+)
+
+
+def name_here(key: str) -> Name | None:
+    """Return the entry for a name of another trainer, or None.
+
+    A name matches as a whole, or by its last parts: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. A section that
+    the user put before the name of an option without sections, as in `algorithm.beta`, is ignored.
+    """
+    plain = key.lstrip("-")
+    for name in NAMES:
+        if plain in (name.trl, name.verl, name.openrlhf) or name.verl.endswith(f".{plain}"):
+            return name
+    last = plain.rpartition(".")[2]
+    return next((name for name in NAMES if last in (name.trl, name.openrlhf) or name.verl.endswith(f".{last}")), None)

@@ -1,0 +1,241 @@
+"""Settings as a user writes them: `GROUP=CHOICE` and `KEY=VALUE` on the command line, and the keys of a config file.
+
+Hydra's grammar reads the values. Its errors have several lines and refer to Hydra's own syntax. This module replaces
+each of them by a one-line message that names the existing keys or choices.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rltrain.base.errors import ConfigError, one_line
+from rltrain.settings.config_groups import choices, group_names
+from rltrain.settings.other_names import name_here
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import keys, require, unknown_key
+
+# Maps each section of knobs to the key that selects their function. The schema does not know which knobs exist.
+# `rltrain.settings.algorithm_rules` checks their names and values.
+KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
+OPTIONAL = "model.lora"  # a mapping that may be null; setting one of its keys creates it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of a file in a config group, such as `algorithm=ppo`."""
+
+    group: str
+    choice: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value of one key. A mapping replaces the mapping in the chosen file.
+
+    Attributes:
+        key: dotted name of the key.
+        value: plain value. Text may hold references such as `${data.train}`.
+    """
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Removal:
+    """The removal of a knob that the chosen file sets, such as `~algorithm.loss.clip_ratio_c`."""
+
+    key: str
+
+
+Item = Choice | Setting | Removal
+
+
+def from_command_line(text: str) -> Item:
+    """Read one word of the command line.
+
+    Hydra requires a `+` before a key that is not in the YAML files, as is the case for every knob. rltrain accepts
+    `key=value` for all keys.
+
+    Raises:
+        ConfigError: the word is invalid.
+    """
+    override = _parse_override(text)
+    key = override.key_or_group
+    if key.split(".")[0].split("/")[0] == "hydra":
+        raise ConfigError(f"'{text}': Hydra's own settings only apply to a sweep; leave it out, or add --multirun")
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"'{text}': several values, and a run takes one; add --multirun to start one run for each, or write a list "
+            "as KEY=[A,B]"
+        )
+    is_group = key in group_names()
+    if not is_group:
+        _check_key(key, text)
+    if override.is_delete():
+        require(_is_knob(key), f"'{text}': a key can be set, not removed; write {key}=VALUE")
+        return Removal(key)
+    return _choice(key, override.value()) if is_group else _setting(key, override.value(), text.lstrip("+"))
+
+
+def from_file(path: str) -> list[Item]:
+    """Read a config file of the user: YAML with keys that are nested, dotted or both.
+
+    A config group takes the name of a choice, as in `algorithm: ppo`, or the mapping of its keys. As in Hydra's own
+    files, a list under `defaults` may also hold the choices. A `config.yaml` that a run has written is such a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting in it is invalid. The message is one line and names the file.
+    """
+    where = f"--config {path}"
+    values = _load(Path(path).expanduser(), where)
+    found: list[Item] = []
+    try:
+        for group, choice in _defaults(values.pop("defaults", [])):
+            require(group in group_names(), f"defaults: '{group}' is no group; the groups are {_listed(group_names())}")
+            found.append(_choice(group, choice))
+        for key, value in values.items():
+            is_choice = key in group_names() and not isinstance(value, dict)
+            found += [_choice(key, value)] if is_choice else _settings(str(key), value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return found
+
+
+def _load(path: Path, where: str) -> dict[str, Any]:
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: no such file; check the path (it starts at {Path.cwd()})") from None
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a YAML file") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"{where}: not a valid YAML file ({one_line(' '.join(str(error).split()), 200)})") from None
+    require(isinstance(values, dict), f"{where}: holds a list; write keys and values, such as trainer.seed: 1")
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
+    hint = "write defaults as a list of choices, such as [{algorithm: ppo}]"
+    require(isinstance(entries, list), f"defaults={entries}: not a list; {hint}")
+    for entry in entries:
+        if entry != "_self_":
+            require(isinstance(entry, dict) and len(entry) == 1, f"defaults: {entry!r} is no choice; {hint}")
+            yield next((str(group).removeprefix("override "), choice) for group, choice in entry.items())
+
+
+def _settings(key: str, value: Any) -> list[Item]:
+    """Return the settings of a key of a file, or of all keys under it if it is a section."""
+    inside = any(name.startswith(f"{key}.") for name in keys(Config))
+    if not (inside and isinstance(value, dict)):
+        text = f"{key}: {value}"
+        if not (inside and value is None):  # the typed config refuses null if the section is not optional
+            _check_key(key, text)
+        return [_setting(key, value, text)]
+    return [item for name, inner in value.items() for item in _settings(f"{key}.{name}", inner)]
+
+
+def _setting(key: str, value: Any, text: str) -> Setting:
+    if key in KNOBS:
+        require(isinstance(value, dict), f"'{text}': must be a mapping, as in {key}={{name:value}}")
+    return Setting(key, value)
+
+
+def _choice(group: str, choice: Any) -> Choice:
+    known = choices(group)
+    if choice not in known:
+        near = difflib.get_close_matches(str(choice), known, n=1)
+        hint = f"the nearest is '{near[0]}', and all" if near else "its choices"
+        raise ConfigError(f"{group}={choice}: unknown choice; {hint} are {_listed(known)}")
+    return Choice(group, choice)
+
+
+def _parse_override(text: str) -> Override:
+    require("=" in text or text.startswith("~"), f"'{text}': settings are written KEY=VALUE; see --help")
+    key, _, value = text.partition("=")
+    require(bool(key.strip("+~ ")), f"'{text}': no key before the '='; settings are written KEY=VALUE")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError):  # ValueError: a number with thousands of digits
+        raise ConfigError(
+            f"""'{text}': cannot read the value; quote one with special characters, as in '{key}="{value}"'"""
+        ) from None
+    require(override.package is None, f"'{text}': '@' is not available; write GROUP=CHOICE or KEY=VALUE")
+    return override
+
+
+def _is_knob(key: str) -> bool:
+    return any(key.startswith(f"{section}.") for section in KNOBS)
+
+
+def _check_key(key: str, text: str) -> None:
+    known = keys(Config)
+    if _is_knob(key) or key in known or key in _keys_of_optional():
+        return
+    if any(name.startswith(f"{key}.") for name in known):
+        raise ConfigError(f"'{text}': '{key}' is a section; set its keys one at a time, as {key}.KEY=VALUE")
+    if (name := name_here(key)) is not None:
+        raise ConfigError(f"unknown config key '{key}'; rltrain's name for it is '{name.key}'{name.note}")
+    raise unknown_key(key, sorted({*group_names(), *known, *_keys_of_optional()}))
+
+
+def _keys_of_optional() -> list[str]:
+    from rltrain.settings.schema import LoRAConfig
+
+    return [f"{OPTIONAL}.{name}" for name in keys(LoRAConfig)]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+def is_mapping_key(key: str) -> bool:
+    """Return whether a setting of this key replaces a whole mapping."""
+    return key in KNOBS or key == OPTIONAL
+
+
+def apply(items: list[Item], composed: Any) -> None:
+    """Write settings into a composed config, in their order.
+
+    Args:
+        items: settings and removals; choices must already be part of the config.
+        composed: the `DictConfig` to change.
+
+    Raises:
+        ConfigError: a section is null under the chosen groups, or a removed knob does not exist.
+    """
+    OmegaConf.set_struct(composed, False)
+    for item in items:
+        if isinstance(item, Setting):
+            _set(composed, item)
+        elif isinstance(item, Removal):
+            section, _, name = item.key.rpartition(".")
+            knobs = OmegaConf.select(composed, section)
+            require(name in knobs, f"'{item.key}' does not exist; see --help")
+            del knobs[name]
+
+
+def _set(composed: Any, setting: Setting) -> None:
+    section = setting.key.rpartition(".")[0]
+    if section and OmegaConf.select(composed, section) is None:
+        require(
+            section == OPTIONAL,
+            f"{setting.key}: {section} is null under the chosen groups; leave the override out, or choose other groups",
+        )
+        OmegaConf.update(composed, section, {}, merge=False)
+    OmegaConf.update(composed, setting.key, setting.value, merge=False)
+
+
+def chosen(items: list[Item]) -> Mapping[str, str]:
+    """Return the last choice of each group."""
+    return {item.group: item.choice for item in items if isinstance(item, Choice)}
