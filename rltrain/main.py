@@ -28,7 +28,7 @@ from rltrain.data.prompts import PromptSet, load_prompts
 from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
 from rltrain.run.lock import RunLock
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
-from rltrain.settings.command_line import parse_args, usage
+from rltrain.settings.command_line import Args, parse_args, usage
 from rltrain.settings.compose import compose, to_yaml
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
@@ -56,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.action == "help":
             return show(f"{usage()}\n")
         _require_working_directory()
+        if args.action == "sweep":
+            from rltrain.run.sweep import sweep
+
+            return sweep(args.overrides, args.files, console)
         config, _ = compose(args.overrides, args.files)
         set_threads(config)
         if args.action == "config":
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ensure_home()  # after the check, which refuses '~' in a path if the user has no home folder
         check_cache(config)
         with RunLock(config.trainer) as lock:
-            return run(config, args.overrides, console, lock)
+            return run(config, args, console, lock)
     except Stopped as error:
         return error.status
     except RLTrainError as error:
@@ -134,8 +138,11 @@ def _traceback() -> str:
         return f"Traceback that cannot be shown ({described(error)})"
 
 
-def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLock) -> int:
-    """Load the data, print the plan, train, and print a summary. Returns the exit status."""
+def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
+    """Load the data, print the plan, train, and print a summary. Returns the exit status.
+
+    If the command line asks for the plan alone, nothing is started and nothing is written.
+    """
     from rltrain.monitoring.console import summary
     from rltrain.run.resume import beginning, require_usable
     from rltrain.trajectories.token_rewards import with_all_knobs
@@ -156,6 +163,8 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
     plan(config, console, len(prompts), len(val_prompts or ()))
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (the output of reward processes is dropped)
+    if args.action == "plan":
+        return 0
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
     lock.take()
     (output_dir / "config.yaml.partial").write_text(text, "utf-8")  # never incomplete, so a killed run can be resumed
@@ -178,7 +187,7 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
         seconds=time.perf_counter() - began,
         output_dir=output_dir,
         curve=curve,
-        overrides=overrides,
+        overrides=[*(f"--config={file}" for file in args.files), *args.overrides],
         finished=status == 0,
     )
     return status

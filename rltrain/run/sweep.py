@@ -1,0 +1,157 @@
+"""Sweeps: one run for each combination of several values, started by Hydra's launchers and sweepers.
+
+Hydra reads the sweep (`KEY=A,B`, `KEY=range(1,4)`, the syntax of an installed sweeper) and starts the jobs, one after
+another or with the launcher that `hydra/launcher=NAME` selects. Each job is a process of its own that runs
+`python -m rltrain.main` with one value per key. Hydra must not compose rltrain's config, because its rules for keys
+differ. It gets each key as one word instead: `trainer.seed` becomes `trainer__seed`.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from rltrain.base.errors import ConfigError
+from rltrain.monitoring.json_lines import rows_of
+from rltrain.monitoring.sinks import EVALUATIONS, METRICS
+from rltrain.settings.typed import require
+
+JOB_FILE = "sweep_job.json"
+ACCURACY = "eval/sampled_accuracy"
+_DOT = "__"  # stands for the dot of a key
+_OUTPUT_WORD = "++trainer__output_dir="
+
+
+def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> int:
+    """Start one run for each combination of values, wait for all of them, and print a table of their results.
+
+    Args:
+        overrides: settings of the command line. Those that begin with `hydra` go to Hydra.
+        files: config files of the user, for every run.
+        console: console for the table.
+
+    Returns:
+        0 if all runs ended with status 0, else 1.
+
+    Raises:
+        ConfigError: Hydra cannot read the sweep, or a launcher or sweeper is not installed.
+    """
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    own = [_one_word_key(text) for text in overrides if not _is_hydras(text)]
+    arguments = [text for text in own if not text.startswith(_OUTPUT_WORD)]
+    arguments += [f"hydra.sweep.dir={text.removeprefix(_OUTPUT_WORD)}" for text in own if text not in arguments]
+    arguments += [text for text in overrides if _is_hydras(text)]
+    job = Job([str(Path(file).expanduser().absolute()) for file in files])
+    try:
+        path = create_config_search_path(str(Path(__file__).parent))
+        hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
+        folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
+        arguments.append(f"hydra.sweep.dir={folder}")  # now without the time, so that all jobs agree on the folder
+        hydra.multirun("sweep", job, arguments, with_log_configuration=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        text = " ".join(str(error).replace(_DOT, ".").split())
+        raise ConfigError(f"--multirun: {text}; write several values as KEY=A,B") from None
+    finally:
+        GlobalHydra.instance().clear()
+    return show_results(Path(folder), console)
+
+
+def _is_hydras(text: str) -> bool:
+    return text.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def _one_word_key(text: str) -> str:
+    """Return a setting with its key as one word, in the form that Hydra accepts for a new key."""
+    key, equals, value = text.partition("=")
+    require(bool(equals), f"'{text}': a sweep takes settings of the form KEY=VALUE")
+    return f"++{key.lstrip('+').replace('.', _DOT)}={value}"
+
+
+class Job:
+    """The task that Hydra's launcher calls for each combination: runs the command and returns its objective.
+
+    An instance is pickled by launchers that use other processes.
+
+    Args:
+        files: absolute paths of the config files for every run.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.files = list(files)
+
+    def __call__(self, _: Any) -> float:
+        """Run one job in a process of its own.
+
+        Returns:
+            The last value of `trainer.keep_best`'s metric, or else of the sampled accuracy. NaN if the run failed or
+            has no such metric. A sweeper that optimises uses this value.
+        """
+        from hydra.core.hydra_config import HydraConfig
+
+        hydra = HydraConfig.get()
+        folder = Path(hydra.runtime.output_dir)
+        overrides = [_with_dots(text) for text in hydra.overrides.task]
+        files = [word for file in self.files for word in ("--config", file)]
+        status = _run([sys.executable, "-m", "rltrain.main", *files, *overrides, f"trainer.output_dir={folder}"])
+        found = _objective(folder) if status == 0 else math.nan
+        result = {
+            "overrides": overrides,
+            "status": status,
+            "objective": None if math.isnan(found) else found,
+            "output_dir": str(folder),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / JOB_FILE).write_text(json.dumps(result), "utf-8")
+        return found
+
+
+def _with_dots(text: str) -> str:
+    key, _, value = text.partition("=")
+    return f"{key.lstrip('+').replace(_DOT, '.')}={value}"
+
+
+def _run(command: list[str]) -> int:
+    """Run a command and return its exit status. After Ctrl-C, which the command gets too, wait for its end."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # it saves a checkpoint
+            raise
+
+
+def _objective(folder: Path) -> float:
+    """Return the result by which runs are compared, or NaN if the run has not measured it."""
+    best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
+    rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]
+    last = {name: value for row in rows for name, value in row.items()}
+    return float(last.get(best or ACCURACY, math.nan))
+
+
+def show_results(folder: Path, console: Console) -> int:
+    """Print a table of the jobs of a sweep. Returns 0 if all ended with status 0, else 1."""
+    jobs = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob(f"*/{JOB_FILE}"), key=_number)]
+    table = Table("settings", "status", "result", "folder", box=None, header_style="bold", pad_edge=False)
+    for job in jobs:
+        result = "" if job["objective"] is None else f"{job['objective']:.4g}"
+        table.add_row(" ".join(job["overrides"]), str(job["status"]), result, job["output_dir"])
+    console.print(table)
+    return int(any(job["status"] for job in jobs))
+
+
+def _number(file: Path) -> tuple[bool, int, str]:
+    name = file.parent.name
+    return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
