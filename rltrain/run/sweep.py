@@ -102,7 +102,7 @@ class Job:
         from hydra.core.hydra_config import HydraConfig
 
         hydra = HydraConfig.get()
-        folder = Path(hydra.runtime.output_dir)
+        folder = Path(hydra.runtime.output_dir).absolute()
         overrides = [_with_dots(text) for text in hydra.overrides.task]
         files = [word for file in self.files for word in ("--config", file)]
         status = _run([sys.executable, "-m", "rltrain.main", *files, *overrides, f"trainer.output_dir={folder}"])
@@ -144,11 +144,14 @@ def _objective(folder: Path) -> float:
 def show_results(folder: Path, console: Console) -> int:
     """Print a table of the jobs of a sweep. Returns 0 if all ended with status 0, else 1."""
     jobs = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob(f"*/{JOB_FILE}"), key=_number)]
+    same = set.intersection(*(set(job["overrides"]) for job in jobs)) if len(jobs) > 1 else set()
     table = Table("settings", "status", "result", "folder", box=None, header_style="bold", pad_edge=False)
     for job in jobs:
+        settings = " ".join(text for text in job["overrides"] if text not in same)
         result = "" if job["objective"] is None else f"{job['objective']:.4g}"
-        table.add_row(" ".join(job["overrides"]), str(job["status"]), result, job["output_dir"])
+        table.add_row(settings, str(job["status"]), result, job["output_dir"])
     console.print(table)
+    console.print("result: last value of trainer.keep_best's metric, or else of eval/sampled_accuracy", style="dim")
     return int(any(job["status"] for job in jobs))
 
 
