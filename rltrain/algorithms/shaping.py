@@ -1,6 +1,7 @@
 """Transformations of scores into rewards: scaling and clipping, the length penalty, and truncated responses.
 
-The columns are (B,) and have no gradient. float64 inputs are computed in float64, and narrower types in float32.
+All tensors are (B,) and have no gradient. The functions compute in float64 if their inputs are float64, and in float32
+if they are narrower.
 """
 
 import torch

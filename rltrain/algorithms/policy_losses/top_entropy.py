@@ -46,9 +46,9 @@ def select_top_entropy(entropies: Tensor, response_mask: Tensor, *, entropy_frac
 
         selected = H_t >= tau,    tau: the (1 - entropy_fraction) quantile of the H of the N trained tokens
 
-    The quantile is interpolated linearly, so 1 + floor(entropy_fraction (N - 1)) tokens reach it. Tokens whose entropy
-    equals the smallest selected entropy are also selected, so the order of rows does not matter. If all entropies are
-    equal, every trained token is selected.
+    The quantile is interpolated linearly, so 1 + floor(entropy_fraction (N - 1)) tokens have an entropy of at least
+    tau. Tokens whose entropy equals the smallest selected entropy are also selected, so the order of rows does not
+    matter. If all entropies are equal, every trained token is selected.
 
     All tensors are (B, T). Returns bool, False in masked slots.
     """
