@@ -24,11 +24,11 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
             applies.
 
     Returns:
-        1.0 if the JSON is valid, else 0.0; None without a schema.
+        1.0 if the JSON is valid, else 0.0; None if `schema` is None.
 
     Raises:
-        ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or has a reference that it
-            does not contain.
+        ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or refers to a definition
+            that it does not contain.
     """
     if schema is None:
         return None
@@ -53,9 +53,9 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 
 
 def _json_text(response: str) -> str:
-    """Return the last closed json block, else the whole response.
+    """Return the content of the last closed json block, else the whole response.
 
-    The text is split at line breaks. This is safe because a JSON string cannot contain a line break.
+    Splitting the text at line breaks is safe, because a JSON string cannot contain a line break.
     """
     block: str | None = None
     opened: list[str] | None = None
@@ -92,7 +92,7 @@ def _refuse(constant: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _validator(text: str) -> Any:
-    """Check the schema and return its validator. The result is cached."""
+    """Check the schema, and return its validator from a cache."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY

@@ -1,4 +1,4 @@
-"""Penalties from 0 to -1 for long responses. Lengths are in characters or words, because rewards get no tokens."""
+"""Penalties from 0 to -1 for long responses, in characters or words because reward functions get no tokens."""
 
 from typing import Literal
 
@@ -27,7 +27,7 @@ def length_penalty(
         both_sides: also penalize responses that are shorter than the target.
 
     Returns:
-        A score in [-1, 0], or None without a target.
+        A score in [-1, 0], or None if `target` is None.
 
     Raises:
         ValueError: the target is not above 0, or the unit is unknown.
@@ -49,15 +49,15 @@ def overlong_penalty(
         ((max_length - buffer) - n) / buffer     n <= max_length
         -1                                       else                         arXiv 2503.14476, eq. 13
 
-    Here n is the length of the text. The paper counts tokens: its limit is 20480 and its buffer is 4096, so the penalty
-    starts at 16384.
+    Here n is the length of the response. The paper counts tokens. In the paper, the limit is 20480 and the buffer is
+    4096, so the penalty starts at 16384.
 
     Args:
         prompt: unused.
         response: the model's text.
         max_length: the limit, L_max in the paper.
         buffer: the width of the linear range before the limit, L_cache in the paper; 0 gives a hard step.
-        unit: see `length_penalty`.
+        unit: "characters" or "words", as in `length_penalty`.
 
     Returns:
         A score in [-1, 0].

@@ -1,4 +1,4 @@
-"""Load, check and call the reward functions that users name by import path or file path. Never imports torch.
+"""Load, check and call the reward functions that users name by import path or file path, without importing torch.
 
 A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async. A score of
 None means that the function does not apply to the sample. A function with the parameters `prompts` and `responses` is
@@ -202,7 +202,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 
     Returns:
         A function `(prompt, response, columns)` of one sample, or of lists for a batched function. Prompt and response
-        have no special tokens. Only the columns that the reward function takes are passed to it. The wrapper returns
+        have no special tokens. The wrapper passes only the columns that the reward function takes. The wrapper returns
         the reward function's result, or a coroutine if the function is async; `as_score` converts the result to a
         score. The wrapper raises ScoreError if a column is missing, and every exception of the reward function.
     """
@@ -304,7 +304,8 @@ def _is_file(target: str) -> bool:
 
 def _module(target: str, where: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # `python -m` adds the working directory, but an installed command does not. Ray passes the path to its workers.
+        # `python -m` adds the working directory, but an installed command does not. Ray passes `sys.path` to its
+        # workers.
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(target)
@@ -354,9 +355,9 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 
 
 def source_name(key: str, path: str) -> str:
-    """Return the name that a checkpoint gives to a function's file.
+    """Return the name under which a checkpoint records the content of a function's file.
 
-    A run can only be resumed while the file's content is unchanged.
+    A run can only be resumed while the content of the file is unchanged.
     """
     return f"{key}: {path}"
 
@@ -372,7 +373,8 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
     Raises:
         ScoreError: the coroutine raised an exception that is no subclass of `Exception` (SystemExit, CancelledError,
-            KeyboardInterrupt, ...). This does not include the user's Ctrl-C, which only reaches the main thread.
+            KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because it only reaches the main
+            thread.
         Exception: any other exception of the coroutine.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
@@ -393,7 +395,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Start the process's single event loop for async functions, in a thread of its own.
 
-    A permanent loop lets the functions keep connections between calls. The separate thread makes this work even if the
+    A permanent loop lets async functions keep connections between calls. A loop in its own thread works even if the
     caller already runs an event loop, as in a notebook.
     """
     loop = asyncio.new_event_loop()
