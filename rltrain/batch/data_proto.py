@@ -47,12 +47,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "uid": ("row", "prompt group of the row, int64"),
     "valid": (
         "row",
-        "bool; False = the row is in no statistic: it has no score, or its answer was cut and is excluded",
+        "bool; False = excluded from all statistics: the row has no score, or its answer was cut",
     ),
     "failed": ("row", "bool; True = a reward function or model failed on the row, so it is not valid"),
     "failed_function": ("row", "number of the component that failed on the row, -1 if none did"),
     "scores": ("row", "weighted sum of the row's rewards, gates applied"),
-    "outcomes": ("row", "the same without the functions that score the form alone; NaN = none of the rest applies"),
+    "outcomes": ("row", "like scores, but only over components that score the outcome; NaN = none of them applies"),
     "model_scores": ("row", "a reward model's score of the row, before its weight"),
     "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
     "reward_components": (
@@ -67,7 +67,7 @@ class DataProto:
 
     A batch from another process stays in memory that other readers share. This class reads that memory and never writes
     to it. `[rows]` copies the selected rows of every column. Methods that return a tensor, such as `values`, copy their
-    column. `batch` copies all columns.
+    column. The property `batch` copies all tensor columns.
 
     Attributes:
         meta_info: metadata of the batch as a whole.
@@ -184,7 +184,7 @@ class DataProto:
         for name, values in columns.items():
             if len(values) != len(column.values):
                 raise ValueError(
-                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one a token"
+                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one per token"
                 )
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
