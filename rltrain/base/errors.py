@@ -1,4 +1,4 @@
-"""The exceptions of the project. All of them can be pickled, because Ray sends them between processes.
+"""The exceptions of the project. All these exceptions can be pickled, because Ray sends them between processes.
 
 Each message states the invalid value, the rule that it breaks and how to fix it.
 """
@@ -25,7 +25,7 @@ class WorkerError(RLTrainError, RuntimeError):
 class WorkerLost(WorkerError):
     """A worker's process died or stopped responding.
 
-    Another process can replace it, unlike a worker that answered with an error.
+    Another process can replace a lost worker, but not a worker that answered with an error.
 
     Attributes:
         process: the lost worker (`workers.cluster.progress.Process`), set only if the worker itself reports the loss.

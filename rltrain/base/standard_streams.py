@@ -22,8 +22,8 @@ class _Lasting(io.FileIO):
 def open_closed_streams() -> None:
     """Connect standard streams that were closed when the program started to the null device.
 
-    Otherwise the next file that the program opens would get the descriptor of a closed stream, and child processes
-    would print into that file.
+    If a stream stayed closed, the next file that the program opens would get the stream's descriptor, and child
+    processes would print into that file.
     """
     for descriptor, name in enumerate(_STREAMS):
         try:

@@ -1,8 +1,8 @@
 """Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
 
-universal-pathlib could only replace `at`, `path`, `open`, `read` and `exists`. It has no atomic write, no checksum and
-no listing that bypasses fsspec's cache. fsspec's transactions are no atomic write either: they write a local file in
-the system's temporary folder, which may be on another disk, and then copy it.
+universal-pathlib could only replace `at`, `path`, `open`, `read` and `exists`, because it has no atomic write, no
+checksum and no listing that bypasses fsspec's cache. fsspec's transactions are not atomic either: they write a local
+file in the system's temporary folder, which may be on another disk, and then copy it.
 """
 
 import os
