@@ -197,7 +197,7 @@ def _weights(correction: CorrectionConfig) -> str:
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:
-    """Describe the values outside the bounds, which are changed, such as " below 0.5 or above 2"; "" without bounds."""
+    """Describe which values are outside the bounds, such as " below 0.5 or above 2"; "" if there are no bounds."""
     parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
     return f" {' or '.join(parts)}" if parts else ""
 

@@ -104,7 +104,7 @@ def _auto(config: Config, own: Folder) -> Beginning:
 
 
 def _require_own_output(config: Config, own: Folder) -> list[str]:
-    """Check that the output folder holds no files of another run than the one with these checkpoints.
+    """Check that the output folder holds only files of the run whose checkpoint folder is `own`.
 
     Returns:
         Names of the run's files in the output folder.
@@ -238,7 +238,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 
 
 def _require_same(config: Config, saved: str, where: str) -> None:
-    """Check that the config agrees with a checkpoint's in every key that the schema does not call changeable.
+    """Check that the config agrees with a saved config in every key that the schema does not mark as changeable.
 
     The `trainer` keys are compared first, because some of the other values follow from them.
 
@@ -247,7 +247,7 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # `repr` finds two NaN equal
+        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # two NaN have equal `repr`
         if not same and not _is_changeable(key):
             raise ConfigError(
                 f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
@@ -261,7 +261,7 @@ def _is_changeable(key: str) -> bool:
 
 
 class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML loader that refuses aliases: `_flat` would visit an aliased part once for every path to it."""
+    """YAML loader that refuses aliases, because `_flat` would visit an aliased part once for every path to it."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -354,7 +354,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
 
 
 class _Nobody:
-    """Stand-in for the engines and the reward workers: it has no work under way and ignores requests."""
+    """Stand-in for the engines and the reward workers: it has no pending work and ignores requests."""
 
     pending = 0
 
