@@ -281,7 +281,7 @@ class Trainer:
                 if repairable:
                     text += ", also with that function repaired"
                 elif isinstance(error, RewardError):
-                    text += ", asking for failed rewards again, if what has to change is not in a reward file"
+                    text += ", requesting failed rewards again, unless a reward file has to change"
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:

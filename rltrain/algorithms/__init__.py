@@ -71,4 +71,4 @@ __all__ = [
     "value_loss",
 ]
 
-del _advantages, _policy_losses  # imported only to register their functions
+del _advantages, _policy_losses  # imported only to register the functions in these modules

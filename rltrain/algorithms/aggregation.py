@@ -61,7 +61,7 @@ def _count(number: int | Tensor, like: Tensor) -> Tensor:
 def _length(max_response_length: int | None) -> int:
     if max_response_length is None or max_response_length < 1:
         raise ValueError(
-            f"max_response_length={max_response_length}: seq-mean-token-sum-norm divides by it, so it must be >= 1; "
-            "pass the longest response that rollouts may have"
+            f"max_response_length={max_response_length} must be >= 1, because seq-mean-token-sum-norm divides by it; "
+            "pass the length limit of the responses"
         )
     return max_response_length

@@ -101,7 +101,7 @@ class GradientSums:
         self.part = torch.empty(0)
 
     def add(self, rows: slice, columns: slice, to_logits: Tensor) -> None:
-        """Add the gradient (rows, columns) of a chunk's logits. Call this in the order in which `chunks` yields."""
+        """Add the gradient (rows, columns) of a chunk's logits. Add chunks in the order in which `chunks` yields."""
         if self.to_bias is not None:
             self.to_bias[columns] += to_logits.sum(0)
         narrow = to_logits.to(self.head.dtype)

@@ -1,7 +1,7 @@
 """Controllers that adapt the coefficients of the KL penalty and of the entropy bonus to measurements.
 
-A controller's attribute `value` is the coefficient to use now. Its method `update` changes the coefficient after a
-measurement. Its method `state_dict` returns the state to save in a checkpoint.
+A controller's attribute `value` is the coefficient to use now. The method `update` of a controller changes the
+coefficient after a measurement. The method `state_dict` of a controller returns the state to save in a checkpoint.
 """
 
 import math
@@ -41,8 +41,8 @@ class AdaptiveKLController(FixedKLController):
         super().__init__(kl_coef)
         if not (kl_coef > 0 and target > 0 and horizon > 0):
             raise ValueError(
-                f"kl_coef={kl_coef}, target={target}, horizon={horizon}: the adaptive controller multiplies by "
-                "ratios of them, so each must be > 0; set them, or use a fixed coefficient"
+                f"kl_coef={kl_coef}, target={target}, horizon={horizon}: each must be > 0, because the adaptive "
+                "controller multiplies by their ratios; set them, or use a fixed coefficient"
             )
         self.target, self.horizon = float(target), horizon
 

@@ -48,10 +48,10 @@ def rollout_correction(
     token's w is outside of the bounds but the token is not dropped, its w is clamped to the bounds. To drop tokens and
     rows without weighting the others, use `rollout_rejection`.
 
-    The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate this term over the
-    whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and entropy terms.
-    If half of a row's tokens are dropped, the row's policy gradient is therefore halved, as in IcePop, which divides by
-    the number |y| of all sampled tokens.
+    The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
+    over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
+    entropy terms. If half of a row's tokens are dropped, the row's policy gradient is therefore halved, as in IcePop,
+    which divides by the number |y| of all sampled tokens.
 
     Log-ratios are clamped to [-20, 20]. Masked slots are ignored.
 
@@ -180,7 +180,7 @@ def effective_sample_size(
     if not count > 0:
         return 1.0
     share = (weight_sum / count) * (weight_sum / weight_squared_sum)
-    return min(share, 1.0)  # rounding can make it slightly larger than 1
+    return min(share, 1.0)  # rounding can make the share slightly larger than 1
 
 
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:

@@ -77,7 +77,7 @@ class _FullKL(torch.autograd.Function):
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size
-        return kl.clamp(min=0)  # rounding can make it slightly negative
+        return kl.clamp(min=0)  # rounding can make the KL slightly negative
 
     @staticmethod
     @once_differentiable

@@ -77,7 +77,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps) of counted and of other values by the statistics of counted ones, all (B,)."""
+    """Compute (raw - mean) / (std + eps) of all values with the statistics of counted values; all tensors are (B,)."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -106,11 +106,11 @@ def normalize_rewards(
 ) -> Tensor:
     """Compute (r - mean) / (std + eps) for each row: (B,) -> (B,), no gradient.
 
-    `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch").
-    None turns the subtraction of the mean or the division by the std off. The std is computed from the raw scores of
-    its population, about the mean of that population. With `unbiased`, the sum of squared deviations is divided by
-    n - 1 instead of n. With `leave_one_out`, the mean of the *other* rows is subtracted, which gives k/(k-1) (r - mean)
-    for k rows.
+    `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch"). A
+    level of None turns the subtraction of the mean, or the division by the std, off. The std is computed from the raw
+    scores of its population, about the mean of that population. With `unbiased`, the sum of squared deviations is
+    divided by n - 1 instead of n. With `leave_one_out`, the mean of the *other* rows is subtracted, which gives k/(k-1)
+    (r - mean) for k rows.
 
     A row that is not `valid` has no score, is excluded from the statistics and gets 0.
 
@@ -120,9 +120,9 @@ def normalize_rewards(
     answer. If `counted` is None, all valid rows are counted.
 
     A population with fewer than two counted rows, or with max == min, has no usable spread. In a population without
-    spread, the deviations of counted rows from the mean are exactly 0, and no deviation is divided by the std. A row
-    that is not counted then gets its deviation from the mean of that population. The mean of zero rows is 0. Sums are
-    computed in float64, so that the order of rows does not affect the result.
+    spread, the deviations of counted rows from the mean are exactly 0, a row that is not counted gets its deviation
+    from the mean, and no deviation is divided by the std. The mean of zero rows is 0. Sums are computed in float64, so
+    that the order of rows does not affect the result.
 
     Raises:
         ValueError: if a level is unknown, or if `leave_one_out` is used without a mean level or with a std level.
@@ -219,10 +219,10 @@ def normalize_advantages(
     """Compute (A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient; the default is whitening.
 
     `mean_level` and `std_level` select the population: the trained tokens of the rows with the same `uid` (B,)
-    ("group"), or of all rows ("batch"). None turns the subtraction of the mean or the division by the std off. Each
-    token counts once, so a long row weighs more than a short one. The std is computed from the raw advantages of its
-    population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`,
-    the mean of the *other* tokens is subtracted, which gives n/(n-1) (A - mean) for n tokens.
+    ("group"), or of all rows ("batch"). A level of None turns the subtraction of the mean, or the division by the std,
+    off. Each token counts once, so a long row weighs more than a short one. The std is computed from the raw advantages
+    of its population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With
+    `leave_one_out`, the mean of the *other* tokens is subtracted, which gives n/(n-1) (A - mean) for n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
@@ -231,9 +231,8 @@ def normalize_advantages(
     `response_mask` instead.
 
     A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
-    spread, the deviations of counted tokens from the mean are exactly 0, and no deviation is divided by the std. A
-    token that is not counted then gets its deviation from the mean of that population. The mean of zero tokens is 0.
-    Sums are computed in float64.
+    spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation
+    from the mean, and no deviation is divided by the std. The mean of zero tokens is 0. Sums are computed in float64.
 
     Raises:
         ValueError: if a level is unknown, if `leave_one_out` is used without a mean level or with a std level, or if a

@@ -68,7 +68,7 @@ def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
-    """Raise ValueError if the upper bound on ratios is not above 1, so that it would act at r = 1."""
+    """Raise ValueError if the upper bound on ratios is not above 1, because it would then act at r = 1."""
     if not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, say, or inf for none")
 
@@ -85,9 +85,9 @@ def clipped_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. The form in two
-    cases has no tie between the branches of a min, so its gradient is exactly 0 in the clipped regions. `cap` bounds r
-    for A < 0 (the dual clip). The returned mask does not include tokens that only `cap` clips.
+    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. Written as two
+    cases, the objective has no tie between the branches of a min, so its gradient is exactly 0 in the clipped regions.
+    `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))

@@ -17,8 +17,8 @@ Every registered function follows this contract:
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call. Sums
 add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the number of
-trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before that division, a metric
-such as `clip_fraction` is a number of tokens.
+trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by the number
+of tokens, a metric such as `clip_fraction` is itself a number of tokens.
 """
 
 import inspect
@@ -32,7 +32,7 @@ _SINKS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 class Registry:
-    """Functions of one kind, indexed by name.
+    """Registry of the functions of one kind, indexed by name.
 
     `required` maps each metadata key that every function must have to the values that the key can have.
     """
@@ -141,7 +141,7 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
     for parameter in inspect.signature(function).parameters.values():
         is_knob, has_default = parameter.kind == _KEYWORD, parameter.default is not inspect.Parameter.empty
         if parameter.kind in _SINKS:
-            raise ValueError(f"'{name}' takes {parameter}: a sink would swallow misspelt knobs; name each parameter")
+            raise ValueError(f"'{name}' takes {parameter}: misspelt knobs would go unnoticed; name each parameter")
         if is_knob and not has_default:
             raise ValueError(f"knob {parameter.name} of '{name}' has no default: every knob has one; give it a value")
         if not is_knob and has_default:

@@ -47,7 +47,7 @@ class BackgroundTasks:
             raise self._failures[0]
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result. If a task fails or the run is interrupted before that, raise the first such error."""
+        """Wait for a result. If a background task fails or the run is interrupted earlier, raise that error."""
         result = asyncio.ensure_future(awaitable)
         failure = asyncio.ensure_future(self._changes.until(lambda: self._failures))
         try:

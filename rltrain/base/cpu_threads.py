@@ -23,7 +23,7 @@ def cpu_cores() -> int:
 
 
 def openmp_settings(threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables that OpenMP needs. Set them before the process imports torch.
+    """Return the environment variables that OpenMP needs. The variables must be set before the process imports torch.
 
     OpenMP reads the variables when it is loaded. By default, an idle OpenMP thread spins for milliseconds before it
     sleeps. If processes share cores, a spinning thread occupies the core that another process is waiting for, and both
@@ -31,8 +31,8 @@ def openmp_settings(threads: int | None = None) -> dict[str, str]:
     and Intel all read these variables.
 
     Args:
-        threads: number of OpenMP threads of the process. None: OMP_NUM_THREADS if it is set, else the number of cores
-            that this process may use.
+        threads: number of OpenMP threads of the process. If None, the number is OMP_NUM_THREADS if that is set, else
+            the number of cores that this process may use.
     """
     return {
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or cpu_cores()),

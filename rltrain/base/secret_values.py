@@ -43,7 +43,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
     in repr(), JSON or a URL. In a secret with several lines, each long line is also hidden on its own.
 
     Args:
-        text: the text to be shown. Shorten it only after redaction, because a truncated secret is not recognized.
+        text: the text to be shown. Shorten the text only after redaction, because a truncated secret is not recognized.
         environment: environment variables; those whose names indicate a secret hold secrets.
         keys: additional secrets, of any length.
     """

@@ -155,14 +155,14 @@ def local_path(path: str, where: str) -> Path:
         pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{where}: is no path that can be looked at ({reason}); give another path") from None
+        raise ConfigError(f"{where}: cannot be accessed ({reason}); give another path") from None
     return found
 
 
 def _require_utf8(path: Path, where: str) -> None:
     """Raise ConfigError if the path's bytes are not UTF-8.
 
-    Libraries in other languages encode names in UTF-8, so they would look for such a path somewhere else.
+    Libraries in other languages encode names in UTF-8, so they would not find a path that is not UTF-8.
     """
     whole, encoding = os.path.abspath(path), sys.getfilesystemencoding()
     try:

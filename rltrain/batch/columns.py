@@ -70,7 +70,7 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return this column with `offsets`, which must equal its own offsets, as its offsets object."""
+        """Return this column with the tensor `offsets` in place of its own offsets, which must be equal."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -123,8 +123,8 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
     Args:
         parts: the columns of each part. All parts have the same column names.
-        rows: numbers of the rows to copy, in their new order, int64. Rows are numbered over all parts. None copies all
-            rows.
+        rows: numbers of the rows to copy, in their new order, int64. Rows are numbered over all parts. If `rows` is
+            None, all rows are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -139,7 +139,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """Where to copy the values of new rows from, for all columns that share their offsets.
+    """The places from which the values of new rows are copied, for all columns that share their offsets.
 
     Attributes:
         pieces: (part, start, stop) of contiguous values, in the new order.

@@ -127,7 +127,7 @@ def assign_minibatch(
         rows: rows of the mini-batch.
         ranks: number of ranks that share the mini-batch.
         max_tokens: token limit of one micro-batch, never exceeded.
-        work: cost of each row of the batch, in any unit. The default is the number of tokens.
+        work: cost of each row of the batch, in any unit. If `work` is None, the cost is the number of tokens.
     """
     shares = balance(lengths if work is None else work, rows, ranks)
     most = max(1, *(len(_first_fit(lengths, share, max_tokens)) for share in shares))

@@ -110,7 +110,7 @@ def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
 
 
 def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
-    """Return the attention window of each attention layer. None means all preceding tokens."""
+    """Return the attention window of each attention layer. A window of None means all preceding tokens."""
     window = _number(model, "sliding_window", "attention_chunk_size") if model.get("use_sliding_window", True) else None
     kinds = model.get("layer_types")
     if not isinstance(kinds, Sequence):

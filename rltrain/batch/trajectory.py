@@ -1,7 +1,7 @@
 """Trajectories: what was put into the context of the policy, and what the policy sampled, turn by turn.
 
-A trajectory becomes one row of a batch. The observation of its first turn is the row's prompt. Everything after the
-prompt is the row's response: the sampled tokens of all turns, and the observations between them.
+A trajectory becomes one row of a batch. The observation of the trajectory's first turn is the row's prompt. Everything
+after the prompt is the row's response: the sampled tokens of all turns, and the observations between them.
 
 Two columns of a batch tell sampled tokens from observations. `response_mask` is True at sampled tokens that are trained
 on; a later step may set it to False, for instance in rows without a score. `policy_version` never changes, so

@@ -126,7 +126,7 @@ def _share_of_pairs(
         if not isinstance(pair, Mapping) or not {"input", "output"} <= pair.keys():
             raise ValueError(f"tests: {str(pair)[:60]!r} is no pair; give {{'input': text, 'output': text}}")
     if not pairs:
-        raise ValueError("tests: there are none; give at least one pair or an assert")
+        raise ValueError("tests: the list is empty; give at least one pair, or an assert")
     passed, begin, left = 0, time.monotonic(), limits["timeout_s"]
     for done, pair in enumerate(pairs):
         if left <= 0:

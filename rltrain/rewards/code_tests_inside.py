@@ -1,6 +1,6 @@
 """Run a program and its tests in two processes inside one sandbox, connected by a link.
 
-Only `rltrain.rewards.code_tests` uses this file. It runs the source of `code_tests_link` and of this file in both
+Only `rltrain.rewards.code_tests` uses this file: it runs the source of `code_tests_link` and of this file in both
 processes.
 """
 
@@ -47,7 +47,7 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
 
 
 def _offered(message: Any) -> dict[str, Any]:
-    """Return the program's names that the tests may use. They replace no builtins, dunder names or names in `_KEPT`."""
+    """Return the program's names that the tests may use, which hide no builtin, no dunder and no name in `_KEPT`."""
     match message:
         case dict(values), dict(modules) if {type(name) for name in (*values, *modules, *modules.values())} <= {str}:
             taken = {name for name in (*values, *modules) if name.startswith("__") or hasattr(builtins, name)}
@@ -74,11 +74,11 @@ def _passes(statement: ast.stmt, names: dict[str, Any]) -> bool:
 
 
 def statements(tests: str, entry_point: str | None = None) -> list[tuple[ast.stmt, bool]]:
-    """Split tests into statements, and return for each statement whether it is a test, or prepares for tests.
+    """Split tests into statements, and return for each statement whether it is a test or only prepares for tests.
 
-    A test is a statement that contains an assert, or a call of a function that contains an assert. If there is no such
-    statement, a call of each function that contains an assert and is named test_... is added as a test. If there is no
-    such function either, each expression statement except constants is a test.
+    A test is a statement that contains an assert, or a call of a function that contains an assert. If no statement is a
+    test, a call of each function that contains an assert and is named test_... is added as a test. If no call can be
+    added either, each expression statement that is not a constant is a test.
 
     Raises:
         SyntaxError: the text is not Python.

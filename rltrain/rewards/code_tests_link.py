@@ -42,7 +42,7 @@ _PARTS: dict[str, Any] = {  # other plain data: functions that return the constr
     "datetime.timezone": lambda zone: zone.__getinitargs__(),
     "decimal.Decimal": lambda number: (str(number),),
 }
-_BASES: dict[type, Any] = {  # convert a subclass object to its base type without calling the subclass
+_BASES: dict[type, Any] = {  # how to convert a subclass object to its base type without calling the subclass
     int: int.__int__,
     float: float.__float__,
     str: lambda text: "".join((text,)),
@@ -92,7 +92,8 @@ class Raised(Exception):
 class Far:
     """Stands for an object of the other process.
 
-    It is equal to no object of this process except itself. Two `Far` objects are equal if the other process says so.
+    A `Far` object equals no plain data and no other object of this process. Two `Far` objects are equal if the other
+    process says so.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -131,10 +132,10 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 
 
 class Link:
-    """One end of the two pipes. While a request waits for its answer, it executes requests from the other end."""
+    """One end of the two pipes. While a request waits for its answer, the link executes requests from the other end."""
 
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
-        """Use two pipe ends, given by their descriptors.
+        """Use two pipe ends, given by their file descriptors.
 
         If `trusted` names a module, the other end is restricted to the requests in `_FOR_THE_PROGRAM`, and can get and
         set only attributes of objects whose class that module defines.
@@ -223,7 +224,7 @@ class Link:
         return self._far.setdefault(number, Far(self, number))
 
     def mine(self, number: int) -> Any:
-        """Return the object of this process to which `number` gave this number."""
+        """Return the object of this process for which the method `number` returned this number."""
         return self._mine[range(len(self._mine))[number]]
 
 
@@ -255,7 +256,7 @@ class _Out(pickle.Pickler):
 class _Described:
     """A description of an object in a received message, which is replaced after the whole message is read.
 
-    It has no `__dict__`, so a message cannot give it further attributes.
+    The class has no `__dict__`, so a message cannot give a description further attributes.
     """
 
     __slots__ = ("words",)
@@ -290,8 +291,8 @@ class _In(pickle.Unpickler):
 def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
     """Return `thing` with each description in it replaced by the object that it describes.
 
-    `done` maps the id of each object met so far to that object and its result. It handles cycles and shared objects;
-    storing the object keeps its id from being reused.
+    `done` maps the id of each object met so far to that object and its result. `done` handles cycles and shared
+    objects; storing the object keeps its id from being reused.
     """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):
@@ -342,7 +343,7 @@ def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether the arguments have the types that the constructor is meant for, and none that it would call."""
+    """Return whether the arguments have the types that the constructor is meant for, and none is one that it calls."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]

@@ -12,9 +12,9 @@ _SHALLOW = 20  # nesting depth of values up to which a RecursionError means that
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
     """Validate the response, or its last closed block fenced as ```json, against a JSON Schema.
 
-    Each fence must be on its own line. These values are invalid: constants that Python reads but JSON does not allow
-    (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred levels deep, and, under
-    `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an annotation and is not
+    Each fence must be on its own line. The following values are invalid: constants that Python reads but JSON does not
+    allow (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred levels deep, and,
+    under `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an annotation and is not
     checked. References to documents outside the schema are never fetched.
 
     Args:
@@ -43,7 +43,9 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
     try:
         return float(validator.is_valid(value))
     except Unresolvable as error:
-        raise ValueError(f"schema {text[:80]!r} refers to {error.ref!r}, which it does not hold; put it in") from None
+        raise ValueError(
+            f"schema {text[:80]!r} refers to {error.ref!r}, which the schema does not contain; add it"
+        ) from None
     except RecursionError:
         if _depth(value) <= _SHALLOW:
             raise ValueError(f"schema {text[:80]!r} refers to itself without end; correct it") from None

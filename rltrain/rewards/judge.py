@@ -51,12 +51,12 @@ async def judge(
     timeout_s: float = 60.0,
     **columns: Any,
 ) -> RewardResult:
-    """Ask a language model to rate the response. Return `scale` times the number in its answer.
+    """Ask a language model to rate the response, and return `scale` times the number in the model's answer.
 
-    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. With n reward processes
-    (`placement.reward_workers`), all together can therefore send n times as many requests. One call, including its
-    waits and retries, must fit into `reward.timeout_s`. If a column of the data has the same name as one of the options
-    below, and `kwargs` does not set that option, the column's value is used as the option.
+    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. n reward processes
+    (`placement.reward_workers`) can therefore send n times as many requests together. One call, including its waits and
+    retries, must fit into `reward.timeout_s`. If a column of the data has the same name as one of the options below,
+    and `kwargs` does not set that option, the column's value is used as the option.
 
     Args:
         prompt: the sample's prompt.
@@ -65,7 +65,7 @@ async def judge(
         model: the judge's model name at the endpoint.
         question: template of the one message that is sent. {prompt}, {response} and the name of any data column in
             braces are replaced by their values. The template must contain {response}. A literal brace is doubled: {{.
-        score: regular expression whose first group is the number. Its last match in the judge's answer counts.
+        score: regular expression whose first group is the number. The last match in the judge's answer counts.
         scale: factor for the number; for example, 0.1 maps the range 0 to 10 to the range 0 to 1.
         temperature: sampling temperature of the judge.
         max_tokens: largest number of tokens in the judge's answer.
@@ -135,8 +135,8 @@ def _filled(question: str, values: dict[str, Any]) -> str:
     fields = [name for _, name, _, _ in string.Formatter().parse(question) if name is not None] if is_text else []
     if "response" not in fields:
         raise ValueError(
-            f"question={_short(str(question))!r}: has no {{response}}; set kwargs.question (else a column of the "
-            "data of that name is taken for it)"
+            f"question={_short(str(question))!r}: has no {{response}}; set kwargs.question (otherwise a "
+            "column of the data named `question` is used)"
         )
     for name in fields:
         if re.split(r"[.\[]", name)[0] not in values:
@@ -167,7 +167,7 @@ def _key(name: str) -> str:
     if not name:
         return ""
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ValueError("api_key_env is not the name of a variable; give the NAME of one that holds the key")
+        raise ValueError("api_key_env is not the name of a variable; give the NAME of the variable that holds the key")
     if not (key := os.environ.get(name, "")):
         raise ValueError(f"api_key_env={name}: not set in the reward process; export it where Ray is started")
     return key

@@ -66,7 +66,7 @@ def overlong_penalty(
         ValueError: the buffer is not between 0 and the limit, or the unit is unknown.
     """
     if not 0 <= buffer <= max_length:
-        raise ValueError(f"buffer={buffer} must be from 0 to max_length={max_length}; make it a part of the limit")
+        raise ValueError(f"buffer={buffer} must be from 0 to max_length={max_length}; choose a buffer within the limit")
     length, free = _length(response, unit), max_length - buffer
     if length <= free:
         return 0.0
@@ -78,4 +78,4 @@ def _length(text: str, unit: str) -> int:
         return len(text)
     if unit == "words":
         return len(text.split())
-    raise ValueError(f"unit={unit!r} must be characters or words; a reward function knows no tokens")
+    raise ValueError(f"unit={unit!r} must be characters or words; reward functions get no tokens")

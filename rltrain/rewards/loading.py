@@ -43,7 +43,7 @@ BUILTIN = {  # short name of a function: its module in `rltrain.rewards`
     "repetition_penalty": "repetition",
     "judge": "judge",
 }
-PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # they score the form, not the outcome
+PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # these score form, not outcome
 STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whatever the data
 AGGREGATIONS = ("sum", "normalize_then_sum")
 AGGREGATED = ("components", "uid", "valid", "weights")  # arguments of a user's aggregation function
@@ -88,7 +88,7 @@ def load_function(path: str) -> Callable[..., Any]:
         target, _, name = path.rpartition(".")
     if not target or not name or path.endswith(".py"):
         if path and local_path(path, where).is_dir():
-            raise ConfigError(f"{where} is a directory; a reward model's place is reward.models=[{path}]")
+            raise ConfigError(f"{where} is a directory; name a reward model in reward.models=[{path}]")
         near = difflib.get_close_matches(name or path, BUILTIN, n=1)
         raise ConfigError(
             f"{where}: no function is named{f'; did you mean {near[0]}?' if near else ''}; use package.module:function"
@@ -114,7 +114,7 @@ def absolute(path: str) -> str:
 def check_columns(
     function: Callable[..., Any], name: str, columns: Collection[str], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Check that the data and the options provide all arguments of a function, and that it takes all options.
+    """Check that the data and the options provide all arguments of a function, and that the function takes all options.
 
     Args:
         function: a function from `load_function`.
@@ -343,7 +343,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # at the end, so that a module in this folder cannot hide a package
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before the module runs, because dataclasses and pickle look it up there
+    sys.modules[name] = module  # registered before it runs, because dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except BaseException as error:

@@ -26,8 +26,8 @@ _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # Operators over large ranges. Their evaluation makes few calls on huge numbers, so counting calls does not bound its
 # time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Bound on function calls and returns. So many take about a second, and the longest ordinary answers need a tenth of
-# them.
+# Bound on the number of function calls and returns, which is reached after about a second. The longest ordinary answers
+# need a tenth of this number.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -43,9 +43,10 @@ def math_answer(
 ) -> float | None:
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
-    The response's answer is the content of its last closed `\boxed{...}`. Without a box, it is the whole response if
-    that contains only mathematics. Otherwise math-verify searches the last 1000 characters, for example for "the answer
-    is $x^2$", the last formula or the last number. If only one side has a percent sign, 50% equals both one half and
+    The response's answer is the content of its last closed `\boxed{...}`. If there is no box and the response contains
+    only mathematics, the response's answer is the whole response. If there is no box and the response also contains
+    other text, math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$",
+    the last formula or the last number. If only one side has a percent sign, 50% equals both one half and
     50. If the right answer consists of words only ("east"), the two are compared as text.
 
     Some expressions would take very long to evaluate. The bound on the evaluation does not use a clock, so that every
@@ -98,7 +99,7 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Signals too many function calls. It is a BaseException because the libraries catch every Exception."""
+    """Signals too many function calls, as a BaseException because the libraries catch every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:

@@ -27,7 +27,7 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-_NEAR = 400  # characters; almost no number is longer
+_NEAR = 400  # number of characters; almost no number is longer
 
 
 def numeric_match(

@@ -1,17 +1,18 @@
 """Run untrusted Python code in separate processes with resource limits, isolated from this machine if possible.
 
-The sandbox has two forms. Both work on Linux only.
+The sandbox has two forms, which both work on Linux only.
 
 The strong form uses bubblewrap (`bwrap`). The program sees only the files that Python needs and only its own processes,
-and it has no network. It can write only to an in-memory folder that disappears when the program ends. The strong form
-requires that bwrap is installed and that the kernel allows this user to create namespaces. Each process that runs
-sandboxes tests once whether the strong form works.
+and it has no network. The program can write only to an in-memory folder that disappears when the program ends. The
+strong form requires that bwrap is installed and that the kernel allows this user to create namespaces. Each process
+that runs sandboxes tests once whether the strong form works.
 
 The weak form has the same limits on time, memory, output, processes and file size, the same minimal environment, and a
 folder that is removed afterwards. The weak form has no isolation. A program in the weak form can read and write every
-file that this user can, use the network, and signal all processes of this user, including this one. For example, it can
-kill a reward process, or hide its own start so that the sample fails instead of scoring 0. If this user is root, it can
-also read tests and verdicts. The weak form protects against mistakes but not against malicious programs.
+file that this user can, use the network, and signal all processes of this user, including this one. For example, a
+program in the weak form can kill a reward process, or hide its own start so that the sample fails instead of scoring 0.
+If this user is root, a program in the weak form can also read tests and verdicts. The weak form protects against
+mistakes but not against malicious programs.
 
 The strong form has one gap: if this user is root, a program can change the file mode of the five devices of this
 machine that it sees (null, zero, full, random, urandom). Running rltrain as a user other than root closes this gap.
@@ -98,7 +99,7 @@ def run(
     max_file_mb: int = 16,
     level: str = "auto",
 ) -> SandboxResult:
-    """Run a program until it ends or reaches a limit. After that, all processes and files of the program are gone.
+    """Run a program until it ends or reaches a limit, and then remove all its processes and files.
 
     The program is the main module of an isolated process with the same Python interpreter as this process. Only the
     standard library is available. This function can be called from any thread and from several threads at once. The
@@ -135,7 +136,7 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return in one line why the strong form does not work here, or "" if it works. Each process tests this once."""
+    """Return in one line why the strong form does not work here, or "" if it works. It is tested once per process."""
     with _lock:
         if not _why_not:
             _why_not.append(_try_strong())
@@ -248,7 +249,7 @@ class _Watched:
         self._deadline = self._started + _START_LIMIT_S
 
     def until_end(self) -> None:
-        """Read until the watcher has ended and the pipes are empty. At a limit, tell the watcher to kill everything."""
+        """Read until the watcher has ended and the pipes are empty. At a limit, make the watcher kill all processes."""
         with selectors.DefaultSelector() as selector:
             for source in (self._control, *self._written):
                 selector.register(source, selectors.EVENT_READ)

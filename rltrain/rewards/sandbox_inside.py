@@ -62,7 +62,7 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))  # the highest inherited one
+    highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))  # highest inherited descriptor
     os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
     _limit(resource.RLIMIT_AS, given["memory_mb"] * mebibyte)
@@ -96,7 +96,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
     control = given["control"]
     wake = [control]
     try:
-        wake.append(os.pidfd_open(first))  # must come before the process is reaped
+        wake.append(os.pidfd_open(first))  # opened before the process can be reaped
         pause = _POLL_S
     except OSError:  # Linux before 5.3 has no pidfd_open
         pause = _POLL_S / 4

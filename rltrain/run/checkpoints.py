@@ -74,7 +74,7 @@ def read(folder: Folder) -> Checkpoint:
     manifest = read_manifest(folder)
     step, name = manifest["step"], str(folder).rpartition("/")[2]
     if _NAME.fullmatch(name) and name != f"step_{step}":
-        raise CheckpointError(f"{folder}: is that of step {step} under another name")
+        raise CheckpointError(f"{folder}: is the checkpoint of step {step} under another name")
     for name, (size, crc) in manifest["files"].items():
         try:
             found = folder.checksum(name)
@@ -118,14 +118,14 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         sealed = json.loads(content)
         manifest = sealed["manifest"]
         if sealed["crc"] != _seal(manifest):
-            raise ValueError("it does not agree with its own checksum")
+            raise ValueError("its checksum does not match")
         kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None, "best": str | None}
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
             raise ValueError("a value of the wrong kind")
         if manifest["step"] < 0 or manifest["incarnation"] < 0:
             raise ValueError("a step below 0")
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
-            raise ValueError("a file outside of it, or without size and checksum")
+            raise ValueError("a file outside of the checkpoint, or without size and checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({described(error, 200)})") from None
     found: dict[str, Any] = manifest
@@ -213,7 +213,7 @@ class Checkpoints:
             try:
                 return read(self.folder.at(f"step_{step}"))
             except CheckpointError as error:
-                logger.warning("%s; looking at the checkpoint before it", error)
+                logger.warning("%s; trying the checkpoint before it", error)
         return None
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
@@ -263,7 +263,7 @@ class Checkpoints:
         metric = metrics.get(self.best) if self.best else None
         if self.best and metric is None:
             logger.warning(
-                "trainer.keep_best=%s: not known of step %d; for a metric of evaluations trainer.eval_every has to "
+                "trainer.keep_best=%s: has no value for step %d; for a metric of evaluations trainer.eval_every has to "
                 "divide trainer.save_every",
                 self.best,
                 step,
@@ -358,7 +358,7 @@ class Checkpoints:
             files[f"{HISTORY}/{name}"] = folder.copy(start, f"{HISTORY}/{name}")
         missing = sorted(files.keys() - set(folder.files()))
         if missing:
-            raise OSError(f"{missing[0]} is not there for the driver: all nodes must see the same folder")
+            raise OSError(f"{missing[0]} is not visible to the driver: all nodes must see the same folder")
         manifest = {
             "step": save.step,
             "incarnation": save.incarnation,
@@ -381,7 +381,7 @@ class Checkpoints:
         try:
             self._discard(f"step_{save.step}")
         except Exception as error:  # a file system driver may raise any exception
-            logger.warning("%s: what was written of it cannot be removed (%s)", folder, reason(error))
+            logger.warning("%s: its partial files cannot be removed (%s)", folder, reason(error))
 
     def _prune(self, newest: int) -> None:
         """Remove all checkpoints except the latest `keep` and the best one."""

@@ -130,7 +130,7 @@ def sandbox_warning(config: Config) -> str:
         except SandboxError as error:
             raise ConfigError(
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or reward.sandbox=auto, which "
-                "makes do with less"
+                "accepts a weaker sandbox"
             ) from None
         except (TypeError, ValueError):  # uninspectable parameters are reported by `check_columns`
             continue

@@ -224,7 +224,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
         require(
             not newer,
             f"trainer.resume={trainer.resume}: {own} holds newer checkpoints too (step_{newer[-1] if newer else 0}), "
-            "which another future would mix with; name a new trainer.output_dir",
+            "which this run would mix with; name a new trainer.output_dir",
         )
         _require_own_output(config, own)
         return
@@ -265,7 +265,7 @@ class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds an alias, as no config of a run does")
+            raise yaml.YAMLError("it holds an alias, which no run writes")
         return super().compose_node(parent, index)
 
 
@@ -323,7 +323,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         _try(config, checkpoint, prompts)
     except Exception as error:  # an invalid state may cause any exception
         raise ConfigError(
-            f"{checkpoint.folder}: its state is none that a run could go on from ({described(error, 200)}); give "
+            f"{checkpoint.folder}: no run can be resumed from its state ({described(error, 200)}); give "
             "another checkpoint"
         ) from None
     return said
@@ -337,9 +337,9 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
     entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
     if not isinstance(state["sources"], dict):
-        raise ValueError("it does not say what the run has read")
+        raise ValueError("it has no fingerprints of what the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
-        raise ValueError("it is of another step than its manifest")
+        raise ValueError("its step differs from that of its manifest")
     if not isinstance(state["engine_checked"], bool):
         raise ValueError("engine_checked is neither true nor false")
     alarms = Alarms(config)

@@ -147,7 +147,7 @@ def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_s
 
 
 def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Sum the cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim. Prompt tokens do not count."""
+    """Sum the cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim. No prompt token counts."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, prompt_length - 1 :]
     return cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, prompt_length:].flatten(), reduction="sum")
 

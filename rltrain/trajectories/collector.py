@@ -102,7 +102,7 @@ class Collector:
         self.first_failure = 0.0  # `time.monotonic()` of the step's first failed reward; 0: none
         self._arrived = 0  # number of times that answers or scores have arrived
         self._failures_arrived = False  # whether some failed rewards are not counted by `_stop_early` yet
-        self._changes = Changes()  # of the groups, or of the pending work of engines and reward workers
+        self._changes = Changes()  # changes of groups, or of the pending work of engines and workers
 
     def start(self) -> None:
         """Start the background tasks that pass on answers and scores."""
@@ -216,12 +216,12 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                if group.state is GroupState.READY:  # a failed score is requested again
+                if group.state is GroupState.READY:  # otherwise, failed scores are requested again
                     self.step.seen[group.uid] = group
         self._changes.notify()
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of a group. The uid is its position in the prompt order of the run."""
+        """Return the prompt of a group. The uid is the group's position in the prompt order of the run."""
         return self.prompts[self.order.at(uid)]
 
     def _draw(self, version: int) -> None:
@@ -236,7 +236,7 @@ class Collector:
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                step.seen[group.uid] = group  # after the check, because a user's function may raise in it
+                step.seen[group.uid] = group  # only after the check, which may raise a user's error
                 if not flat:
                     continue
                 replaced = step.refills > 0
@@ -331,7 +331,9 @@ class Collector:
 
     async def _news(self) -> None:
         """Wait until an answer or a score arrives."""
-        assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
+        assert self.rollout.pending or self.rewards.pending, (
+            "groups are unfinished, but no engine or reward worker has work"
+        )
         arrived = self._arrived
         await self.tasks.until(self._changes.until(lambda: self._arrived != arrived))
         if self._failures_arrived:
@@ -372,9 +374,9 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run before all results are there if more rewards have failed than the whole step allows.
+        """Stop the run before all results have arrived if more rewards have failed than the whole step allows.
 
-        The check begins `PATIENCE_S` after the step's first failure. It is off with dynamic sampling.
+        The check begins `PATIENCE_S` after the step's first failure. With dynamic sampling, there is no early stop.
 
         Raises:
             RewardError: too many rewards have failed.

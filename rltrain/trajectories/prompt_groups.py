@@ -94,8 +94,8 @@ class PromptGroups:
         steps: number of training steps of the run. No more groups are added than these steps use.
         greedy_baseline: whether each group has one greedy answer in addition to its samples.
         first_uid: uid of the first group. Collections that are in flight at the same time must not share uids.
-        whole: whether a group is one generation batch, whose composition affects the answers bit for bit. If True, the
-            answers of a group are never requested separately.
+        whole: whether a group is one generation batch, whose composition affects the answers bit for bit. If `whole` is
+            True, the answers of a group are never requested separately.
     """
 
     def __init__(
@@ -231,7 +231,8 @@ class PromptGroups:
 
         Args:
             uid: number of the group.
-            replace: whether another group may take the group's place in the step. If False, the place stays empty.
+            replace: whether another group may take the group's place in the step. If `replace` is False, the place
+                stays empty.
         """
         del self.groups[uid]
         self.dropped += 1

@@ -1,7 +1,7 @@
 """Token rewards, advantages, and the choice of tokens that are trained on.
 
-The module applies the pure functions of `rltrain.algorithms` to whole batches. It is the only code on the driver that
-combines batch columns with algorithm parameters.
+The module applies the pure functions of `rltrain.algorithms` to whole batches. No other code on the driver combines
+batch columns with algorithm parameters.
 """
 
 import dataclasses
@@ -260,8 +260,7 @@ def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
     """Add `random_draws` if the token selector of the loss chooses tokens at random.
 
-    The draws depend on the numbers of the sampled tokens in a row, so observations between these tokens do not change
-    the draws.
+    A token's draw depends on its number among the sampled tokens of its row, so observations do not change the draws.
     """
     if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
         return batch

@@ -335,7 +335,7 @@ def test_without_a_sandbox_there_is_no_score(monkeypatch):
     [
         ("assert (", "they must be Python text"),
         ("x = 1", "holds no assert and no call"),
-        ([], "there are none"),
+        ([], "the list is empty"),
         ([{"input": "1"}], "is no pair; give {'input': text, 'output': text}"),
     ],
 )

@@ -124,7 +124,7 @@ def test_aliases_are_what_presets_and_papers_call_their_functions():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("[0.0]", "algorithm.advantage.weights=[0.0]: with all of them 0 nothing is learnt; give one above 0"),
+        ("[0.0]", "algorithm.advantage.weights=[0.0]: if all weights are 0, nothing is learnt; give one above 0"),
         ("[null]", "algorithm.advantage.weights=[None]: 'gdpo' wants a list of numbers here, like its default ()"),
         ("[a]", "algorithm.advantage.weights=['a']: 'gdpo' wants a list of numbers here, like its default ()"),
         ("[true]", "algorithm.advantage.weights=[True]: 'gdpo' wants a list of numbers here, like its default ()"),

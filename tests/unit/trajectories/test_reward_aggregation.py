@@ -173,7 +173,7 @@ def test_a_row_for_which_it_says_nan_is_in_no_statistic(own):
         ("a_list", "returned list: one finite number a row"),
         ("raises", "raised KeyError: 'level'"),
         ("exits", "raised SystemExit: 0"),
-        ("mute", "raised Mute: its text cannot be had"),
+        ("mute", "raised Mute: no text"),
         ("large", "returned (2,): one finite number a row"),
         ("without_values", "returned (2,): one finite number a row"),
         ("sparse", "returned (2,): one finite number a row"),
