@@ -3,7 +3,7 @@
 A step has these phases:
 
 1. Wait for the answers of the next prompt groups.
-2. Compute log-probs under the reference and the actor, and the critic's values. The last scores arrive meanwhile.
+2. Compute log-probs under the reference and the actor, and the critic's values, while the last scores arrive.
 3. Convert scores to token rewards and advantages, and choose the tokens to train on.
 4. Update critic and actor over mini-batches.
 5. Send the new weights to the engines.
@@ -68,7 +68,7 @@ class Trainer:
 
     Attributes:
         step: number of training steps taken, which is also the version of the weights.
-        incarnation: number of times that the run was restored. Together with `step`, it identifies the weights.
+        incarnation: number of times that the run was restored, which together with `step` identifies the weights.
         origin: checkpoint to which the run was last restored.
         beginning: state before the first step; None if the run began from a checkpoint.
         engine_checked: whether the engine's log-probs were compared with the actor's.
@@ -340,7 +340,10 @@ class Trainer:
     def checked_update(
         self, role: str, metrics: dict[str, float], batch: DataProto, minibatches: Sequence[list[int]]
     ) -> dict[str, float]:
-        """Return the metrics of an update under their full names. Report skipped updates, with the step's batch."""
+        """Return the metrics of an update under their full names.
+
+        Skipped updates are reported in an alarm, which names the file of the step's batch.
+        """
         step = self.step + 1
         if skipped := int(metrics.get("skipped_updates", 0)):
             self.tracker.log_alarm(
@@ -389,7 +392,10 @@ class Trainer:
             )
 
     async def sync_weights(self) -> None:
-        """Send the actor's weights to the engines as version `step`. Raise SyncError if an engine uses others."""
+        """Send the actor's weights to the engines as version `step`.
+
+        Raises SyncError if an engine uses other weights afterwards.
+        """
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:

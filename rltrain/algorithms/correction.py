@@ -229,8 +229,8 @@ def _check_rejection(kl_estimator: str, level: str, lower: float | None, upper: 
         )
     if lower is not None and kl_estimator != "k1":
         raise ValueError(
-            f"lower={lower} with kl_estimator='{kl_estimator}': its values are never negative, so a lower bound cannot "
-            "act; use lower=None, or k1"
+            f"lower={lower} with kl_estimator='{kl_estimator}': the estimator is never negative, so a lower bound "
+            "cannot act; use lower=None, or k1"
         )
     low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
     if not low <= 0 <= high:

@@ -66,8 +66,8 @@ class DataProto:
     """A batch of B rows: tensor columns, columns of Python objects, and metadata. Methods return new batches.
 
     A batch from another process stays in memory that other readers share. This class never writes to memory that other
-    readers share. `[rows]` copies the selected rows of every column. Methods that return a tensor, such as `values`,
-    copy their column. The property `batch` copies all tensor columns.
+    readers share. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such
+    as `values`, copy their column. The property `batch` copies all tensor columns.
 
     Attributes:
         meta_info: metadata of the batch as a whole.

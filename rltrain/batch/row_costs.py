@@ -1,4 +1,4 @@
-"""Estimate of a model's compute cost for a row of text, from its Hugging Face config. No model is built.
+"""Estimate of a model's compute cost for a row of text, from its Hugging Face config, without building the model.
 
 The unit is one multiply-add of a forward pass. A backward pass costs twice as much in every part, so the ratios between
 rows are the same. Norms, activations and rotary embeddings are left out, because they are under 1% of the cost of any

@@ -77,8 +77,8 @@ def statements(tests: str, entry_point: str | None = None) -> list[tuple[ast.stm
     """Split tests into statements, and return for each statement whether it is a test or only prepares for tests.
 
     A test is a statement that contains an assert, or a call of a function that contains an assert. If no statement is a
-    test, a call of each function that contains an assert and is named test_... is added as a test. If no call can be
-    added either, each expression statement that is not a constant is a test.
+    test, a call of each function that is named test_... and contains an assert is added as a test. If no statement is a
+    test and there is no such function to call, each expression statement that is not a constant is a test.
 
     Raises:
         SyntaxError: the text is not Python.

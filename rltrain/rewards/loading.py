@@ -276,7 +276,7 @@ def as_scores(results: Any, count: int) -> list[Any]:
         ScoreError: the function did not return a list, or returned the wrong number of results.
     """
     if not isinstance(results, Sequence) and not hasattr(results, "tolist"):
-        raise ScoreError(f"returned {type(results).__name__}: a batched function returns a list, one score a sample")
+        raise ScoreError(f"returned {type(results).__name__}: a batched function returns a list, one score per sample")
     found = list(results)
     if len(found) != count:
         raise ScoreError(f"returned {len(found)} scores for {count} samples: one each, in their order")
@@ -288,8 +288,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise ConfigError(
-            f"reward function '{getattr(function, '__name__', function)}' does not tell its parameters; wrap it in a "
-            "function of its own: def score(prompt, response): ..."
+            f"reward function '{getattr(function, '__name__', function)}' has no signature that Python can "
+            "read; wrap it in a function of its own: def score(prompt, response): ..."
         ) from None
 
 

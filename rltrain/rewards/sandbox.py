@@ -154,7 +154,7 @@ def _check(given: dict[str, Any]) -> None:
 def weakness(level: str) -> str:
     """Return in one line how a program in a sandbox of this level could harm this machine, or "" if it cannot.
 
-    A text that this function returned is not logged again by `run`.
+    `run` does not log a weakness again that this function has already returned.
 
     Raises:
         SandboxError: no sandbox of the requested level works on this machine.

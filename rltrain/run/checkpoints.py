@@ -7,7 +7,7 @@ A checkpoint is a folder `step_N` with these parts:
 - `driver.json`: all other state;
 - `history/`: copies of the run's JSON-lines files, such as metrics and ledger;
 - `config.yaml`: the config of the run;
-- `manifest.json`: size and CRC-32 of every file. This file is written last.
+- `manifest.json`: size and CRC-32 of every file; written last.
 
 A folder without a manifest is not a checkpoint. A checkpoint is damaged if any file does not match the manifest.
 """

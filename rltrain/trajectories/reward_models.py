@@ -94,7 +94,7 @@ class RewardModel:
         except TemplateError as error:
             return f"its chat template {error}"
         except ControlTokenError as error:
-            return f"cannot read control tokens that are spelled in the text as text ({error})"
+            return f"cannot encode control tokens in the text as plain text ({error})"
         row = tuple(one_bos(ids, self.tokenizer.bos_token_id))
         while len(row) > 1 and row[-1] == self.pad:
             row = row[:-1]

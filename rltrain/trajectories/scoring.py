@@ -104,7 +104,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
-            path, f"returned {shown}: one finite number a row, or NaN, is wanted, {tuple(uid.shape)}"
+            path, f"returned {shown}: it must return one finite number or NaN per row, {tuple(uid.shape)}"
         )
     # In a batch of a single group, it is legitimate that no row has a score.
     if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
@@ -117,7 +117,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 def _aggregation_error(path: str, what: str) -> RewardError:
     """Return an error that says what the user's aggregation function did.
 
-    The error allows the file of the function to be repaired before the run is resumed.
+    The attribute `repairable` of the error lets the run be resumed after the file of the function has been repaired.
     """
     error = RewardError(f"reward.aggregation={path} {what}")
     error.repairable = source_name("reward.aggregation", path)

@@ -58,7 +58,7 @@ def needs_actor_pass(config: Config) -> bool:
     """Return whether a step needs a forward pass of the actor before the update.
 
     If one optimizer step trains on the whole batch, the old log-probs equal the log-probs of the update itself,
-    detached. The forward pass is then needed only if something else reads its results before the update.
+    detached, so that the forward pass is needed only if something else reads its results before the update.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))

@@ -42,7 +42,7 @@ def to_left(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
 
 
 def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
-    """Move the values that `to_left` brought to the front back to their tokens, and set masked slots to 0."""
+    """Undo `to_left`: move the values back to the slots of their tokens, and set masked slots to 0."""
     return masked(aligned.gather(1, place.clamp(min=0)), mask)
 
 
