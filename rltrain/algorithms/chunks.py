@@ -17,7 +17,7 @@ OTHER_CHUNK_SIZE = 2**26
 
 
 def default_chunk_size(device: torch.device) -> int:
-    """Return the number of logits in one chunk on this device when the caller gives none."""
+    """Return the default number of logits in one chunk on this device."""
     return CHUNK_SIZES.get(device.type, OTHER_CHUNK_SIZE)
 
 
@@ -48,7 +48,7 @@ class RunningSoftmax:
 
     Each sum is relative to the largest logit added so far, and is rescaled when a larger logit is added. The mean is
     over `values`, or, if no values are given, over the differences between the logits and the largest logit. A word of
-    probability 0, such as a word with logit -inf, adds exactly 0 to the mean, whatever its value.
+    probability 0, such as a word with logit -inf, adds exactly 0 to the mean, whatever its entry in `values`.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:

@@ -120,7 +120,7 @@ class AdaptiveEntropyController(FixedEntropyController):
         self.maximum = float(maximum)
 
     def update(self, entropy: float | Tensor) -> None:
-        """Move c by one step in the direction that brings the entropy to `target`, and switch the bonus on or off.
+        """Move the coefficient c by one step so that the entropy approaches `target`, and switch the bonus on or off.
 
         Raises:
             ValueError: if `entropy` is not finite.

@@ -47,7 +47,10 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
 
 
 def _offered(message: Any) -> dict[str, Any]:
-    """Return the program's names that the tests may use, which hide no builtin, no dunder and no name in `_KEPT`."""
+    """Return the objects of the program that the tests may use, by name.
+
+    Objects whose names are builtins or begin with `__` are left out. A name in `_KEPT` can only mean Python's module.
+    """
     match message:
         case dict(values), dict(modules) if {type(name) for name in (*values, *modules, *modules.values())} <= {str}:
             taken = {name for name in (*values, *modules) if name.startswith("__") or hasattr(builtins, name)}

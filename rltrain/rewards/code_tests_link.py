@@ -370,7 +370,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Copy the changes that the other process made to an argument into this process's object."""
+    """Copy the changes that the other process made to a passed object into the original in this process."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()

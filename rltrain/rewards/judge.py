@@ -79,8 +79,8 @@ async def judge(
         columns: the other columns of the data.
 
     Returns:
-        The score. The result is failed, with a reason, if the request fails, if the judge's answer contains no number,
-        or if the question names a column that the sample does not have.
+        The score. The result is marked as failed, with a reason, if the request fails, if the judge's answer contains
+        no number, or if the question names a column that the sample does not have.
     """
     try:
         key = _key(api_key_env)

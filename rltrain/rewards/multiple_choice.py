@@ -17,9 +17,9 @@ def multiple_choice(prompt: str, response: str, *, answer: str | int | None, cho
     r"""Compare the letter that the response chooses with the right one.
 
     A choice is stated as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only the
-    letter. The last statement counts. A statement that names several letters (`Answer: A or B`) chooses none. Without a
-    statement, a letter in round brackets or at the start of a line (`B. Paris`) is the choice if no other letter is
-    written that way. A list of all options therefore scores 0.
+    letter. The last statement of a choice counts. A statement that names several letters (`Answer: A or B`) chooses
+    none. Without a statement, a letter in round brackets or at the start of a line (`B. Paris`) is the choice if no
+    other letter is written that way. A list of all options therefore scores 0.
 
     Args:
         prompt: unused.

@@ -101,9 +101,9 @@ def run(
 ) -> SandboxResult:
     """Run a program until it ends or reaches a limit, and then remove all its processes and files.
 
-    The program is the main module of an isolated process with the same Python interpreter as this process. Only the
-    standard library is available. This function can be called from any thread and from several threads at once. The
-    program's standard input is a file.
+    The program is the main module of an isolated process with the same Python interpreter as this process. The program
+    can import only the standard library. This function can be called from any thread and from several threads at once.
+    The program's standard input is a file.
 
     Args:
         code: Python source of the program.

@@ -18,7 +18,7 @@ _OWN_USER = 65534
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return all environment variables of the program. `folder` is the folder that it may write to."""
+    """Return all environment variables of the program. `folder` is the folder that the program may write to."""
     # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time. malloc
     # is limited to one arena, because otherwise each thread has its own arena of 64 MB of address space.
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}

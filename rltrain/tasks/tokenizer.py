@@ -7,7 +7,7 @@ VOCAB_SIZE = 128
 # The ids of special tokens are control codes that no text uses, with a fitting meaning where a code has one.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # NUL
 EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, end of text
-UNK_ID, UNK_TOKEN = 26, "<unk>"  # SUB; never produced, but without it the class would add another token
+UNK_ID, UNK_TOKEN = 26, "<unk>"  # SUB; never produced, but Qwen2Tokenizer would otherwise add an unknown token
 
 
 def char_tokenizer() -> Qwen2Tokenizer:

@@ -249,7 +249,7 @@ class Collector:
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of this group failed and the step exceeds `reward.max_failed_fraction`.
 
-        A group for which this returns True is not dropped, so that a resumed run requests its rewards again.
+        A group for which this method returns True is not dropped, so that a resumed run requests its rewards again.
         """
         if not all(result.failed for result in group.results.values()):
             return False

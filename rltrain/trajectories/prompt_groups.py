@@ -166,7 +166,7 @@ class PromptGroups:
         ]
 
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
-        """Return the group that a single group's `state_dict` describes.
+        """Return the group whose own `state_dict` returned this state.
 
         If the group is not in flight, because it was dropped, the function returns a copy that is not in this
         collection. Call `load_state_dict` of this collection before this method.

@@ -58,7 +58,7 @@ def check_deltas(delta_low: float, delta_high: float) -> None:
 
 
 def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log pi and log pi_old without gradient, clamped to at most 0 against rounding."""
+    """Return log pi and log pi_old without gradient, clamped to at most 0 because rounding can make them positive."""
     old = masked(old_log_probs.detach(), mask)
     return (old + log_ratio.detach()).clamp(max=0), old.clamp(max=0)
 
