@@ -215,7 +215,7 @@ def _check(level: str, mode: str, lower: float | None, upper: float | None) -> t
     if not 0 <= low <= 1 <= high:
         raise ValueError(
             f"lower={lower}, upper={upper}: 0 <= lower <= 1 <= upper must hold, or data that agree "
-            "perfectly would be corrected; lower=0.5, upper=2.0, say"
+            "perfectly would be corrected; use lower=0.5, upper=2.0, say"
         )
     return low, high
 
@@ -236,6 +236,6 @@ def _check_rejection(kl_estimator: str, level: str, lower: float | None, upper: 
     if not low <= 0 <= high:
         raise ValueError(
             f"lower={lower}, upper={upper}: lower <= 0 <= upper must hold, or data that agree perfectly would be "
-            "rejected; lower=-0.1, upper=0.1, say"
+            "rejected; use lower=-0.1, upper=0.1, say"
         )
     return low, high

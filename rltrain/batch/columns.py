@@ -123,8 +123,8 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
     Args:
         parts: the columns of each part. All parts have the same column names.
-        rows: numbers of the rows to copy, in their new order, int64. Rows are numbered over all parts. If `rows` is
-            None, all rows are copied.
+        rows: numbers of the rows to copy, in their new order, int64. Row numbers count the rows of all parts in order.
+            If `rows` is None, all rows are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}

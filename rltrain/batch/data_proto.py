@@ -271,8 +271,8 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, in their new order, int64. Rows are numbered over all parts. If `rows` is
-                None, all rows are taken in order.
+            rows: numbers of the rows to take, in their new order, int64. Row numbers count the rows of all parts in
+                order. If `rows` is None, all rows are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or there is no part.

@@ -343,7 +343,7 @@ def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether the arguments have the types that the constructor is meant for, and none is one that it calls."""
+    """Return whether the arguments have types for which the constructor is meant, so that it calls none of them."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]

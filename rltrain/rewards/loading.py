@@ -204,7 +204,8 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
         A function `(prompt, response, columns)` of one sample, or of lists for a batched function. Prompt and response
         have no special tokens. The wrapper passes only the columns that the reward function takes. The wrapper returns
         the reward function's result, or a coroutine if the function is async; `as_score` converts the result to a
-        score. The wrapper raises ScoreError if a column is missing, and every exception of the reward function.
+        score. The wrapper raises ScoreError if a column is missing, and passes on every exception of the reward
+        function.
     """
     parameters = _parameters(function)
     first = BATCHED if is_batched(function) else SINGLE

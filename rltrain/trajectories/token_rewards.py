@@ -245,11 +245,10 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 
 
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Remove cut answers from `response_mask` if `algorithm.mask_truncated` is set.
+    """Remove cut answers from `response_mask` if `algorithm.mask_truncated` is set, so that the update ignores them.
 
-    The update then ignores the tokens of cut answers completely. Call this function after the advantages are computed
-    and before the batch is split into mini-batches. Tokens that rollout correction or rejection drops stay in
-    `response_mask`: the update removes only their policy-loss term.
+    Call this function after the advantages are computed and before the batch is split into mini-batches. Tokens that
+    rollout correction or rejection drops stay in `response_mask`: the update removes only their policy-loss term.
     """
     if not algorithm.mask_truncated:
         return batch
