@@ -52,7 +52,7 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # largest float32, because scores are sent a
 _SHOWN = 80  # number of characters of a value that an error message shows
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
-SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # first parameters of the two kinds of functions
+SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # first parameters, by kind of function
 
 
 class ScoreError(RLTrainError, ValueError):

@@ -52,7 +52,7 @@ def start(given: dict[str, int]) -> int:
 
 
 def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
-    """Give this fork its own session and limits, and close all descriptors except those meant for the program.
+    """Detach this fork with setsid, set its limits, and close all descriptors except those meant for the program.
 
     Returns the descriptor of the source text.
     """

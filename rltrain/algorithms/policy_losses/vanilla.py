@@ -36,8 +36,8 @@ def vanilla(
     1+high, or A < 0 and r < 1-low, or A < 0 and r > c. Where the ratio is not clipped, the gradient is -A r grad log
     pi.
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (clipped by
-    the first line), `clip_fraction_c` (clipped by the second line), `ratio_mean` and `ppo_kl`.
+    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (tokens
+    clipped by PPO's clip), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean` and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     check_clip_ratio_c(clip_ratio_c)
