@@ -1,4 +1,4 @@
-"""A reward model: a frozen, sharded classifier with one output, whose value at a row's last token is the row's score."""
+"""A reward model: a frozen, sharded classifier with one output, which is the score of a row at the row's last token."""
 
 import functools
 from typing import Any
