@@ -63,7 +63,7 @@ class _Connection:
     """This process's connection to Ray. A process has at most one connection.
 
     Attributes:
-        guard: Handle of the guard process, which outlives this process and kills the processes left behind by it.
+        guard: Handle to the guard process, which kills Ray's processes if they are left over when this process ends.
         daemons: Ray daemons that the connection needs.
     """
 
@@ -136,7 +136,7 @@ class Workers:
         rewards: Pool of the reward workers.
         training: The training ranks.
         reward_models: Worker group of each reward model, in the config's order.
-        devices: GPUs that training ranks and engines share, or None if they share none.
+        devices: GPUs that training ranks and engines share, or None if no GPU is shared.
         liveness: Monitor of the worker processes, or None if all roles are in the current process.
     """
 
@@ -186,7 +186,7 @@ class Workers:
     async def close(self) -> None:
         """Stop all workers of this run. The engines may first finish their running calls."""
         if self.daemons.lost():
-            return  # the workers would not answer; disconnecting from Ray ends their processes
+            return  # the workers would not answer, and their processes end when the driver disconnects from Ray
         await self.rollout.close()
         self.kill()
 
@@ -277,10 +277,10 @@ def _short_temporary_folder() -> dict[str, str]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError if no program listens at the address, because Ray would try to connect to it for minutes."""
+    """Raise ConfigError if no program listens at the address, because Ray would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would use the port modulo 65,536
+        if int(port) > _LAST_PORT:  # the C library would silently use the port modulo 65,536
             raise _no_cluster(address, OverflowError(f"the last port is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -297,7 +297,7 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 def _no_reports() -> None:
     """Keep Ray from printing a long report of each failed process or call, because the run reports it in one line."""
-    # If several ranks fail, only the error of the first one is raised, and Ray would print the unhandled others.
+    # If several ranks fail, the run raises only the error of the first rank, and Ray would print all other errors.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
         from ray._private import worker
@@ -529,8 +529,8 @@ def spawner(
     import ray
 
     engines = name.startswith("rollout")
-    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores. If it is larger, both
-    # compute at the same time and share the cores.
+    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores. Otherwise, ranks and
+    # engines compute at the same time and share the cores.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )

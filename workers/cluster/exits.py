@@ -1,4 +1,4 @@
-"""Waits for the end of processes, with which the driver notices at once that a process of its machine has ended."""
+"""Waiting for the end of processes, with which the driver notices at once that a process of its machine has ended."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ class Exits:
         self._pidfds: set[int] = set()
 
     def add(self, pid: int) -> None:
-        """Add a process to those that `wait` waits for. If it has ended already, the next `wait` returns at once."""
+        """Add a process to those that `wait` waits for. If the process has ended, the next `wait` returns at once."""
         try:
             pidfd = os.pidfd_open(pid)
         except (OSError, AttributeError):
@@ -38,7 +38,7 @@ class Exits:
         self._event.clear()
 
     def close(self) -> None:
-        """Remove all processes, and close their pidfds."""
+        """Stop waiting for all added processes, and close their pidfds."""
         for pidfd in list(self._pidfds):
             self._forget(pidfd)
 

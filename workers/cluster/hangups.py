@@ -10,8 +10,8 @@ from collections.abc import Iterator
 def hangups_ignored() -> Iterator[None]:
     """Make the processes that start in this block ignore SIGHUP.
 
-    When a terminal is lost, all processes of a program get SIGHUP. Only the driver reacts to the signal, and it needs
-    its workers alive to save a checkpoint.
+    When a terminal is lost, all processes of a program get SIGHUP. Only the driver must react to the signal, because
+    the driver needs its workers to save a checkpoint.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -23,8 +23,8 @@ _LIMIT_S = 10.0
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     """Return the live processes that have `mark` in their environment or write to a file in the folder `logs`.
 
-    The folder is needed because Ray's processes change their titles, which overwrites part of their environment, and
-    the mark may be in the overwritten part.
+    The folder `logs` is needed because Ray's processes change their titles. A new title overwrites part of a process's
+    environment, and the mark may be in the overwritten part.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():
@@ -58,8 +58,8 @@ def shared_files(pids: Collection[int]) -> set[Path]:
 
 
 def _mapped(pids: Iterable[int]) -> set[Path]:
-    # psutil's `memory_maps` takes 0.5 s for 94 processes, because it counts the pages of each mapping. This loop takes
-    # 0.02 s.
+    # psutil's `memory_maps` takes 0.5 s for 94 processes, because it counts the pages of each mapping. The loop below
+    # takes 0.02 s.
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -58,7 +58,7 @@ class WatchedProcess:
         return self.sight is not None and self.sight.calls > 0
 
     def lose(self, how: str) -> None:
-        """Mark the process as lost for the reason `how`, and kill it. If the process is lost already, do nothing."""
+        """Mark the process as lost for the reason `how`, and kill it. Do nothing if the process was lost before."""
         if not self.how_lost:
             self.how_lost = how
             self._changes.notify()
@@ -66,7 +66,7 @@ class WatchedProcess:
                 self.liveness.lost(self)
 
     def take(self, sight: Sight, now: float) -> None:
-        """Record an observation of the process. If it is gone, or stopped for too long, mark it as lost."""
+        """Record an observation of the process. Mark a process as lost that is gone or was stopped for too long."""
         before, self.sight = self.sight, sight
         if before is None or before.ticks != sight.ticks:
             self.moved = now
@@ -226,7 +226,7 @@ class Liveness:
                 self.tasks.interrupt(error)
 
     async def _introduce(self, process: WatchedProcess, introduction: Any) -> None:
-        """Wait until a new process reports its identity. Mark the process as lost if it does not do so in time."""
+        """Wait until a new process reports its identity. Mark the process as lost if it does not report in time."""
         import ray
 
         try:
@@ -324,7 +324,7 @@ class ProgressScope:
             self.liveness.scopes.discard(self)
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result. Raises WorkerLost if a process of the scope is lost, or if none makes progress."""
+        """Wait for a result. Raises WorkerLost if a process of the scope is lost, or if no process makes progress."""
         assert self.failure is not None, "a scope must be used inside its `with` block"
         result = asyncio.ensure_future(awaitable)
         try:
@@ -358,8 +358,8 @@ class ProgressScope:
     async def check_progress(self) -> None:
         """End the scope's waits with an error if a process is lost or all processes hang.
 
-        The error names the hanging processes and their stack frames. It does not name processes that only wait for
-        work, unless all of the processes wait.
+        The error names the hanging processes and their stack frames. Processes that only wait for work are not named,
+        unless all processes of the scope wait.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:

@@ -39,7 +39,7 @@ class Observer:
         return [_sight(process) for process in processes]
 
     def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """Return the stack traces of all threads of each process. The text is "" for a stopped or dead process."""
+        """Return the stack traces of all threads of each process, or "" for a stopped or dead process."""
         for process in processes:
             _signal(process, STACKS_SIGNAL)
         time.sleep(_STACKS_S)
@@ -100,7 +100,7 @@ def innermost(stacks: str) -> str:
 
 
 def _short(frame: str) -> str:
-    """Shorten a frame, such as `File "/a/b.py", line 3 in f` to "f (b.py:3)"."""
+    """Shorten a stack frame: for example, `File "/a/b.py", line 3 in f` becomes "f (b.py:3)"."""
     path, _, rest = frame.removeprefix('File "').partition('", line ')
     line, _, function = rest.partition(" in ")
     return f"{function} ({Path(path).name}:{line})"

@@ -136,11 +136,11 @@ class LocalProcess:
             raise WorkerError(_last_line(error)) from error
 
     def share(self, value: W) -> W:
-        """Return the value itself, because it stays in this process."""
+        """Return the value itself, because the driver's own process needs no reference to it."""
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for the result. This process cannot be lost while it waits. See `WorkerProcess.unless_lost`."""
+        """Wait for the result, without any check, because the driver's own process cannot be lost."""
         return await awaitable
 
     def kill(self) -> None:
@@ -152,7 +152,7 @@ class RayProcess(WatchedProcess):
     """A worker process that is a Ray actor of the class `Host`.
 
     Args:
-        actor: Handle of the actor.
+        actor: Ray's handle of the actor.
         name: Name of the process in messages.
         liveness: Observes the process.
     """
@@ -201,7 +201,7 @@ class RayProcess(WatchedProcess):
         ray.kill(self.actor)
 
     def _require_daemons(self) -> None:
-        """Raise ClusterLost if a Ray daemon has died. After that, a Ray call could end the driver without a message."""
+        """Raise ClusterLost if a Ray daemon has died, because a Ray call could then silently end the driver."""
         if self.liveness is not None:
             self.liveness.daemons.check()
 

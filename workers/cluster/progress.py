@@ -29,8 +29,8 @@ class Process:
 
     Attributes:
         pid: Process id on its machine.
-        began: Start time in clock ticks since the machine's boot. It distinguishes the process from a later process
-            with the same pid.
+        began: Start time in clock ticks since the machine's boot. The start time distinguishes the process from a later
+            process with the same pid.
         node: Ray's id of the machine.
         progress, stacks: File descriptors of the progress counter and of the stack traces.
     """
@@ -61,10 +61,10 @@ _announced: Process | None = None
 
 
 def announce(node: str) -> Process | None:
-    """Make this worker process observable and return its identity. Returns None on a system without `/proc`.
+    """Make this worker process observable, and return its identity, or None on a system without `/proc`.
 
-    The call also makes this process the leader of a process group. Through the group, the child processes of this
-    process can be found even after this process has died.
+    From then on, this process is the leader of a process group, through which its child processes can be found even
+    after it has died.
     """
     global _counter, _announced
     began = began_of(os.getpid())
@@ -110,7 +110,7 @@ def began_of(pid: int) -> int | None:
 
 
 def state_of(pid: int, began: int) -> str:
-    """Return the state of a process from `/proc`, such as S or T. Returns "" if it is gone or is a zombie."""
+    """Return the state of a process from `/proc`, such as S or T, or "" if the process is gone or is a zombie."""
     fields = _stat(pid)
     return "" if not fields or int(fields[19]) != began or fields[0] in "ZX" else fields[0]
 

@@ -23,7 +23,7 @@ from workers.cluster.progress import began_of, state_of
 logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
-GRACE_S = 40.0  # seconds to finish the running step when gcs_server has died, after which Ray ends the driver in 60 s
+GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
 # For a gcs_server on another machine: seconds between two connections, timeout of a connection, and time without a
 # connection after which the daemon counts as dead.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
@@ -68,7 +68,7 @@ class LocalDaemon:
 
 
 class RemoteDaemon:
-    """A daemon on another machine, which counts as dead if connections fail for `_SILENT_S` seconds."""
+    """A daemon on another machine. It counts as dead if connections to it fail for `_SILENT_S` seconds."""
 
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
@@ -110,15 +110,15 @@ class Daemons:
         return [daemon.pid for daemon in self.daemons if isinstance(daemon, LocalDaemon)]
 
     def lost(self) -> Daemon | None:
-        """Return the daemon that has died, or None. If both died, return the raylet, whose death is more severe."""
+        """Return the daemon that has died, or None. If raylet and gcs_server died, return the raylet."""
         ended = [daemon for daemon in self.daemons if daemon.ended()]
         return min(ended, key=lambda daemon: daemon.name == GCS, default=None)
 
     def check(self, *, at_rest: bool = False) -> None:
         """Raise ClusterLost if a daemon has died.
 
-        If the run is `patient` and in the middle of a step, the death of gcs_server is only logged at first, and raised
-        after `GRACE_S` seconds.
+        If the run is `patient` and in the middle of a step, the death of gcs_server is at first only logged, and is an
+        error after `GRACE_S` seconds.
 
         Args:
             at_rest: Whether the run is between two steps, so that a checkpoint can be saved.

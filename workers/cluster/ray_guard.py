@@ -32,7 +32,7 @@ _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
 
 
 class Guard:
-    """The driver's handle of the guard process.
+    """The driver's handle to the guard process.
 
     Args:
         mark: Value of `leftovers.MARK` in the environment of the processes that the guard kills. If it is "", the guard

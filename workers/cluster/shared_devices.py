@@ -54,5 +54,5 @@ class SharedDevices:
         """Release the GPUs. Ray then ends the actors that use the GPUs."""
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):  # the cluster may be gone
+        with contextlib.suppress(ray.exceptions.RayError):  # the Ray cluster may be gone already
             ray.util.remove_placement_group(self.group)

@@ -37,7 +37,7 @@ def join(
     if address is None:
         store: Store = HashStore()
     else:
-        serving = None if listener is None else listener.detach()  # without it, the store would listen on every address
+        serving = None if listener is None else listener.detach()  # the store's own socket listens everywhere
         store = TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -126,7 +126,7 @@ def keep_freed_memory() -> None:
 
 
 def quiet() -> None:
-    """Let libraries print only errors to the terminal of this process."""
+    """Configure libraries so that they print only errors to the terminal of this process."""
     os.environ.update(
         TRANSFORMERS_VERBOSITY="error",
         VLLM_LOGGING_LEVEL="ERROR",

@@ -21,7 +21,7 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 class BaseWeights:
     """Access by name to the tensors in a model directory.
 
-    Tensors are read directly from the safetensors files. The files stay open as long as this object lives.
+    Tensors are read directly from the safetensors files. An opened file stays open as long as this object exists.
 
     Args:
         path: model directory with safetensors files.
@@ -56,7 +56,7 @@ class BaseWeights:
         return self.opened[file]
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless the files contain all of these tensors."""
+        """Raise ConfigError unless the files contain tensors with all of the given names."""
         missing = [name for name in names if name not in self.files]
         if missing:
             raise ConfigError(

@@ -75,7 +75,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Freeze and shard a model that is never trained, in place, and put it into evaluation mode.
 
-    Its weights are converted to the dtype in which the model computes.
+    The frozen weights are converted to the dtype in which the model computes.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -158,8 +158,8 @@ class Optimizer:
     def lr(self) -> float:
         """Return the learning rate of the next step.
 
-        The rate first increases linearly to `config.lr`. After this warmup, it is constant, or decays to 0 linearly or
-        along half a cosine wave.
+        The rate first increases linearly to `config.lr`. After this warmup, the rate is constant, or decays to 0
+        linearly or along half a cosine wave.
         """
         config, step = self.config, self.steps
         if step < config.lr_warmup_steps:

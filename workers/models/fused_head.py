@@ -148,7 +148,7 @@ def _part(tensor: Tensor | None, at: slice) -> Tensor | None:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """Return the factor by which this model multiplies the output of its last layer, according to its config."""
+    """Return the factor by which a model multiplies the output of its last layer, according to the model's config."""
     config = model.config.get_text_config()
     return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
 
@@ -182,7 +182,7 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
 
     Args:
         probes: the logits that the model returns if its last layer outputs PROBE / scale, where scale is the result of
-            `logit_scale`. Each must equal PROBE.
+            `logit_scale`. Each of the logits must equal PROBE.
         model: the model, which the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

@@ -130,7 +130,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters by the names of their matrices. The result is empty for a model without adapters."""
+    """Return the adapters by the names of the matrices that they adapt, or {} for a model without adapters."""
     return {
         f"{name}.weight": Adapter(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
         for name, module in model.named_modules()
@@ -139,7 +139,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return A and B of every adapter, possibly sharded, under the names that the weight sync uses."""
+    """Return the matrices A and B of every adapter, possibly sharded, under the names that the weight sync uses."""
     halves = ((name.removesuffix(".weight"), adapter) for name, adapter in adapters_of(model).items())
     return {
         name + half: tensor.detach() for name, adapter in halves for half, tensor in ((A, adapter.a), (B, adapter.b))

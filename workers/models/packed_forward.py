@@ -44,7 +44,7 @@ class AttentionBatch:
     """Rows whose attention is computed in one sdpa call.
 
     Attributes:
-        index: (rows, L) position in the pack of each token. L is the length of the longest row.
+        index: (rows, L) position in the pack of each token, where L is the length of the longest row.
         real: (rows, L) bool, False where the entry of `index` is padding.
     """
 
@@ -350,7 +350,7 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
     """Pad the values (R,) of response tokens to one row per response (B, T), differentiably.
 
-    `mask` (B, T) is True at response tokens. The result is 0 elsewhere.
+    `mask` (B, T) is True at response tokens. The padding in the result is 0.
     """
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
@@ -387,7 +387,7 @@ def row_pass(
     batch: DataProto,
     microbatches: list[list[int]],
 ) -> DataProto:
-    """Run a function on each micro-batch without gradients and collect the columns that it returns.
+    """Run a function on each micro-batch without gradients, and collect the columns that the function returns.
 
     Args:
         model: the model that the function runs.

@@ -91,8 +91,8 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
     Args:
         state: checkpoint files of the actor.
         small: result of `small_files`.
-        model: the policy. Only its names are used, to revert the changes of weight names and shapes that transformers
-            makes when it loads a model.
+        model: the policy. Only the names in the model are used, to revert the changes of weight names and shapes that
+            transformers makes when it loads a model.
         folder: target folder, which need not exist.
 
     Returns:
@@ -125,7 +125,7 @@ def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
 def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
     """Yield the tensors that represent a parameter in Hugging Face files.
 
-    A parameter may have another name there, or be split into several tensors.
+    In the files, a parameter may have another name, or be split into several tensors.
     """
 
     def reverted(tensor: Tensor) -> dict[str, Tensor]:

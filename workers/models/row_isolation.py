@@ -46,13 +46,13 @@ def load_policy(path: str) -> PreTrainedModel:
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    The check runs two forward passes over 11 random tokens each, without gradients. It takes a few seconds for a model
-    with 10^10 parameters in float32 on a CPU. The check changes neither the model nor the global random state.
+    The check runs two forward passes over 11 random tokens each, without gradients. For a model with 10^10 parameters
+    in float32 on a CPU, the check takes a few seconds. The check changes neither the model nor the global random state.
 
     Args:
         model: the model in evaluation mode, before sharding.
-        head: the model's last layer, whose inputs (1, N, H) are compared. They may be for all tokens, or only for the
-            tokens that predict a response token, because every token of this check predicts a response token.
+        head: the model's last layer, whose inputs (1, N, H) are compared. The inputs may be for all tokens, or only for
+            the tokens that predict a response token: in this check, every token predicts a response token.
         run: the forward pass that the calling worker makes with a pack.
         where: config key and path with which the error message starts.
 

@@ -44,7 +44,7 @@ def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
     Python 3.11 before 3.11.4 pickles an enum member as `getattr(kind, name)`.
     """
     if kind is not dcp._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("it asks for an attribute, which no index of tensors needs")
+        raise pickle.UnpicklingError("it asks for an attribute, which an index of tensors never needs")
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
@@ -63,7 +63,7 @@ class _Unpickler(pickle.Unpickler):
             return _CLASSES[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of tensors needs")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an index of tensors never needs")
 
 
 def read_index(folder: Folder) -> dcp.Metadata:

@@ -1,8 +1,8 @@
 """Kernels for causal attention within each of several concatenated rows.
 
-The kernel comes from flash-attn if that is installed, otherwise from torch. Both kernels need a GPU of compute
-capability 8.0 or higher, and 16-bit dtypes. Without a kernel, `workers.models.packed_forward` computes attention in
-batches of rows of similar length.
+The kernel of flash-attn is used if that package is installed, otherwise the kernel of torch. Both kernels need a GPU of
+compute capability 8.0 or higher, and 16-bit dtypes. If no kernel is usable, `workers.models.packed_forward` computes
+attention in batches of rows of similar length.
 """
 
 import functools

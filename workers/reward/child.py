@@ -21,7 +21,8 @@ READY = "ready"
 def serve(descriptor: int, parent: int) -> None:
     """Load the reward functions and answer scoring calls until the guard closes the socket.
 
-    After loading, the child process sends READY. If loading fails, it sends the error message and returns.
+    After loading, the child process sends READY. If loading fails, the child process sends the error message instead
+    and returns.
 
     Args:
         descriptor: File descriptor of the socket. The first message on the socket is (functions, options of
@@ -29,7 +30,7 @@ def serve(descriptor: int, parent: int) -> None:
         parent: Pid of the process that started the child. The child is killed when the parent ends.
     """
     process_tree.end_with_parent(parent)
-    # With SIGINT's default action, Ctrl-C raises no KeyboardInterrupt here, so each one comes from a reward function.
+    # With the default action of SIGINT, Ctrl-C raises no KeyboardInterrupt, so that only reward functions can raise it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
     connection, own = Connection(descriptor), os.getpid()
@@ -54,7 +55,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
-    """Return a callback that sends a result to the guard at once, so that the guard knows which call runs next."""
+    """Return a callback that sends a result to the guard at once, so that the guard knows which sample is next."""
 
     def report(result: SampleScores) -> None:
         if os.getpid() != own:  # the function forked, and this is the forked process

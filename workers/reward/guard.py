@@ -99,7 +99,7 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return those of the results that were not returned before, and at most one if a stepwise call is held."""
+        """Return the elements of `results` that were not returned before, and at most one if a stepwise call is held."""
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
@@ -169,7 +169,7 @@ class GuardedWorker:
             requests: Samples to score.
             deadline_s: Seconds without a result after which the child is killed.
             hold_s: Seconds without a result after which this method returns Overdue.
-            stepwise: Whether the child sends each result at once. This requires that all functions are plain.
+            stepwise: Whether the child sends each result at once. Only plain functions can be called stepwise.
             function: Index of the only function to call, as in `RewardWorker.score`.
             limits: Further keyword arguments of `RewardWorker.score`.
 
@@ -313,8 +313,8 @@ class GuardedWorker:
 class Guard:
     """Ray actor class of a reward worker: one child process for reward functions, and spare child processes.
 
-    A spare process scores other samples while a call takes long. It starts at its first ping, and stays alive from then
-    on. The number of a child process within its guard is called its lane.
+    A spare process scores other samples while a call takes long. A spare process starts at its first ping, and then
+    stays alive. The number of a child process within its guard is called its lane.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

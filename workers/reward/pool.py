@@ -62,8 +62,8 @@ class RewardPool:
         self._held: set[int] = set()  # slots whose call is held (see `Held`)
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
-        # A worker runs `concurrency` async calls at once. A chunk has more samples than that, so that the worker can
-        # begin another call as soon as one ends.
+        # A worker runs `concurrency` async calls at once. A chunk has more samples than `concurrency`, so that the
+        # worker can begin another call as soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
@@ -162,7 +162,7 @@ class RewardPool:
         self._running = dict.fromkeys(self._running)
 
     def close(self) -> None:
-        """Stop the workers and drop all pending requests. A second call does nothing."""
+        """Stop the workers and drop all pending requests. If the pool is already closed, do nothing."""
         self._transport.close()
         for queue in (self._fresh, self._alone, self._running, self._held, self._finished, self._keys):
             queue.clear()
@@ -274,7 +274,7 @@ class RewardPool:
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk was a single call, so the timeout is that of its function. (A death could have another cause.)
+            # The chunk was a single call, so its function has timed out. The death of a worker could have other causes.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

@@ -158,7 +158,7 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """Return all slots of the actor to which a slot belongs. The first one is the actor's first process."""
+        """Return all slots of the actor to which a slot belongs, of which the first is the actor's first process."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
@@ -259,7 +259,7 @@ class RayTransport:
     def _waiting(self, slot: _Slot, lane: int, *, attempts: int) -> _Slot:
         """Return a slot that becomes idle once its process answers a ping.
 
-        The ping waits for the imports, so their time is never part of a call's time.
+        The ping waits for the imports, so the time for the imports is never part of a call's time.
         """
         deadline = time.monotonic() + self._start_timeout_s
         pending = self._result(slot.actor.ping.remote(lane))

@@ -22,7 +22,7 @@ class Call:
         limit_s: Seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the process is killed and the call is lost.
         hold_s: Seconds without a result after which the call is held, so that its worker may begin another call.
-        stepwise: Whether the worker reports each result at once. This requires that all functions are plain.
+        stepwise: Whether the worker reports each result at once. Only plain functions can be called stepwise.
     """
 
     requests: tuple[RewardRequest, ...]
@@ -47,12 +47,12 @@ class Held:
     """Event: a call takes long, so its worker may begin another call in a spare process.
 
     A later event reports the end of the held call. If the call is stepwise, its process continues to score only the
-    first request without a complete result, and the later event concerns this request alone. The requests after it must
-    be scored in another call.
+    first request without a complete result, and the later event concerns this request alone. The call's further
+    requests must be scored in another call.
 
     Attributes:
         slot: Number of the process.
-        results: Results so far of a stepwise call, of which the last may lack some scores. None for any other call.
+        results: Results so far of a stepwise call, of which the last may lack some scores. None if the call is not stepwise.
     """
 
     slot: int
@@ -86,7 +86,7 @@ class Transport(Protocol):
     """Interface to the processes of reward workers. Each process has a number, its slot, and runs one call at a time.
 
     Attributes:
-        size: Number of workers. Each worker has one first process, and possibly spare processes.
+        size: Number of workers. Each worker has one process, and possibly spare processes.
     """
 
     size: int

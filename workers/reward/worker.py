@@ -106,7 +106,7 @@ class RewardWorker:
         concurrency: int = 64,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Import every function.
+        """Import all reward functions.
 
         Args:
             functions: Reward functions, in the order of the scores.

@@ -21,10 +21,10 @@ ROOM = 32  # spare columns (token positions) that a key-value cache gets when it
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention as transformers' sdpa function does, but without copying keys and values if Q = 1.
+    """Compute attention as transformers' sdpa function does, but without copying keys and values for one query per row.
 
-    For Q = 1 (one query per row), the H / K query heads that share a key head are treated as H / K queries of that
-    key head. No causal mask is needed for Q = 1.
+    With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
+    head, and no causal mask is needed.
 
     Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The result has shape (B, Q, H, D).
     """
@@ -62,7 +62,7 @@ class RoomyLayer(DynamicLayer):
         return self._use(end)
 
     def batch_select_indices(self, indices: Tensor, first: int = 0) -> None:
-        """Keep only the rows with these indices, in this order, and drop the columns before `first`."""
+        """Keep only the rows at `indices`, in the order of `indices`, and drop the columns before `first`."""
         width = self.get_seq_length() - first
         self.stores = [store[:, :, first:][indices] for store in self.stores]
         self._use(width)
@@ -149,7 +149,7 @@ class Batch:
     def finish(self, stops: Tensor) -> list[Completion]:
         """Mark as finished, and return, the answers that end in the last column.
 
-        An answer ends there if its last token is in `stops` (S,), or if the answer has reached its maximum length.
+        An answer ends in the last column if its token there is in `stops` (S,), or if its maximum length is reached.
         """
         last, limits = self.ids[:, -1], self.rows[:, 1] + self.rows[:, 2]
         stopped = torch.isin(last, stops)
@@ -172,7 +172,7 @@ class Batch:
         ]
 
     def take(self, rows: Tensor) -> None:
-        """Keep only the rows with the indices `rows` (N,), in this order. Drop columns of padding only."""
+        """Keep only the rows with the indices `rows` (N,), in this order, and drop the columns that are all padding."""
         first = int(self.rows[rows, 0].min())
         self.requests = [self.requests[row] for row in rows.tolist()]
         self.ids, self.log_probs = self.ids[rows, first:], self.log_probs[rows, first:]

@@ -27,10 +27,10 @@ from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
-# Dropping or adding rows copies the batch's key-value cache, so each waits until it concerns a minimum share of rows.
-# Rows that join a running batch also make the batch wider and padded.
-SLACK = 0.1  # share of finished rows above which they are dropped
-JOIN = 0.5  # minimum share of free places for adding waiting requests, unless all of them fit
+# Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers. Rows
+# that join a running batch also make the batch wider and padded.
+SLACK = 0.1  # share of finished rows in the batch above which the finished rows are dropped
+JOIN = 0.5  # share of free places from which waiting requests are added; if all of them fit, they are added earlier
 
 
 class HFEngine:
@@ -103,8 +103,9 @@ class HFEngine:
     def _admitted(self) -> list[Request]:
         """Remove the requests that can start now from the queue, and return them.
 
-        If there is room for all waiting requests, all of them start. Otherwise, requests start once the share `JOIN` of
-        all places is free. With `deterministic`, the next prompt group starts once no answer is running.
+        If there is room for all waiting requests, all of them start. If there is room only for some, they start once
+        the share `JOIN` of all places is free. With `deterministic`, the next prompt group starts once no answer is
+        running.
         """
         if not self.waiting:
             return []
@@ -139,7 +140,7 @@ class HFEngine:
     def _forward(self, batch: Batch, first: int) -> Tensor:
         """Run the model on the columns from `first` on, which the cache lacks.
 
-        Returns the logits (B, V) of the tokens that follow the last column.
+        Returns the logits (B, V) of the next tokens after the last column.
         """
         output = self.model(
             input_ids=batch.ids[:, first:],
@@ -162,7 +163,7 @@ class HFEngine:
 
     @torch.no_grad()
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
         data = self.reader.data(bucket)
         verify(bucket, data)
         self.probes |= bucket.probes()
@@ -188,7 +189,7 @@ class HFEngine:
     def sleep(self) -> bool:
         """Return False, because this engine keeps its weights.
 
-        It is for machines on which no other process needs the memory of the weights.
+        The transformers engine is for machines on which no other process needs the memory of the weights.
         """
         return False
 
@@ -244,7 +245,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # transformers raises this for an architecture with its own attention
+    except ValueError as error:  # transformers raises ValueError if an architecture has its own attention
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

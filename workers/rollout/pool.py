@@ -1,7 +1,7 @@
 """Pool of rollout replicas, which routes requests to the replicas and sends them the actor's weights.
 
 A replica is dead if its process is gone, is stopped or hangs. A dead replica is replaced while the other replicas
-continue to work. The replacement first gets the current weights, and then requests. The prompt groups that a dead
+continue to work. Its replacement first gets the current weights, and then requests. The prompt groups that a dead
 replica had not finished are lost: the caller of the pool must submit these groups again.
 """
 
@@ -54,7 +54,7 @@ class RolloutPool:
         self._syncing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Wait until all engines are built and can receive weights. Raises WorkerError if one cannot be built."""
+        """Wait until all engines are built and can receive weights. Raises WorkerError if an engine cannot be built."""
         await self._tasks.until(self._all_built())
         self.started = True
 
@@ -146,7 +146,7 @@ class RolloutPool:
     async def load(self, ranks: Sequence[Role[Sends]], version: int, *, check: bool) -> None:
         """Send the actor's weights to all ready replicas, and wake their engines.
 
-        A replica that becomes ready later gets the weights then.
+        A replica that is not ready yet gets the weights as soon as it is ready.
 
         Raises:
             SyncError: An engine does not compute with the weights that were sent.

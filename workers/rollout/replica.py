@@ -88,7 +88,7 @@ class Replica:
         building = self._start()
         self.role, self._built, self.began = building.role, building.built, time.monotonic()
         self.state, self.asleep = ReplicaState.STARTING, False
-        self._sent: list[Pending[None]] = []  # `submit` calls whose arrival is not confirmed
+        self._sent: list[Pending[None]] = []  # `submit` calls that the engine has not yet confirmed
         self._open: list[Pending[list[Completion]]] = []  # the `poll` call without a result, if there is one
 
     @property
@@ -121,9 +121,9 @@ class Replica:
         """Make the engine abort all its requests. Call `drop` first, so that their answers are never delivered."""
         if self.ready:
             try:
-                await results(self._sent)  # otherwise these requests could reach the engine after the abort
+                await results(self._sent)  # wait, so that no earlier request reaches the engine after the abort
                 await self.role.call(RolloutWorker.abort)
-                await results(self._open)  # otherwise this poll could take answers of later requests
+                await results(self._open)  # wait, so that the running poll takes no answers of later requests
             except WorkerLost:
                 return  # the task that runs `live` replaces the lost process
             except SyncError:  # a weight sync has failed, and the error was already raised to the caller of the sync
@@ -131,7 +131,7 @@ class Replica:
                     raise
 
     async def sleep(self) -> bool | None:
-        """Release the engine's device memory. Return False if the engine keeps its memory, or None if it died."""
+        """Release the engine's device memory. Return False if the engine keeps its memory, None if the engine died."""
         role = self.role
         try:
             slept = await role.call(RolloutWorker.sleep)

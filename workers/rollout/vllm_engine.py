@@ -39,9 +39,10 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# vLLM versions with `skip_clone` need not copy the sampling parameters, because each request has its own, unmodified.
+# Each request has its own sampling parameters, which are never modified, so vLLM need not copy them. Only some versions
+# of vLLM have the option `skip_clone`, which avoids the copy.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
-CPU_PREFILL_TOKENS = 8192  # tokens that one engine step on a CPU can process, or more if one answer can be longer
+CPU_PREFILL_TOKENS = 8192  # tokens per engine step on a CPU, unless prompt and answer can be longer together
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that a sleeping engine releases
 LOOK_S = 1.0  # while a call waits for the engine: seconds between two checks that the engine's processes are alive
 PROOF_S = 0.5  # after a vLLM call has failed: seconds to wait for evidence that a process died
@@ -129,8 +130,8 @@ class InProcessVLLM:
         path: Model directory.
         dtype: Data type of the weights, "float32" or "bfloat16".
         stop_ids: Ids of the model's end tokens.
-        sleep_level: What the engine releases on a GPU when it sleeps, as returned by the function `sleep_level`. 0: the
-            engine never sleeps.
+        sleep_level: Result of the function `sleep_level`, which says what the engine releases on a GPU when it sleeps.
+            If 0, the engine never sleeps.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class InProcessVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Sample one token for every running request. Returns the answers that finished."""
+        """Sample one token for every running request. Return the answers that finished."""
         finished = [output for output in self.engine.step() if output.finished]
         done = [output for output in finished if isinstance(output, RequestOutput)]
         assert len(done) == len(finished), "all requests ask for generated text"
@@ -186,13 +187,13 @@ class InProcessVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Prepare to receive new weights. If the engine sleeps, this wakes its weights only, not its KV cache."""
+        """Prepare to receive new weights. A sleeping engine allocates only its weights again, not its KV cache."""
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
         self.engine.collective_rpc("start_weight_update")
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
         self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
     def finish_load(self, version: int) -> None:
@@ -221,14 +222,12 @@ class Family:
 
     def __init__(self) -> None:
         self.lost, self.dismissed = "", False
-        self.members: dict[
-            int, str
-        ] = {}  # name of each process by its pidfd, which becomes readable at the process's end
+        self.members: dict[int, str] = {}  # name of each process by pidfd, which becomes readable when the process ends
         for process in psutil.Process().children(recursive=True):
             # The process may have ended, or the system may lack pidfds.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                if "resource_tracker" not in name:  # Python's own helper process
+                if "resource_tracker" not in name:  # leave out Python's own helper process
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
         if self.members:
             threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
@@ -242,7 +241,7 @@ class Family:
             os.close(descriptor)
 
     def error(self) -> WorkerLost:
-        """Return the error to raise if the engine is no longer usable. The rollout pool then replaces this process."""
+        """Return the error for an engine that is no longer usable. It makes the rollout pool replace this process."""
         error = WorkerLost(f"lost its engine: {self.lost or 'the core of vLLM ended'}")
         error.process = announced()
         return error
@@ -281,8 +280,8 @@ class AsyncVLLM:
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
-        # All processes have opened their shared files by now, so the names can be removed. vLLM itself never removes
-        # some of these files, and removes none of them if its processes are killed.
+        # All processes have opened their shared files by now, so the names of the files can be removed. vLLM itself
+        # never removes some of its shared files, and removes none of them if its processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 
@@ -372,13 +371,13 @@ class AsyncVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Pause generation and prepare to receive weights. If the engine sleeps, this wakes its weights only."""
+        """Pause generation and prepare to receive weights. A sleeping engine allocates only its weights again."""
         self._sync(self._start_load())
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
         with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # without the weights, which are in a shared file
+            pickled = pickle.dumps(shared)  # the pickle does not contain the weights, which are in a shared file
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:

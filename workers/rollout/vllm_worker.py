@@ -38,20 +38,20 @@ from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
-EMBEDDING_ROWS = 2048  # embedding rows per lookup in a weight check
+EMBEDDING_ROWS = 2048  # number of embedding rows per lookup, when the embedding's weights are checked
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Setup message of the weight transfer. It is empty, because every bucket describes its own contents."""
+    """Setup message of the weight transfer, which is empty because every bucket describes its own contents."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """Message with one bucket of weights.
 
-    Within one process, the message has the bucket itself. Between processes, it has the pickled bucket, and the bytes
-    of the weights are in a shared file.
+    Within one process, the message has the bucket itself. Between processes, the message has the pickled bucket, and
+    the bytes of the weights are in a shared file.
     """
 
     bucket: Bucket | None = None
@@ -160,7 +160,7 @@ def repack_heads(model: nn.Module) -> None:
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
     """Copy the tensors of a bucket that fused layers hold until their other parts arrive.
 
-    Without a copy, these tensors would lie in the memory of the bucket, which later buckets overwrite.
+    Without a copy, the tensors would lie in the memory of the bucket, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -257,7 +257,7 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the checkpoint stores this layer fused
+        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the checkpoint also stores one tensor
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
@@ -283,9 +283,9 @@ def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
 
 
 def _apply(module: Any) -> Tensor:
-    """Multiply this rank's part of the layer's matrix by the probe vector, with the kernel that inference uses.
+    """Multiply this rank's part of a layer's matrix by the probe vector, with the kernel that inference uses.
 
-    The bias is not added.
+    The layer's bias is not added.
     """
     is_head = isinstance(module, ParallelLMHead)
     whole = module.embedding_dim if is_head else module.input_size

@@ -14,8 +14,8 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-# After the first finished answer, `poll` waits for further answers of a busy engine. It waits LINGER_SHARE of the time
-# since the last request arrived, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
+# After the first finished answer, `poll` waits for further answers of a busy engine. The wait is LINGER_SHARE of the
+# time since the last request arrived, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class RolloutWorker:
     """One rollout replica.
 
     A threaded engine has its own thread, which steps the engine whenever there is work. All other calls to the engine
-    run in the same thread, between two steps. If the engine has no thread, `poll` steps it.
+    run in the engine's thread, between two steps. An engine without a thread makes steps only during `poll`.
 
     Args:
         config: The whole config.
@@ -125,19 +125,19 @@ class RolloutWorker:
             self.news.notify_all()  # a `poll` that waits in another thread has nothing left to wait for
 
     def sleep(self) -> bool:
-        """Release the engine's device memory until the next weight sync. Return False if the engine keeps it."""
+        """Release the engine's device memory until the next sync. Return False if the engine keeps its memory."""
         return self._run(lambda: self.receiver.sleep(self.engine))
 
     def start_load(self, sync: str, version: int) -> str | None:
         """Stop generation until `finish_load` of this weight sync.
 
         Returns:
-            `memory.whereabouts()` of this process, from which the sender learns whether both can map the same files.
+            `memory.whereabouts()` of this process, which shows whether actor and engine can map the same files.
         """
         return self._run(lambda: self.receiver.start(self.engine, sync, version))
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load one bucket of weights. Raise SyncError if its bytes did not arrive intact.
+        """Load one bucket of weights. Raise SyncError if the bytes of the bucket did not arrive intact.
 
         Args:
             sync: Name of the weight sync.
@@ -177,7 +177,7 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # checked again, because the command may have begun a weight sync
+            if self._has_work():  # check again, because the command may have begun a weight sync
                 try:
                     self._deliver(self.engine.step())
                 except BaseException as error:

@@ -2,7 +2,7 @@
 
 A weight sync transfers only the adapter matrices A and B of each adapted matrix. In every sync, the engine computes its
 merged weights anew from the model's files, so an adapter is applied exactly once, regardless of the number of syncs.
-The files are memory-mapped and not kept in memory.
+The model's files are memory-mapped and not kept in memory.
 """
 
 from collections.abc import Iterator

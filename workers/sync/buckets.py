@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a tensor, as one rank wrote them.
+    """Some rows of a tensor that one rank wrote into a bucket.
 
     Attributes:
         name: name of the tensor.
@@ -162,7 +162,7 @@ def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
 
 
 def verify(bucket: Bucket, data: np.ndarray) -> None:
-    """Raise SyncError if the bytes of a piece do not match its checksum, if it has one."""
+    """Raise SyncError if the bytes of a piece do not match the checksum of the piece, if there is one."""
     for piece in bucket.pieces:
         if piece.checksum is None:
             continue
@@ -177,7 +177,7 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each of the bucket's tensors, and the tensor as a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # the data is only read
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # harmless: nothing writes
         whole = torch.from_numpy(data)
     for place in bucket.places:
         part = whole[place.start : place.start + place.size]

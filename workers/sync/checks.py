@@ -33,7 +33,7 @@ def checksum(data: np.ndarray) -> int:
 def probe(tensor: Tensor) -> Tensor:
     """Return the product of a matrix and a fixed random vector, in float32.
 
-    Any other tensor is returned flattened, in float32.
+    A tensor that is not a matrix is returned flattened, in float32.
     """
     if tensor.ndim != 2:
         return tensor.float().flatten()
@@ -45,7 +45,7 @@ def probe(tensor: Tensor) -> Tensor:
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.
 
-    The result is cached, so callers must not modify it.
+    The returned vector is cached, so callers must not modify it.
     """
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, generator=generator).to(dtype).float()
@@ -81,5 +81,5 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     if not errors[worst] <= RELATIVE_ERROR[dtype]:
         raise SyncError(
             f"weight sync {version}: the engine does not compute with the actor's '{worst}' (relative error "
-            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): it still uses other weights there"
+            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): this layer still uses other weights"
         )

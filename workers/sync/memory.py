@@ -1,9 +1,9 @@
 """Files in shared memory, through which the processes of one host exchange weights during one sync.
 
-A file is accessible to this user only. It is removed as soon as all processes have opened it, or when the sync ends,
-even if the sync fails. If every process that knows the file is killed earlier, the file, which has the size of two
-buckets, is left over. The next sync on the host removes leftover files. To find out whether a file is in use, each
-process holds a lock on a file that it has mapped, and the lock ends with the process.
+A file is accessible to this user only. The file is removed as soon as all processes have opened it, or when the sync
+ends, even if the sync fails. If every process that knows the file is killed earlier, a file of the size of two buckets
+is left over. The next sync on the host removes leftover files. To show that a file is in use, each process holds a lock
+on a file that it has mapped, and the lock ends with the process.
 
 Python's `SharedMemory` is not used, because it does not preallocate, so that a full folder would kill the process that
 writes. The filelock library is not used, because it cannot take a shared lock on an open file.
@@ -29,7 +29,7 @@ PREFIX = "rltrain-weights-"
 
 
 def new_path() -> str:
-    """Return a path that no other sync uses."""
+    """Return the path for a new shared file, which no other sync uses."""
     return str(FOLDER / f"{PREFIX}{secrets.token_hex(8)}")
 
 

@@ -22,7 +22,7 @@ class Loads(Protocol):
         """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
 
     def finish_load(self, version: int) -> None:
-        """Make the engine compute with the loaded weights. Raise SyncError unless every layer computes with them."""
+        """Make the engine compute with the loaded weights. Raise SyncError if a layer computes with other weights."""
 
 
 class Sleeps(Protocol):

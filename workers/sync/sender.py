@@ -119,8 +119,8 @@ class Sender:
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
         tick()
-        # A chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8. The checksums of the chunks
-        # then sum to the checksum of the piece.
+        # A chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8 and the checksums of the
+        # chunks sum to the checksum of the piece.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
@@ -173,7 +173,9 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces that carry only the probes of this rank's rows of the merged model. All ranks must call this.
+        """Yield pieces that carry only the probes of this rank's rows of the merged model.
+
+        All ranks must iterate over the pieces, because adapters are gathered.
 
         The merged weights are rounded to the engine's dtype before `checks.probe` computes their probes.
         """

@@ -83,8 +83,8 @@ class ActorWorker:
         """Compute columns with the policy before the update, with rows in the order of `microbatches`.
 
         Returns:
-            A batch with the column `old_log_probs`. If the loss's token selector reads entropies, it also has
-            `entropies`. If the exact KL to the reference is subtracted from the reward, it also has `full_kl`.
+            A batch with the column `old_log_probs`, with `entropies` if the loss's token selector reads entropies, and
+            with `full_kl` if the exact KL to the reference is subtracted from the reward.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -126,7 +126,7 @@ class ActorWorker:
             step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # frees memory for the engine on the same device; a no-op without a GPU
+            torch.cuda.empty_cache()  # free memory for the engine on the same GPU
         return result
 
     def _backward(
@@ -144,7 +144,7 @@ class ActorWorker:
         columns["log_probs"] = unpack(output.log_probs, mask)
         columns.setdefault(
             "old_log_probs", columns["log_probs"].detach()
-        )  # a batch for a single optimizer step lacks the column, because the policy is still unchanged
+        )  # a batch for a single optimizer step lacks `old_log_probs`, which then equal the current log-probs
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
         if output.full_kl is not None:
@@ -191,14 +191,14 @@ class ActorWorker:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
         `_loaded` holds the results of the engines' calls that load the previous bucket from the same memory. Ray runs
-        this call only once these results are available, so it never overwrites a bucket that is still being loaded.
+        `export` only once the results in `_loaded` are available, so no bucket is overwritten while it is being loaded.
         """
         return self.sender.write(number, path)
 
     def end_export(self) -> None:
         """Release the sender after all weights were sent, or after the sync failed."""
         self.sender.close()
-        del self.sender  # the sender keeps the parameters alive
+        del self.sender  # the sender would keep the parameters in memory
 
     def save_state(self, url: str) -> None:
         """Start to write this rank's part of a checkpoint, with the exported model, in the background.
@@ -277,9 +277,9 @@ def actor_loss(
 def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy loss of each token (B, T), and sums over tokens for metrics.
 
-    The settings `correction` and `rejection` weight tokens and drop tokens. A dropped token has a policy loss of 0 but
-    stays in `response_mask`, so it stays in every count and keeps its KL and entropy terms. The loss's own metrics
-    include dropped tokens too.
+    The setting `correction` weights and drops tokens, and the setting `rejection` drops tokens. A dropped token has a
+    policy loss of 0 but stays in `response_mask`, so it stays in every count and keeps its KL and entropy terms. The
+    loss's own metrics include dropped tokens too.
     """
     policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
     losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
@@ -309,7 +309,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
     """Add to `result` the distances of the actor's current log-probs to the old log-probs and to the engine's.
 
-    The caller does this on the first mini-batch, before the first optimizer step.
+    The caller calls this function only for the first mini-batch, before the first optimizer step.
     """
     mask, now = columns["response_mask"], columns["log_probs"].detach()
     change = (now - columns["old_log_probs"]).abs()

@@ -1,4 +1,4 @@
-"""Pure functions that split a batch call over ranks and collect the results. Tests can run them without Ray."""
+"""Pure functions, testable without Ray, that split the rows of a batch over ranks and collect the ranks' results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ class UpdateResult:
     Attributes:
         sums: sums over this rank's trained tokens, by metric. A metric is the total over all ranks, divided by
             `tokens`.
-        losses: parts of the loss, by name. Each mini-batch's part is normalized by the counts of the whole mini-batch,
-            and then added.
+        losses: parts of the loss by name, summed over mini-batches after each was normalized by the counts of the whole
+            mini-batch.
         tokens: number of trained tokens of all ranks, over all mini-batches whose optimizer step was not skipped.
         steps: metrics of each optimizer step, which are the same on all ranks. `skipped` is 1 if the step was skipped
             because of non-finite values.

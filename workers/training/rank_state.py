@@ -95,7 +95,7 @@ class RankState:
         found, sharded = {_SCHEDULE: torch.tensor(self.optimizer.steps)}, isinstance(self.model, FSDPModule)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                assert not sharded or isinstance(parameter, DTensor), f"{name} is whole: a copy, maybe rounded"
+                assert not sharded or isinstance(parameter, DTensor), f"{name} is not sharded: it may be a rounded copy"
                 found[f"model.{name}"] = parameter.detach()
                 found |= {f"{kind}.{name}": tensor for kind, tensor in self.optimizer.moments(parameter).items()}
         return found
@@ -106,7 +106,7 @@ class RankState:
         All ranks must call this method. If the previous save is still running, this method first waits for its end.
         """
         if self.thread is not None:
-            self.thread.join()  # the previous save may still be running
+            self.thread.join()  # wait for the previous save, which may still be running
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
         # The export's small files are made in the calling thread, because transformers is not thread-safe.

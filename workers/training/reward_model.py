@@ -59,7 +59,7 @@ def score_head(model: PreTrainedModel) -> nn.Module:
 def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     """Return the model's output at the last token of each packed row, in float32."""
     outputs: list[Tensor] = []
-    # The model's own result is useless, because it treats the pack as one row and has a single score.
+    # The model's own result is not used, because the model treats the pack as one row and returns a single score.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids,

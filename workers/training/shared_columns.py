@@ -13,12 +13,12 @@ CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 
 def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the columns that the actor reads to compute log-probs before the update."""
+    """Return the names of the columns that the actor reads to compute log-probs before the update."""
     return [*FORWARD, *["ref_hidden"] * algorithm.kl_in_reward.full]
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the columns that the actor's update reads. A batch need not have all of them.
+    """Return the names of the columns that the actor's update reads. A batch may lack some of these columns.
 
     The parameters of the loss and of its token selector are named after the columns that these functions read.
     """
@@ -46,7 +46,7 @@ class SharedColumns:
         Args:
             batch: the batch.
             columns: names of the columns.
-            process: one of the processes. If it is the driver itself, the columns are returned as they are.
+            process: one of the processes. If the process is the driver, the columns are returned as they are.
         """
         wanted = batch.select([name for name in columns if name in batch])
         if not process.concurrent:

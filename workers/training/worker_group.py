@@ -33,7 +33,7 @@ class WorkerGroup(Generic[W_co]):
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
             ranks that split a pack get the same rows and return the same results. A pack may then hold
             `sequence_ranks` times as many tokens.
-        shared: columns in Ray's object store, shared with other groups. If None, this group has its own.
+        shared: columns in Ray's object store that this group shares with other groups. If None, the group shares none.
     """
 
     def __init__(
