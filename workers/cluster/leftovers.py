@@ -23,8 +23,8 @@ _LIMIT_S = 10.0
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     """Return the live processes that have `mark` in their environment or write to a file in the folder `logs`.
 
-    The folder `logs` is needed because Ray's processes change their titles. A new title overwrites part of a process's
-    environment, and the mark may be in the overwritten part.
+    A process that changes its title, as Ray's processes do, overwrites part of its environment, which may contain the
+    mark. The folder `logs`, into which Ray's processes write, identifies such a process nevertheless.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():

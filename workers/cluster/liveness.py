@@ -358,8 +358,8 @@ class ProgressScope:
     async def check_progress(self) -> None:
         """End the scope's waits with an error if a process is lost or all processes hang.
 
-        The error names the hanging processes and their stack frames. Processes that only wait for work are not named,
-        unless all processes of the scope wait.
+        The error names the hanging processes and their stack frames. The error does not name processes that only
+        wait for work, unless all processes of the scope wait.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:

@@ -80,7 +80,7 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # if the process is gone, another one may have its pid now
+        if state_of(process.pid, process.began):  # a process that is gone gets no signal, because its pid may be reused
             os.kill(process.pid, number)
 
 

@@ -39,7 +39,7 @@ class WorkerProcess(Protocol):
         """Start a method of a role, without waiting for the result. `Role.start` is the typed form of this method."""
 
     def share(self, value: W) -> W:
-        """Return a reference that can be passed to several processes in place of a large value."""
+        """Store a large value, and return a reference that can be passed to several processes in its place."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
         """Wait for a result that does not depend on the process's progress. Raises WorkerLost if the process dies."""
@@ -80,7 +80,7 @@ class Shared:
 
     @classmethod
     def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return an argument that stands for a batch, and has the type of one because the method receives the batch."""
+        """Return a `Shared` argument, typed as the batch into which the called process joins its columns."""
         return cast(DataProto, cls(references, columns))
 
 

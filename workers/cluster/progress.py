@@ -63,8 +63,8 @@ _announced: Process | None = None
 def announce(node: str) -> Process | None:
     """Make this worker process observable, and return its identity, or None on a system without `/proc`.
 
-    From then on, this process is the leader of a process group, through which its child processes can be found even
-    after it has died.
+    This process becomes the leader of a process group, through which its child processes can be found even after it has
+    died.
     """
     global _counter, _announced
     began = began_of(os.getpid())

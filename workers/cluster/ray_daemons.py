@@ -68,7 +68,7 @@ class LocalDaemon:
 
 
 class RemoteDaemon:
-    """A daemon on another machine. It counts as dead if connections to it fail for `_SILENT_S` seconds."""
+    """A daemon on another machine, which counts as dead after `_SILENT_S` seconds without a successful connection."""
 
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port

@@ -35,8 +35,8 @@ class Guard:
     """The driver's handle to the guard process.
 
     Args:
-        mark: Value of `leftovers.MARK` in the environment of the processes that the guard kills. If it is "", the guard
-            kills no process.
+        mark: Value of `leftovers.MARK` in the environment of the processes that the guard kills. If the mark is "", the
+            guard kills no process.
     """
 
     def __init__(self, mark: str) -> None:

@@ -58,8 +58,8 @@ def token_log_probs(
         chunk_size: maximum number of logits in a chunk; the default depends on the device.
 
     Returns:
-        Log-probs (R,), and entropies (R,) or None. Both are at least float32 and have gradients with respect to hidden,
-        head and bias.
+        Log-probs (R,), and entropies (R,) or None. Log-probs and entropies are at least float32 and have gradients
+        with respect to hidden, head and bias.
     """
     size = chunk_size or default_chunk_size(hidden.device)
     if len(hidden) * len(head) > size:

@@ -52,9 +52,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
     layers = adapted_layers(model, config)
     whole = config.alpha.is_integer()
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
-    alpha: Any = (
-        int(config.alpha) if whole else config.alpha
-    )  # peft's type annotation is int, but peft accepts fractions too
+    alpha: Any = int(config.alpha) if whole else config.alpha  # despite its annotation, peft accepts fractions
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=alpha,

@@ -356,7 +356,7 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return a list with the index of the row with the fewest tokens, which a rank without rows processes instead."""
+    """Return a list with the index of the shortest row, which a rank processes if it has no rows of its own."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 

@@ -90,10 +90,7 @@ def read_index(folder: Folder) -> dcp.Metadata:
 def _check(index: Any) -> None:
     """Raise ValueError unless the object is an index that refers only to tensors in files of the same folder."""
     _demand(isinstance(index, dcp.Metadata), "not an index of tensors")
-    _demand(
-        isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict),
-        "it has no tables of tensors and files",
-    )
+    _demand(isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "it has no tables")
     for name, entry in index.state_dict_metadata.items():
         good = isinstance(name, str) and type(entry) is dcp.TensorStorageMetadata
         _demand(good and isinstance(entry.properties.dtype, torch.dtype), f"entry {name!r} is not a tensor")
@@ -102,15 +99,10 @@ def _check(index: Any) -> None:
             _demand(type(chunk) is dcp.ChunkStorageMetadata, f"entry {name!r} has a part of unknown type")
             _demand(dcp.MetadataIndex(name, chunk.offsets) in index.storage_data, f"entry {name!r} is in no file")
     for place in index.storage_data.values():
-        _demand(
-            type(place) is _StorageInfo and isinstance(place.relative_path, str),
-            "a storage location has an unknown type",
-        )
+        _demand(type(place) is _StorageInfo and isinstance(place.relative_path, str), "a place has an unknown type")
         _demand(not getattr(place, "transform_descriptors", None), "its files are transformed")
         _demand(PurePosixPath(place.relative_path).name == place.relative_path, "a file is outside the folder")
-        _demand(
-            all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a storage location is not a number"
-        )
+        _demand(all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a place is not a number")
 
 
 def _demand(condition: bool, otherwise: str) -> None:

@@ -99,13 +99,13 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the elements of `results` that were not returned before, and at most one if a stepwise call is held."""
+        """Return the results that were not returned before, and at most one of them if a stepwise call is held."""
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
         """Put the call on hold. Return the results so far, or None if the call is not stepwise.
 
-        Later calls of `new` return none of the complete results again.
+        After this call, `new` returns none of the complete results again.
         """
         new = self.new(self.results) if self.stepwise else None
         self.given, self.held = self.whole, True
@@ -305,9 +305,8 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        process_tree.end_descendants(
-            os.getpid(), spare=_GUARDED
-        )  # the orphans of the child are now children of this process
+        # The orphans of the child are now children of this process.
+        process_tree.end_descendants(os.getpid(), spare=_GUARDED)
 
 
 class Guard:

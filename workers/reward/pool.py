@@ -95,7 +95,8 @@ class RewardPool:
         This method starts the actors without waiting until they are ready.
 
         Args:
-            reward: Reward functions. Their file paths may be relative to this process's working directory.
+            reward: Reward functions and limits. File paths of functions may be relative to this process's working
+                directory.
             workers: Number of actors.
             spares: Number of spare processes per actor, which score other samples while a call takes long.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
@@ -234,13 +235,9 @@ class RewardPool:
 
     def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer, *, adapt: bool) -> None:
         done = len(answer.results)
-        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], (
-            "a worker must answer requests in their order"
-        )
+        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(
-                self._names
-            ):  # the budget ran out before the sample's other functions were called
+            if len(result.scores) < len(self._names):  # the budget ran out before the other functions were called
                 self._alone.append(_Alone(request, result.scores))
             else:
                 self._finish(result)

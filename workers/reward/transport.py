@@ -52,7 +52,7 @@ class Held:
 
     Attributes:
         slot: Number of the process.
-        results: Results so far of a stepwise call, of which the last may lack some scores. None if the call is not stepwise.
+        results: Results so far of a stepwise call, of which the last may lack some scores. None for other calls.
     """
 
     slot: int

@@ -80,9 +80,7 @@ class _Function:
     async def _awaited(self, request: RewardRequest) -> Outcome:
         try:
             return as_score(await self.bound(request.prompt, request.response, request.columns))
-        except (
-            BaseException
-        ) as error:  # BaseException, because SystemExit and KeyboardInterrupt would end the event loop
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too, which would end the event loop
             return error
 
     def _called(self, requests: Sequence[RewardRequest]) -> Any:

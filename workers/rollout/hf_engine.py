@@ -30,7 +30,7 @@ from workers.sync.memory import Reader
 # Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers. Rows
 # that join a running batch also make the batch wider and padded.
 SLACK = 0.1  # share of finished rows in the batch above which the finished rows are dropped
-JOIN = 0.5  # share of free places from which waiting requests are added; if all of them fit, they are added earlier
+JOIN = 0.5  # share of places that must be free before waiting requests are added, unless all waiting requests fit
 
 
 class HFEngine:

@@ -1,8 +1,8 @@
 """Pool of rollout replicas, which routes requests to the replicas and sends them the actor's weights.
 
 A replica is dead if its process is gone, is stopped or hangs. A dead replica is replaced while the other replicas
-continue to work. Its replacement first gets the current weights, and then requests. The prompt groups that a dead
-replica had not finished are lost: the caller of the pool must submit these groups again.
+continue to work. The process that replaces a dead replica first gets the current weights, and then requests. The
+prompt groups that a dead replica had not finished are lost, and the caller of the pool must submit them again.
 """
 
 import asyncio
@@ -175,15 +175,11 @@ class RolloutPool:
                 ranks, version, check = self._source
                 try:
                     if await self._sync([replica], ranks, version, check=check):
-                        logger.warning(
-                            "rollout replica %d serves again, with weight version %d", replica.number, version
-                        )
+                        logger.warning("rollout replica %d serves again, with weights %d", replica.number, version)
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
                         raise
-                    self._source = (
-                        None  # an actor rank is lost; the restarted actor sends its weights in the next `load`
-                    )
+                    self._source = None  # the next `load` sends the weights of the restarted actor
         self._resume()
 
     async def replacement_allowed(self, replica: Replica, how: str) -> None:

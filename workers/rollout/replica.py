@@ -155,7 +155,7 @@ class Replica:
 
         Raises:
             WorkerLost: The process died, the engine was not ready in time, or, after the pool's start, the engine
-                could not be built. The replica's process is then replaced.
+                could not be built. `live` catches WorkerLost and replaces the process.
             WorkerError: During the pool's start, the engine could not be built.
         """
         try:
@@ -195,4 +195,4 @@ class Replica:
                     wanted = [answer for answer in answers if answer.key in self.running]
                     self.running -= {answer.key for answer in wanted}
                     pool.deliver(wanted)
-                await asyncio.sleep(0)  # let other tasks run, which an engine in this process blocks during each poll
+                await asyncio.sleep(0)  # let other tasks run, which a poll blocks if the engine is in this process

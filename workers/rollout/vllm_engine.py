@@ -123,7 +123,7 @@ def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
 
 
 class InProcessVLLM:
-    """vLLM's engine in the current process. On a CPU, it starts faster and communicates at lower cost than AsyncLLM.
+    """vLLM's engine in the current process, which on a CPU starts faster and communicates at lower cost than AsyncLLM.
 
     Args:
         config: Rollout settings.
@@ -187,7 +187,7 @@ class InProcessVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Prepare to receive new weights. A sleeping engine allocates only its weights again, not its KV cache."""
+        """Prepare to receive new weights. A sleeping engine wakes its weights only, not its KV cache."""
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
         self.engine.collective_rpc("start_weight_update")
@@ -241,7 +241,7 @@ class Family:
             os.close(descriptor)
 
     def error(self) -> WorkerLost:
-        """Return the error for an engine that is no longer usable. It makes the rollout pool replace this process."""
+        """Return the WorkerLost error that makes the rollout pool replace this process and its unusable engine."""
         error = WorkerLost(f"lost its engine: {self.lost or 'the core of vLLM ended'}")
         error.process = announced()
         return error
@@ -259,7 +259,7 @@ class Family:
 
 
 class AsyncVLLM:
-    """vLLM's AsyncLLM, for GPUs and large models. Its engine core and tensor-parallel workers are separate processes.
+    """vLLM's AsyncLLM, for GPUs and large models. The engine core and the workers of AsyncLLM are separate processes.
 
     The arguments are those of `InProcessVLLM`. Answers arrive on an event loop in a thread, and `step` returns them.
     """
@@ -371,7 +371,7 @@ class AsyncVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Pause generation and prepare to receive weights. A sleeping engine allocates only its weights again."""
+        """Pause generation and prepare to receive weights. A sleeping engine wakes its weights only."""
         self._sync(self._start_load())
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -444,7 +444,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # for example, vLLM knows fewer tensor names than transformers
+    except (KeyError, ValueError) as error:  # for example, vLLM does not know a tensor name that transformers knows
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start on it ({reason}); save the model again with save_pretrained, in "

@@ -121,9 +121,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         the head is tied to the embedding, so `repack_heads` renews the copy.
         """
         self.reader.close()
-        if (
-            self.adapters.parts
-        ):  # load all weights, because an engine that has slept also lacks the weights without adapters
+        if self.adapters.parts:
+            # All weights are loaded, because an engine that has slept also lacks the weights without adapters.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:

@@ -67,7 +67,7 @@ class Sender:
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def offer(self, path: str | None) -> Offer:
-        """Prepare the sync, and return what this rank tells the driver.
+        """Prepare the sync, and return this rank's `Offer` to the driver.
 
         If `path` is given, the first rank creates the shared file at this path. If there is no room for the file,
         `where` is None in the first rank's offer.
@@ -218,7 +218,5 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
         return local, 0
     each = -(-rows // mesh.size(cut[0]))  # rows of a full shard, as in torch.chunk
     start = min(rows, each * mesh.get_local_rank(cut[0]))
-    assert len(local) == min(each, rows - start), (
-        f"rank {start // each} holds {len(local)} of {rows} rows, which is not its share"
-    )
+    assert len(local) == min(each, rows - start), f"rank {start // each} must not hold {len(local)} of {rows} rows"
     return (local, start) if len(local) else None

@@ -6,8 +6,8 @@ and at most two buckets exist at a time. The driver does not wait between the ca
 one call is an argument of the next call, so that Ray orders the calls. An error, or the death of a process, therefore
 ends all later calls.
 
-If all ranks and engines are on one host, the bytes are in a shared file in memory. If not, each rank sends its bytes as
-the result of its calls.
+If all ranks and engines are on one host, the bytes are in a shared file in memory. If there are several hosts, each
+rank returns its bytes as the results of its calls.
 """
 
 import contextlib
@@ -79,10 +79,8 @@ async def sync(
         file = path if share and receivers[0].concurrent else None
         begun = [rank.start(Sends.start_export, file, version, check) for rank in ranks]
         told = [engine.start(Receives.start_load, path, version) for engine in engines]
-        offers, places = (
-            await results(begun),
-            await results(told, depends_on=senders),
-        )  # ranks and engines need not wait for each other
+        # Ranks and engines work on these two kinds of calls at the same time.
+        offers, places = await results(begun), await results(told, depends_on=senders)
         await _stream(ranks, engines, path, offers, places)
     except BaseException as error:
         await _give_up(engines, path, described(error))

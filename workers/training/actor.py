@@ -102,7 +102,7 @@ class ActorWorker:
         return row_pass(self.model, columns, batch, microbatches)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
-        """Return the reference's hidden states (R, H) at the response tokens of these rows, and its head (V, H)."""
+        """Return the reference's hidden states (R, H) at the response tokens of `part`, and its output head (V, H)."""
         assert self.ref_head is not None, "the head is copied if the config asks for the exact KL"
         return part.values("ref_hidden").to(device()), self.ref_head
 
@@ -157,9 +157,8 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        (
-            loss * torch.distributed.get_world_size()
-        ).backward()  # FSDP averages gradients over the ranks, but they must add up
+        # The factor is there because FSDP averages the gradients over the ranks, but they must add up.
+        (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
         return columns
@@ -307,7 +306,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Add to `result` the distances of the actor's current log-probs to the old log-probs and to the engine's.
+    """Add to `result` the differences between the actor's current log-probs and the old and the engine's log-probs.
 
     The caller calls this function only for the first mini-batch, before the first optimizer step.
     """

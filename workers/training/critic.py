@@ -1,4 +1,4 @@
-"""The critic, which has the policy's architecture with one output per token: computation of values, and training."""
+"""The critic, which estimates values, and has the policy's architecture with one output per token."""
 
 import functools
 
@@ -77,9 +77,8 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        (
-            loss * torch.distributed.get_world_size()
-        ).backward()  # FSDP averages gradients over the ranks, but they must add up
+        # The factor is there because FSDP averages the gradients over the ranks, but they must add up.
+        (loss * torch.distributed.get_world_size()).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():
             result.sums[name] = result.sums.get(name, 0.0) + float(value)

@@ -70,9 +70,8 @@ def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     )
     hook.remove()
     begins = packed.position_ids[0] == 0
-    return outputs[0][
-        0, begins.roll(-1), 0
-    ].float()  # a row ends before the next row begins; the last row ends the pack
+    # A row ends where the next row begins, and the last row ends with the pack.
+    return outputs[0][0, begins.roll(-1), 0].float()
 
 
 def _check(model: PreTrainedModel, where: str) -> None:
