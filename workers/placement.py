@@ -296,7 +296,7 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 
 def _no_reports() -> None:
-    """Keep Ray from printing a long report of each failed process or call, because the run reports it in one line."""
+    """Keep Ray from printing a long report of each failed process or call, which the run itself reports."""
     # If several ranks fail, the run raises only the error of the first rank, and Ray would print all other errors.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""FSDP2 sharding of models, the gathering of full tensors from shards, and the optimizer with its schedule."""
+"""FSDP2 sharding of models, the gathering of full tensors from shards, and the optimizer."""
 
 import contextlib
 import functools

@@ -74,7 +74,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def join(self, other: "RoomyLayer") -> None:
-        """Append the rows of another cache layer below the rows of this one, aligned to end in the same column."""
+        """Append the rows of another layer below the rows of this one. All rows then end in the same column."""
         width = max(self.get_seq_length(), other.get_seq_length())
         own, others = self._columns(), other._columns()
         self.stores = [_stacked(above, below, axis=2, room=ROOM) for above, below in zip(own, others, strict=True)]
@@ -184,7 +184,7 @@ class Batch:
             layer.batch_select_indices(rows, first)
 
     def join(self, other: "Batch") -> None:
-        """Append the rows of another batch below these rows. The caches of both batches must hold all columns."""
+        """Append the rows of another batch below the rows of this one. The caches of both must hold all columns."""
         self.padded = self.padded or other.padded or self.width != other.width
         width = max(self.width, other.width)
         rows = [batch.rows.clone() for batch in (self, other)]

@@ -1,4 +1,4 @@
-"""One rollout replica: an engine, and the thread that runs its generation steps while calls to the replica arrive."""
+"""One rollout replica: an engine, and the thread that runs the engine's generation steps."""
 
 import importlib
 import queue

@@ -144,7 +144,7 @@ def join(parts: Sequence[Bucket]) -> Bucket:
 
 
 def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
-    """Return the bytes of a bucket, in which each piece of the ranks' parts is copied to its place.
+    """Return the bytes of a bucket, with each piece of the ranks' parts copied to the place of its tensor's rows.
 
     If there is only one part, the bytes of the part are returned without a copy.
     """
