@@ -430,7 +430,8 @@ async def _start_on_ray(
         engine: Arguments of the rollout role.
         paths: Model directory of each role of the training ranks.
         tasks: The run's background tasks.
-        devices: GPUs that replicas share with training ranks. If None, Ray chooses a device for each process.
+        devices: GPUs that replicas share with training ranks. If `devices` is None, Ray chooses a device for each
+            process.
     """
     placement, liveness = config.placement, liveness_of(config, tasks)
     rewards = RewardPool.on_ray(
@@ -524,7 +525,8 @@ def spawner(
         name: Name of one actor in messages, without its number.
         count: Number of actors of this kind.
         liveness: Observes the actors' processes.
-        devices: GPUs of the actors, one per actor. If None, Ray chooses among all devices with enough free capacity.
+        devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all devices with enough free
+            capacity.
     """
     import ray
 

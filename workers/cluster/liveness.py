@@ -34,7 +34,8 @@ class WatchedProcess:
 
     Args:
         name: Name of the process in messages and in `processes.json`, such as "training rank 0".
-        liveness: Observes the process. If None, only Ray reports the process's death, and hangs are not detected.
+        liveness: Observes the process. If `liveness` is None, only Ray reports the process's death, and hangs are not
+            detected.
         changes: Wakes waiting coroutines when the process is lost.
 
     Attributes:
@@ -300,8 +301,8 @@ class ProgressScope:
 
     Args:
         processes: The processes.
-        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If None, the run's
-            hang timeout.
+        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If `limit_s` is
+            None, the run's hang timeout applies.
     """
 
     def __init__(self, processes: Collection[WatchedProcess], limit_s: float | None = None) -> None:

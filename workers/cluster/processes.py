@@ -216,8 +216,8 @@ async def results(
     Args:
         pending: Calls that were started.
         depends_on: Further processes on whose calls the results depend.
-        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If None, the run's
-            hang timeout.
+        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If `limit_s` is
+            None, the run's hang timeout applies.
 
     Raises:
         WorkerLost: A process died, was stopped or hung.

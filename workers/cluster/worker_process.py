@@ -70,8 +70,8 @@ class Host:
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: For each argument of the method, how to join it from the next elements of `args`. If None, the
-                argument is the next element of `args`.
+            joins: For each argument of the method, how to join it from the next elements of `args`. If an element
+                of `joins` is None, the argument is the next element of `args`.
             args: The arguments, and the parts of arguments.
             kwargs: Keyword arguments of the method.
         """

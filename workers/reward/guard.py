@@ -123,7 +123,7 @@ class GuardedWorker:
         Args:
             functions: Reward functions, in the order of the scores.
             memory_mb: Memory in MB that the child may allocate in addition to its memory after the imports.
-            directory: Working directory of the child. If None, the working directory of this process.
+            directory: Working directory of the child. By default, that of this process.
             options: Keyword arguments of `RewardWorker`.
         """
         self._first = (list(functions), options, memory_mb)
@@ -256,7 +256,7 @@ class GuardedWorker:
         """Return the next message of the child process.
 
         Args:
-            deadline: Time by which the message must be complete. If None, there is no deadline.
+            deadline: Time by which the message must be complete. If `deadline` is None, there is no deadline.
             until: Time by which the message must have begun.
 
         Returns:

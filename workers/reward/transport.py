@@ -17,7 +17,7 @@ class Call:
 
     Attributes:
         requests: Samples to score, in this order.
-        function: Index of the only reward function to call. If None, the worker calls all functions.
+        function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
         budget_s: Seconds after which the worker calls no further plain function and returns its results.
         limit_s: Seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the process is killed and the call is lost.

@@ -135,8 +135,8 @@ class RewardWorker:
 
         Args:
             requests: Samples to score.
-            function: Index of the only function to call, so that each result has one score. If None, all functions are
-                called.
+            function: Index of the only function to call, so that each result has one score. If `function` is None, all
+                functions are called.
             budget_s: Seconds after which no further plain function is called. The first call is always made.
             limit_s: Seconds after which a call of an async function is cancelled and its sample fails.
             report: Callback that gets a sample's result so far after each call of a plain function.

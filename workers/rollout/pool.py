@@ -30,7 +30,8 @@ class RolloutPool:
         replicas: The replicas, whose engines may still be under construction.
         tasks: The run's background tasks, to which the pool adds one task per replica.
         sleeps: Whether idle engines may release their device memory.
-        replaces: Whether a dead replica is replaced. If False, the first death of a replica raises WorkerError.
+        replaces: Whether a dead replica is replaced. If `replaces` is False, the first death of a replica raises
+            WorkerError.
 
     Attributes:
         changes: Wakes the coroutines of the pool and of the replicas after any change that they may wait for.
@@ -109,7 +110,7 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            replica.drop()  # for all replicas before the first await, during which replicas may answer or die
+            replica.drop()  # drop for all replicas before the first await, during which replicas may answer or die
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:

@@ -131,7 +131,7 @@ class InProcessVLLM:
         dtype: Data type of the weights, "float32" or "bfloat16".
         stop_ids: Ids of the model's end tokens.
         sleep_level: Result of the function `sleep_level`, which says what the engine releases on a GPU when it sleeps.
-            If 0, the engine never sleeps.
+            If `sleep_level` is 0, the engine never sleeps.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Family:
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
-        dismissed: Whether the processes may end. If True, `lost` stays "" when a process ends.
+        dismissed: Whether the processes may end. If `dismissed` is True, `lost` stays "" when a process ends.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class SharedFile:
 
     Args:
         path: path of the file.
-        size: size in bytes of the file to create. If None, an existing file is opened.
+        size: size in bytes of the file to create. If `size` is None, an existing file is opened.
 
     Raises:
         OSError: there is no room for the file to create, or the file to open does not exist.

@@ -29,11 +29,13 @@ class WorkerGroup(Generic[W_co]):
 
     Args:
         ranks: the role in the process of each rank.
-        work: estimates the work of the role's model for a row. If None, ranks are balanced by their numbers of tokens.
+        work: estimates the work of the role's model for a row. If `work` is None, ranks are balanced by their numbers
+            of tokens.
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
             ranks that split a pack get the same rows and return the same results. A pack may then hold
             `sequence_ranks` times as many tokens.
-        shared: columns in Ray's object store that this group shares with other groups. If None, the group shares none.
+        shared: columns in Ray's object store that this group shares with other groups. If `shared` is None, the group
+            shares none.
     """
 
     def __init__(
