@@ -3,12 +3,13 @@
 A step has these phases:
 
 1. Wait for the answers of the next prompt groups.
-2. Compute log-probs under the reference and the actor, and the critic's values. The last scores arrive meanwhile.
+2. Compute log-probs under the reference and the actor, and the critic's values, while the last scores arrive.
 3. Convert scores to token rewards and advantages, and choose the tokens to train on.
 4. Update critic and actor over mini-batches.
 5. Send the new weights to the engines.
 
-The trainer gets its workers as arguments. The same code runs with fakes, in one process and on a cluster.
+The trainer gets its workers as arguments, so that the same code runs with fake workers, in one process and on a
+cluster.
 """
 
 import contextlib
@@ -66,8 +67,8 @@ class Trainer:
         restart: ends all processes of the training ranks and starts new ones; None: the ranks cannot be restarted.
 
     Attributes:
-        step: number of training steps taken. It is also the version of the weights.
-        incarnation: number of times that the run was restored. Together with `step`, it identifies the weights.
+        step: number of training steps taken, which is also the version of the weights.
+        incarnation: number of times that the run was restored, which together with `step` identifies the weights.
         origin: checkpoint to which the run was last restored.
         beginning: state before the first step; None if the run began from a checkpoint.
         engine_checked: whether the engine's log-probs were compared with the actor's.
@@ -134,7 +135,10 @@ class Trainer:
         await self.checkpoints.finish()
 
     async def between_steps(self) -> None:
-        """Evaluate and save if the config says so for this step. A restored run does not repeat what it has done."""
+        """Evaluate and save if the config says so for this step.
+
+        A restored run does not repeat an evaluation or a save that it has already done.
+        """
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
         if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
@@ -147,8 +151,8 @@ class Trainer:
         """Start to write a checkpoint of the current state between two steps, unless this step has one already.
 
         Args:
-            repairable: a source that may have changed when the run is resumed. If it is given, an existing checkpoint
-                of this step is replaced.
+            repairable: a source that may have changed when the run is resumed. If `repairable` is given, an existing
+                checkpoint of this step is replaced.
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
@@ -185,7 +189,7 @@ class Trainer:
         """
         await self.checkpoints.abandon()
         state = self.beginning if checkpoint is None else checkpoint.state
-        assert state is not None, "a run that began from a checkpoint has that to go back to: `last_good`"
+        assert state is not None, "a run that began from a checkpoint is only restored to a checkpoint"
         for group in self.trained().values():
             await group.call(SavesState.load_state, None if checkpoint is None else checkpoint.folder.url)
         await self.collector.abort()
@@ -203,11 +207,11 @@ class Trainer:
         self.origin = checkpoint
 
     def last_good(self) -> Checkpoint | None:
-        """Return the newest good checkpoint of this run, or the one that it began from. None: there is neither."""
+        """Return the newest good checkpoint of this run, else the one that it was last restored to, else None."""
         return self.checkpoints.newest() or self.origin
 
     async def recover(self, error: WorkerLost) -> None:
-        """Restart the training ranks from the last good checkpoint. Raises WorkerError after too many restarts."""
+        """Restart the training ranks from the last good checkpoint. Raise WorkerError after too many restarts."""
         checkpoint = self.last_good()
         await self.collector.rollout.hold_weights()
         await self.restarts.after(error, checkpoint.step if checkpoint else 0)
@@ -215,7 +219,7 @@ class Trainer:
         logger.warning("the training ranks are back; going on after step %d", self.step)
 
     async def train_step(self) -> tuple[dict[str, float], DataProto]:
-        """Take one training step. Returns its metrics, and the batch that was trained on."""
+        """Take one training step. Return the metrics of the step, and the batch that was trained on."""
         config, timer = self.config, Timer()
         async with self.saved_on_error():
             with timer("generate"):
@@ -257,9 +261,9 @@ class Trainer:
 
     @contextlib.asynccontextmanager
     async def saved_on_error(self) -> AsyncIterator[None]:
-        """Save a checkpoint if rewards, or values computed from them before the update, end the run in this block.
+        """Save a checkpoint if an error in this block, in rewards or in values computed from rewards, ends the run.
 
-        The checkpoint is of the state before the step, so a resumed run repeats the step. The samples of failed rewards
+        The checkpoint has the state before the step, so a resumed run repeats the step. The samples of failed rewards
         are written to a file.
         """
         kl_controller = self.kl_controller.state_dict()
@@ -277,7 +281,7 @@ class Trainer:
                 if repairable:
                     text += ", also with that function repaired"
                 elif isinstance(error, RewardError):
-                    text += ", asking for failed rewards again, if what has to change is not in a reward file"
+                    text += ", requesting failed rewards again, unless a reward file has to change"
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:
@@ -288,12 +292,12 @@ class Trainer:
         )
 
     async def with_reference_log_probs(self, batch: DataProto, reference: WorkerGroup[ReferenceWorker]) -> DataProto:
-        """Add `ref_log_probs`."""
+        """Add the reference's log-probs to the batch, as the column `ref_log_probs`."""
         budget = self.config.actor.max_tokens_per_microbatch
         return batch.union(await reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=budget))
 
     async def with_values(self, batch: DataProto, critic: WorkerGroup[CriticWorker]) -> DataProto:
-        """Add the critic's values."""
+        """Add the critic's values to the batch."""
         states, budget = states_to_value(batch, self.config.algorithm), self.config.critic.max_tokens_per_microbatch
         found = await critic.rows(CriticWorker.compute_values, states, FORWARD, max_tokens=budget)
         return with_critic_values(batch, found, self.config.algorithm)
@@ -301,14 +305,14 @@ class Trainer:
     async def update_critic(
         self, batch: DataProto, minibatches: Sequence[list[int]], critic: WorkerGroup[CriticWorker]
     ) -> dict[str, float]:
-        """Update the critic; returns its metrics. Raises NumericsError if too many updates in a row were skipped."""
+        """Update the critic and return its metrics. Raise NumericsError if too many updates in a row were skipped."""
         with self.saved_batch(batch):
             budget = self.config.critic.max_tokens_per_microbatch
             metrics = await critic.update(CriticWorker.update, batch, CRITIC_UPDATE, minibatches, budget)
         return self.checked_update("critic", metrics, batch, minibatches)
 
     async def update_actor(self, batch: DataProto, minibatches: Sequence[list[int]]) -> dict[str, float]:
-        """Update the actor and the entropy coefficient; returns the actor's metrics.
+        """Update the actor and the entropy coefficient, and return the actor's metrics.
 
         Raises NumericsError if too many updates in a row were skipped.
         """
@@ -336,7 +340,10 @@ class Trainer:
     def checked_update(
         self, role: str, metrics: dict[str, float], batch: DataProto, minibatches: Sequence[list[int]]
     ) -> dict[str, float]:
-        """Return the metrics of an update under their full names. Reports skipped updates, with the step's batch."""
+        """Return the metrics of an update under their full names.
+
+        Skipped updates are reported in an alarm, which names the file of the step's batch.
+        """
         step = self.step + 1
         if skipped := int(metrics.get("skipped_updates", 0)):
             self.tracker.log_alarm(
@@ -350,8 +357,8 @@ class Trainer:
     async def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Add `old_log_probs`, the log-probs of the proximal policy, computed by the actor or by the engine.
 
-        If one optimizer step trains on the whole batch, they equal the current log-probs, and the column is left out.
-        In the first step, the actor always computes its log-probs, to check the engine.
+        If one optimizer step trains on the whole batch, the old log-probs equal the current ones, and the column is
+        left out. In the first step, the actor always computes its log-probs, to check the engine.
 
         Returns:
             The batch, and metrics of the gap between engine and actor. The metrics are empty if the actor computed
@@ -367,14 +374,14 @@ class Trainer:
             found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
             batch = batch.union(found)
             metrics = log_prob_gap(batch)
-            if batch.values("response_mask").any():  # a step without trained tokens says nothing of the engine
+            if batch.values("response_mask").any():  # a step without trained tokens tells nothing about the engine
                 self.check_engine(metrics["rollout/log_prob_gap"])
         if self.config.algorithm.old_log_probs == "rollout":
             batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
         return batch, metrics
 
     def check_engine(self, gap: float) -> None:
-        """Raise LogProbError if this is the run's first mean gap, in nats, and it exceeds the limit."""
+        """Raise LogProbError if `gap`, in nats, is the run's first mean gap and exceeds `rollout.max_log_prob_gap`."""
         first, self.engine_checked = not self.engine_checked, True
         limit = self.config.rollout.max_log_prob_gap
         if first and not gap <= limit:
@@ -385,7 +392,10 @@ class Trainer:
             )
 
     async def sync_weights(self) -> None:
-        """Send the actor's weights to the engines as version `step`. Raises SyncError if an engine uses other ones."""
+        """Send the actor's weights to the engines as version `step`.
+
+        Raises SyncError if an engine uses other weights afterwards.
+        """
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:

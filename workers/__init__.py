@@ -1,1 +1,1 @@
-"""Processes that generate, score and train. Importing this package imports nothing else."""
+"""Processes that generate, score and train. Importing this package imports no other module."""

@@ -1,4 +1,4 @@
-"""Decides which processes a run has and which roles each one holds.
+"""Placement of a run: which worker processes it has, and which roles each process holds.
 
 This module starts Ray and the worker processes, or puts all roles into the current process.
 """
@@ -51,10 +51,10 @@ ROLES = {
 ENGINE = "workers.rollout.worker:RolloutWorker"
 _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
-_ANSWER_S = 10.0  # timeout in seconds of a connection to a cluster's port
+_ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
-COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collectives, so that a hang is detected before they time out
-# Environment for processes that all run on this machine. No other machine can connect to them.
+COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collectives, so that a hang is detected before a collective times out
+# Environment for worker processes that all run on this machine, so that no other machine can connect to their sockets.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -63,8 +63,8 @@ class _Connection:
     """This process's connection to Ray. A process has at most one connection.
 
     Attributes:
-        guard: Guard process, which outlives this process and kills the processes that it leaves behind.
-        daemons: Ray daemons that the connection depends on.
+        guard: Handle to the guard process, which kills Ray's processes if they are left over when this process ends.
+        daemons: Ray daemons that the connection needs.
     """
 
     guard: Guard | None = None
@@ -80,7 +80,8 @@ class Training:
     Args:
         config: The whole config.
         paths: Model directory of each role.
-        spawns: By role, the function that starts the process of a rank. Roles with the same function share processes.
+        spawns: For each role, the function that starts the process of a rank, given the rank's number. Roles with the
+            same function share processes.
 
     Attributes:
         groups: The worker group of each role.
@@ -98,7 +99,7 @@ class Training:
         self._spawn()
 
     def _spawn(self) -> None:
-        """Start a process for each rank."""
+        """Start a process for each rank, or for each rank of each role if roles do not share processes."""
         started: dict[Callable[[int], WorkerProcess], list[WorkerProcess]] = {}
         for role, group in self.groups.items():
             spawn = self.spawns[role]
@@ -108,7 +109,7 @@ class Training:
         self.processes = [process for processes in started.values() for process in processes]
 
     async def build(self) -> None:
-        """Form the process groups and build all roles. Raises WorkerLost if a process dies or hangs meanwhile."""
+        """Form the ranks' process groups and build all roles. Raises WorkerLost if a process dies or hangs."""
         for processes in {tuple(rank.process for rank in group.ranks) for group in self.groups.values()}:
             await meet(processes, self.config)
         calls = [
@@ -119,10 +120,7 @@ class Training:
         await results(calls, limit_s=self.config.placement.start_timeout_s)
 
     async def restart(self) -> None:
-        """End all training ranks and start new ones in their places.
-
-        The new ranks have the weights that the run began with.
-        """
+        """Kill all training ranks and start new ones, which have the weights that the run began with."""
         for process in self.processes:
             process.kill()
         self._spawn()
@@ -134,7 +132,12 @@ class Workers:
     """The running workers of a run.
 
     Attributes:
-        restarts: Whether the training ranks are separate processes, which can be restarted.
+        rollout: Pool of the rollout replicas.
+        rewards: Pool of the reward workers.
+        training: The training ranks.
+        reward_models: Worker group of each reward model, in the config's order.
+        devices: GPUs that training ranks and engines share, or None if no GPU is shared.
+        liveness: Monitor of the worker processes, or None if all roles are in the current process.
     """
 
     rollout: RolloutPool
@@ -146,17 +149,17 @@ class Workers:
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
-        """Return the actor's ranks."""
+        """Return the worker group of the actor."""
         return self.training.groups["actor"]
 
     @property
     def reference(self) -> WorkerGroup[ReferenceWorker] | None:
-        """Return the reference's ranks, or None if the run needs no reference."""
+        """Return the worker group of the reference model, or None if the run needs no reference model."""
         return self.training.groups.get("reference")
 
     @property
     def critic(self) -> WorkerGroup[CriticWorker] | None:
-        """Return the critic's ranks, or None if the run needs no critic."""
+        """Return the worker group of the critic, or None if the run needs no critic."""
         return self.training.groups.get("critic")
 
     @property
@@ -166,7 +169,7 @@ class Workers:
 
     @property
     def daemons(self) -> Daemons:
-        """Return the Ray daemons on which the workers depend."""
+        """Return the Ray daemons that the workers need."""
         return Daemons() if self.liveness is None else self.liveness.daemons
 
     async def __aenter__(self) -> Self:
@@ -176,19 +179,19 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt | asyncio.CancelledError):
-            self.kill()  # a second signal has asked to stop at once
+            self.kill()  # the user has asked twice to stop, so stop at once
         else:
             await self.close()
 
     async def close(self) -> None:
-        """Stop all workers of this run. The engines may finish what they do."""
+        """Stop all workers of this run. The engines may first finish their running calls."""
         if self.daemons.lost():
-            return  # the workers would not answer; disconnecting from Ray ends their processes
+            return  # the workers would not answer, and their processes end when the driver disconnects from Ray
         await self.rollout.close()
         self.kill()
 
     def kill(self) -> None:
-        """Stop all workers of this run at once. Disconnecting from Ray ends the processes that are left."""
+        """Stop the workers of this run at once. When the driver disconnects from Ray, the remaining processes end."""
         with contextlib.suppress(WorkerError):
             self.rewards.close()
         if self.liveness is not None:
@@ -199,10 +202,10 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start or join a Ray cluster. Returns the cluster's resources.
+    """Start a Ray cluster, or join an existing one. Return the cluster's resources.
 
     Raises:
-        ConfigError: There is no cluster to join.
+        ConfigError: The existing cluster cannot be joined.
         WorkerError: Ray does not start.
     """
     local, address = config.placement.address == "local", config.placement.address
@@ -210,8 +213,8 @@ def connect(config: Config) -> dict[str, float]:
         address = os.environ.get("RAY_ADDRESS", "")
         if not address:
             raise ConfigError(
-                "placement.address=auto: RAY_ADDRESS is not set, no cluster to join; start this with `ray job "
-                "submit`, give placement.address=HOST:PORT, or use placement=local"
+                "placement.address=auto: RAY_ADDRESS is not set, so there is no cluster to join; start the run with "
+                "`ray job submit`, give placement.address=HOST:PORT, or use placement=local"
             )
     if not local:
         _require_answer(address)
@@ -219,10 +222,10 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default; setting it avoids a warning
-            os.environ.setdefault("RAY_worker_niceness", "0")  # workers need no lower priority
-            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard uses them
-            # Each glibc arena keeps its peak memory forever, and each of Ray's many threads would have its own arena.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default, set here to avoid a warning
+            os.environ.setdefault("RAY_worker_niceness", "0")  # by default, Ray lowers its workers' CPU priority
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard uses task events
+            # A glibc arena never returns its peak memory, and each of Ray's many threads would have its own arena.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
@@ -260,12 +263,13 @@ def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
 
 
 def _short_temporary_folder() -> dict[str, str]:
-    """Return the `ray.init` option for a temporary folder with a short path.
+    """Return the `ray.init` option that makes Ray use a temporary folder with a short path.
 
-    The path of a socket has at most 107 characters. Ray's own folder and file names take about 70 of them.
+    The path of a socket has at most 107 characters, of which Ray's own folder and file names take about 70.
 
     Returns:
-        {} if the default folder is short enough, if the user has set RAY_TMPDIR, or if /tmp is not writable.
+        The option, or {} if the default folder's path is short enough, if the user has set RAY_TMPDIR, or if /tmp is
+        not writable.
     """
     if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir()) <= _LONGEST_TMPDIR or not os.access(_TMP, os.W_OK):
         return {}
@@ -273,10 +277,10 @@ def _short_temporary_folder() -> dict[str, str]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError if no program listens at the address. Ray would try to connect for minutes."""
+    """Raise ConfigError if no program listens at the address, because Ray would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would use the port modulo 65,536, where another program may listen
+        if int(port) > _LAST_PORT:  # the C library would silently use the port modulo 65,536
             raise _no_cluster(address, OverflowError(f"the last port is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -292,8 +296,8 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 
 def _no_reports() -> None:
-    """Keep Ray from printing a long report of each failed process or call. The run reports a failure in one line."""
-    # Errors of further ranks stay unhandled, because the error of the first rank is raised.
+    """Keep Ray from printing a long report of each failed process or call, which the run itself reports."""
+    # If several ranks fail, the run raises only the error of the first rank, and Ray would print all other errors.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
         from ray._private import worker
@@ -303,11 +307,12 @@ def _no_reports() -> None:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray use the loopback address for this node, so that its daemons listen at no other address.
+    """Make Ray use the loopback address for this node, so that Ray's daemons listen at no other address.
 
-    Ray must be imported inside this block. Despite its name, the environment variable also works on Linux.
-    `ray.init(_node_ip_address="127.0.0.1")` has no such effect, because Ray treats that value as a mistake. The block
-    restores the variable at its end, because programs that start later may need a cluster.
+    Ray must be imported for the first time inside this block, which sets an environment variable that also works on
+    Linux, despite its name. `ray.init(_node_ip_address="127.0.0.1")` does not have the same effect, because Ray treats
+    this value as a mistake. At its end, the block restores the variable, because programs that this process starts
+    later may need a cluster with several machines.
     """
     name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.get(name)
@@ -325,25 +330,24 @@ def _on_loopback() -> Iterator[None]:
 def _own_token() -> Iterator[None]:
     """Give the Ray daemons that start in this block their own authentication token, unless the user has set one.
 
-    By default, Ray uses one token for all clusters of a user. Ray writes that token into the home folder and leaves it
-    there.
+    By default, Ray uses one token for all clusters of a user, and leaves the token in a file in the user's home folder.
     """
     from ray import _raylet
 
     loader: Any = _raylet
 
-    loader.AuthenticationTokenLoader.instance().reset_cache()  # it may hold the previous cluster's token
+    loader.AuthenticationTokenLoader.instance().reset_cache()  # the cache may hold the token of a previous cluster
     if own := not {_TOKEN, f"{_TOKEN}_PATH"} & os.environ.keys():
         os.environ[_TOKEN] = secrets.token_hex(32)
     try:
         yield
     finally:
-        if own:  # the token would be wrong for a cluster that this process joins later
+        if own:  # a cluster that this process joins later has another token
             del os.environ[_TOKEN]
 
 
 def disconnect() -> None:
-    """Disconnect from Ray. This ends all processes of a local cluster."""
+    """Disconnect from Ray, and end all processes of the Ray cluster if this process has started it."""
     import ray
 
     ray.shutdown()
@@ -359,7 +363,7 @@ async def start(
     """Start all workers of a run and wait until they are ready.
 
     Args:
-        config: The whole config. Ray must be connected unless the launcher is `inprocess`.
+        config: The whole config. Unless the launcher is `inprocess`, `connect` must have been called.
         path: Model directory.
         stop_ids: Ids of the model's end tokens.
         tasks: The run's background tasks.
@@ -399,7 +403,7 @@ async def _start(
 async def _start_here(
     config: Config, engine: tuple[Any, ...], paths: dict[str, str], tasks: BackgroundTasks, _: SharedDevices | None
 ) -> "_Started":
-    """Put all roles into this process."""
+    """Build all roles in the current process."""
     threads = config.placement.threads_per_worker
     process = LocalProcess(Host(openmp_settings(threads) if threads else {}, verbose=True))
     process.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
@@ -426,7 +430,8 @@ async def _start_on_ray(
         engine: Arguments of the rollout role.
         paths: Model directory of each role of the training ranks.
         tasks: The run's background tasks.
-        devices: GPUs that replicas share with training ranks. None: Ray chooses the devices.
+        devices: GPUs that replicas share with training ranks. If `devices` is None, Ray chooses a device for each
+            process.
     """
     placement, liveness = config.placement, liveness_of(config, tasks)
     rewards = RewardPool.on_ray(
@@ -451,7 +456,7 @@ async def _start_on_ray(
         sleeps=config.takes_turns,
     )
     if devices and placement.share_ranks:
-        await pool.start()  # an engine measures the free memory of its device, so the ranks must not allocate any yet
+        await pool.start()  # an engine measures its GPU's free memory, so the ranks must not run yet
     shared = "training rank" if placement.share_ranks else ""
     spawns = {
         name: spawner(config, name, placement.actor_ranks, liveness=liveness, devices=devices if shared else None)
@@ -464,10 +469,10 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
-    """Return the worker group of a role, still without ranks.
+    """Return the worker group of a role, to which no ranks have been assigned yet.
 
-    Reward models do not split packs over ranks, so each of their ranks gets its own rows. Their batches have columns of
-    their own; the batches of all other roles have columns in common.
+    Reward models do not split packs over ranks, so each rank of a reward model gets its own rows. The batches of a
+    reward model share no columns with other roles. The batches of all other roles have columns in common.
     """
     if role.startswith(REWARD_MODEL):
         return WorkerGroup([], work_of(role, path))
@@ -475,12 +480,12 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the cost model of a role's work per row. Only policies have an output head over the vocabulary."""
+    """Return the estimator of a role's work per row. Only actor and reference have a head over the vocabulary."""
     return row_work(text_config(path), head=role in ("actor", "reference"))
 
 
 def liveness_of(config: Config, tasks: BackgroundTasks) -> Liveness:
-    """Return the monitor of this run's processes."""
+    """Return a new monitor for the processes of this run."""
     import ray
 
     return Liveness(
@@ -494,7 +499,10 @@ def liveness_of(config: Config, tasks: BackgroundTasks) -> Liveness:
 
 
 def shared_devices(config: Config) -> SharedDevices | None:
-    """Reserve the GPUs that ranks and replicas share. Returns None without GPUs, or if each process has its own GPU.
+    """Reserve the GPUs that training ranks and rollout replicas share.
+
+    Returns:
+        The GPUs, or None if the cluster has no GPUs or no process shares its GPU with another.
 
     Raises:
         WorkerError: Too few GPUs become free within `placement.start_timeout_s`.
@@ -517,18 +525,20 @@ def spawner(
         name: Name of one actor in messages, without its number.
         count: Number of actors of this kind.
         liveness: Observes the actors' processes.
-        devices: GPUs of the actors, one per actor. None: Ray chooses among all devices with enough capacity left.
+        devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all devices with enough free
+            capacity.
     """
     import ray
 
     engines = name.startswith("rollout")
-    # Without staleness, ranks and engines take turns. Otherwise they compute at the same time and share the cores.
+    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores. Otherwise, ranks and
+    # engines compute at the same time and share the cores.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )
     threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
     has_gpus = _has_gpus()
-    share = 0.5 if config.placement.share_ranks else 1.0  # an engine and a rank that share a GPU get half of it each
+    share = 0.5 if config.placement.share_ranks else 1.0  # an engine and a rank that share a GPU get one half each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus:
         resources["num_gpus"] = share * (config.rollout.shards if engines else 1)
@@ -543,7 +553,7 @@ def spawner(
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank runs one call at a time, in order. An engine must accept calls while it generates.
-    make: Any = ray.remote  # Any, because Ray's type annotations lack these options
+    make: Any = ray.remote  # typed as Any, because Ray's type annotations lack the options below
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:
@@ -554,7 +564,10 @@ def spawner(
 
 
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
-    """Join these ranks into one torch.distributed process group. The driver's own process has joined one already."""
+    """Make processes join one torch.distributed process group, as its ranks.
+
+    The driver's own process is skipped, because it has already joined a group of one rank.
+    """
     ranks = [process for process in processes if isinstance(process, RayProcess)]
     if ranks:
         limit_s = config.placement.start_timeout_s

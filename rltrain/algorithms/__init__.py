@@ -1,6 +1,7 @@
 """Reinforcement-learning algorithms as pure functions on tensors, in a package that imports only torch.
 
-Importing the package fills the registries. `registry` states the contract of every registered function.
+Importing this package registers all algorithms. The module `registry` states the contract that every registered
+function follows.
 """
 
 from rltrain.algorithms import advantages as _advantages
@@ -70,4 +71,4 @@ __all__ = [
     "value_loss",
 ]
 
-del _advantages, _policy_losses  # imported only to register their functions
+del _advantages, _policy_losses  # imported only to register the functions in these modules

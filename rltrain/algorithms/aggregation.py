@@ -25,11 +25,11 @@ def aggregate_loss(
         seq-mean-token-mean      sum_b (sum_t l_bt / |mask_b|) / num_sequences            GRPO, arXiv 2402.03300 eq. 3
         seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr. GRPO, arXiv 2503.20783
 
-    `num_tokens` is the number of trained tokens, and `num_sequences` the number of rows with a trained token. Both
-    count the whole mini-batch over all micro-batches and ranks. With these counts, the results of the parts of any
-    partition add up to the result of the whole mini-batch. If a count is None, it is computed from the tensors of this
-    call. Masked tokens, and rows with no trained token, add exactly 0. If there is no trained token at all, the result
-    is 0.
+    `num_tokens` is the number of trained tokens of the whole mini-batch, over all micro-batches and ranks.
+    `num_sequences` is the number of rows of the whole mini-batch that have a trained token. With counts of the whole
+    mini-batch, the results of its micro-batches add up to the result of the whole mini-batch, however it is split. If a
+    count is None, it is computed from the tensors of this call. Masked tokens, and rows with no trained token, add
+    exactly 0. If there is no trained token at all, the result is 0.
 
     Raises:
         ValueError: if `loss_agg_mode` is unknown, or if seq-mean-token-sum-norm gets no `max_response_length` >= 1.
@@ -54,14 +54,14 @@ def aggregate_loss(
 
 
 def _count(number: int | Tensor, like: Tensor) -> Tensor:
-    """Return a divisor of at least 1, so that an empty mini-batch gives 0 / 1."""
+    """Return `number` as a tensor of at least 1, so that a mini-batch without trained tokens has the loss 0 / 1."""
     return torch.as_tensor(number, dtype=like.dtype, device=like.device).clamp(min=1)
 
 
 def _length(max_response_length: int | None) -> int:
     if max_response_length is None or max_response_length < 1:
         raise ValueError(
-            f"max_response_length={max_response_length}: seq-mean-token-sum-norm divides by it, so it must be >= 1; "
-            "pass the longest response that rollouts may have"
+            f"max_response_length={max_response_length} must be >= 1, because seq-mean-token-sum-norm divides by it; "
+            "pass the length limit of the responses"
         )
     return max_response_length

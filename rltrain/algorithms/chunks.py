@@ -9,7 +9,7 @@ from torch import Tensor
 from rltrain.algorithms.ratio import as_float
 
 LEAST_LOG = -1e4  # finite replacement for -inf: exp gives 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN
-MAX_ROWS = 2048  # more rows do not speed up the matrix products, and make a chunk narrower
+MAX_ROWS = 2048  # a chunk of more rows is not multiplied faster, and has fewer columns
 # Logits per chunk, by device type. On a CPU, a chunk stays in the cache between the few passes over it. On other
 # devices, the matrix products must be large enough to hide the kernel launch overhead.
 CHUNK_SIZES = {"cpu": 2**21}
@@ -17,14 +17,14 @@ OTHER_CHUNK_SIZE = 2**26
 
 
 def default_chunk_size(device: torch.device) -> int:
-    """Return the number of logits in one chunk on this device when the caller gives none."""
+    """Return the default number of logits in one chunk on this device."""
     return CHUNK_SIZES.get(device.type, OTHER_CHUNK_SIZE)
 
 
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Yield the (rows, columns) of chunks of at most `size` logits that cover a (positions, words) matrix.
 
-    All rows of one block of columns come before the next block, so that each row of the head is read once.
+    All chunks of one block of columns come before the next block of columns, so that each row of the head is read once.
     """
     height = max(1, min(positions, MAX_ROWS, size))
     width = max(1, min(words, size // height))
@@ -34,10 +34,10 @@ def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice
 
 
 def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Compute logits (rows, columns) from (rows, H) and (columns, H), divided by the temperature, in a new tensor.
+    """Compute logits (rows, columns) from hidden states (rows, H) and head rows (columns, H), in a new tensor.
 
-    The matrix product is computed in the dtype of its factors, as in a model's last layer. The result is at least
-    float32.
+    The logits are divided by the temperature. The matrix product is computed in the dtype of its factors, as in a
+    model's last layer. The result is at least float32.
     """
     product = as_float(F.linear(hidden, head, bias))
     return product if temperature == 1 else product.div_(temperature)
@@ -46,9 +46,9 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
 class RunningSoftmax:
     """For each position, the sum of exp(logit) and a mean under the softmax, accumulated over chunks of columns.
 
-    The sums are relative to the largest logit so far, and are rescaled when a larger logit arrives. The mean is over
-    `values`, or, if no values are given, over the differences from the largest logit. A word of probability 0, such as
-    a word with logit -inf, adds exactly 0 to the mean, whatever its value.
+    Each sum is relative to the largest logit added so far, and is rescaled when a larger logit is added. The mean is
+    over `values`, or, if no values are given, over the differences between the logits and the largest logit. A word of
+    probability 0, such as a word with logit -inf, adds exactly 0 to the mean, whatever its entry in `values`.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -86,10 +86,10 @@ class RunningSoftmax:
 
 
 class GradientSums:
-    """Gradients of hidden (R, H), head (V, H) and bias (V,), accumulated over the logit gradients of the chunks.
+    """Gradients of hidden (R, H), head (V, H) and bias (V,), accumulated from the logit gradients of all chunks.
 
-    Types narrower than float32 are summed in float32 and rounded once. A gradient that is not `wanted` is None and is
-    not computed.
+    Gradients in types narrower than float32 are summed in float32 and rounded once. `wanted` says which of the three
+    gradients are computed; the others are None.
     """
 
     def __init__(self, hidden: Tensor, head: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
@@ -101,7 +101,7 @@ class GradientSums:
         self.part = torch.empty(0)
 
     def add(self, rows: slice, columns: slice, to_logits: Tensor) -> None:
-        """Add a chunk's gradient (rows, columns); the chunks must arrive in the order of `chunks`."""
+        """Add the gradient (rows, columns) of a chunk's logits. Add chunks in the order in which `chunks` yields."""
         if self.to_bias is not None:
             self.to_bias[columns] += to_logits.sum(0)
         narrow = to_logits.to(self.head.dtype)

@@ -1,7 +1,7 @@
 """Controllers that adapt the coefficients of the KL penalty and of the entropy bonus to measurements.
 
-`value` is the coefficient to use now. `update` changes the coefficient after a measurement. `state_dict` returns the
-state to save in a checkpoint.
+A controller's attribute `value` is the coefficient to use now. The method `update` of a controller changes the
+coefficient after a measurement. The method `state_dict` of a controller returns the state to save in a checkpoint.
 """
 
 import math
@@ -41,8 +41,8 @@ class AdaptiveKLController(FixedKLController):
         super().__init__(kl_coef)
         if not (kl_coef > 0 and target > 0 and horizon > 0):
             raise ValueError(
-                f"kl_coef={kl_coef}, target={target}, horizon={horizon}: the adaptive controller multiplies by "
-                "ratios of them, so each must be > 0; set them, or use a fixed coefficient"
+                f"kl_coef={kl_coef}, target={target}, horizon={horizon}: each must be > 0, because the adaptive "
+                "controller multiplies by their ratios; set them, or use a fixed coefficient"
             )
         self.target, self.horizon = float(target), horizon
 
@@ -91,15 +91,16 @@ class AdaptiveEntropyController(FixedEntropyController):
         value = c where e <= target,                   0 where e > target
 
     e is the mean entropy of the policy over trained tokens, in nats. c is the attribute `entropy_coef`. c starts at the
-    given value (at 0 in the paper), which is also the initial `value` until the first measurement.
+    constructor's `entropy_coef` (at 0 in the paper), and `value` equals this start until the first measurement.
 
     The controller differs from the paper in three ways:
 
-    * c has a floor of 0. Below 0, the bonus would be a penalty when the entropy next falls below the target.
-    * c has the upper bound `maximum`, 0.005 in the authors' training script. Without this bound, an unreachable target
-      makes the bonus outweigh the reward. `load_state_dict` reduces a larger coefficient to `maximum`.
-    * With an update after each step, the entropy of the previous step switches the bonus on or off, not the entropy of
-      the current step.
+    * c has a floor of 0. A negative c would turn the bonus into a penalty when the entropy next falls below the target.
+    * c has the upper bound `maximum`, 0.005 in the authors' training script. Without an upper bound, an unreachable
+      target makes the bonus outweigh the reward. `load_state_dict` reduces a saved coefficient above `maximum` to
+      `maximum`.
+    * If `update` is called after each training step, the entropy of the previous step, not of the current step,
+      switches the bonus on or off.
     """
 
     def __init__(self, entropy_coef: float, target: float, step: float, maximum: float) -> None:
@@ -119,7 +120,7 @@ class AdaptiveEntropyController(FixedEntropyController):
         self.maximum = float(maximum)
 
     def update(self, entropy: float | Tensor) -> None:
-        """Move c by one step in the direction that brings the entropy to `target`, and switch the bonus on or off.
+        """Move the coefficient c by one step so that the entropy approaches `target`, and switch the bonus on or off.
 
         Raises:
             ValueError: if `entropy` is not finite.

@@ -33,7 +33,7 @@ def rollout_correction(
     lower: float | None,
     upper: float | None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Compute importance weights w = pi_old / pi_rollout and the tokens that keep their policy term.
+    """Compute importance weights w = pi_old / pi_rollout and the mask of the tokens that keep their policy-loss term.
 
     `level` defines w. "token" is pi_old(y_t) / pi_rollout(y_t). "sequence" is the product of these ratios over the
     row's trained tokens. "geometric" is the |y|-th root of that product. `mode` defines what happens outside of
@@ -43,13 +43,15 @@ def rollout_correction(
         mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855). At the levels
                   sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
 
-    A bound of None means no bound. With `advantages`, mode mask drops a token only if its A < 0. The reason is that bad
-    samples that the trainer finds unlikely are the ones that destabilise training. The w of tokens that are outside but
-    kept is clamped to the bounds. `rollout_rejection` drops tokens and rows without weights.
+    A bound of None means no bound. If `advantages` A are given, mode mask drops only tokens with A < 0. Tokens that
+    have a negative advantage and are unlikely under the trained policy are the ones that destabilise training. If a
+    token's w is outside of the bounds but the token is not dropped, its w is clamped to the bounds. To drop tokens and
+    rows without weighting the others, use `rollout_rejection`.
 
-    The policy term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate this term over the whole
-    `response_mask`. A dropped token then still counts in every denominator and keeps its KL and entropy terms. If half
-    of a row is dropped, the row's policy gradient is therefore halved (IcePop keeps 1/|y| over all sampled tokens).
+    The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
+    over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
+    entropy terms. If half of a row's tokens are dropped, the row's policy gradient is therefore halved, as in IcePop,
+    which divides by the number |y| of all sampled tokens.
 
     Log-ratios are clamped to [-20, 20]. Masked slots are ignored.
 
@@ -91,7 +93,7 @@ def rollout_rejection(
     lower: float | None = None,
     upper: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the mask of tokens on which the policy is still close to the policy that sampled them.
+    """Compute the mask of the tokens on which the policy is still close to the policy that sampled the tokens.
 
     With d = log pi_rollout(y_t) - log pi(y_t), a token's value is that of an estimator of KL(pi_rollout || pi):
 
@@ -105,16 +107,16 @@ def rollout_rejection(
                   dropped
         max       each token's value; the row is dropped if any one of its tokens is outside
 
-    With `advantages`, only a token with A < 0 is dropped, or, at the levels sequence and max, only a row whose mean A
-    over its trained tokens is < 0.
+    If `advantages` A are given, only tokens with A < 0 are dropped at level token, and only rows whose mean A over
+    their trained tokens is < 0 are dropped at the levels sequence and max.
 
-    pi is the policy of the gradient step, so this function must be called again in each update. k1 at level sequence
-    with `upper` and `advantages` is then DeepSeek-V3.2's off-policy sequence masking (arXiv 2512.02556 eq. 9). The
-    decision on a row depends only on its own tokens. Rows may therefore be split over micro-batches and ranks, but each
-    row must be whole.
+    pi is the policy that the gradient step trains, so this function must be called again in each update. With k1, level
+    sequence, `upper` and `advantages`, the function computes DeepSeek-V3.2's off-policy sequence masking (arXiv
+    2512.02556 eq. 9). Whether a row is dropped depends only on its own tokens. A batch may therefore be split by rows
+    over micro-batches and ranks, but each row must be whole.
 
-    Only the policy term is dropped: use `torch.where(mask, token_losses, 0)`, and aggregate it over the whole
-    `response_mask`.
+    A dropped token loses only its policy-loss term: compute `torch.where(mask, token_losses, 0)`, and aggregate the
+    result over the whole `response_mask`.
 
     No gradient goes to `log_probs`. d is clamped to [-20, 20]. Masked slots are ignored. A NaN in a trained slot causes
     no rejection, so that the NaN stays visible.
@@ -146,7 +148,7 @@ def rollout_rejection(
 
 
 def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Measure how far the engine is from the actor on the tokens that the engine sampled.
+    """Measure how far the rollout engine's probabilities of the sampled tokens are from the actor's.
 
     All tensors are (B, T), and the results are sums over trained tokens. With w = pi_old(y_t) / pi_rollout(y_t), log w
     clamped to [-20, 20], and d = -log w, the results are:
@@ -172,20 +174,20 @@ def effective_sample_size(
 ) -> float | Tensor:
     """Compute (sum w)^2 / (count * sum w^2), in (0, 1]: the effective share of `count` weighted samples.
 
-    The result is 1 if all weights are equal, as when engine and actor agree. It is also 1 if there is no sample.
-    Formula: Kish, Survey Sampling (1965). The arguments are numbers or 0-dim tensors.
+    The result is 1 if all weights are equal, as when engine and actor agree, and also if there is no sample. Formula:
+    Kish, Survey Sampling (1965). The arguments are numbers or 0-dim tensors.
     """
     if not count > 0:
         return 1.0
     share = (weight_sum / count) * (weight_sum / weight_squared_sum)
-    return min(share, 1.0)  # rounding can make it slightly larger than 1
+    return min(share, 1.0)  # rounding can make the share slightly larger than 1
 
 
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
     """Compute the token values of an estimator of KL(pi_rollout || pi) from log(pi / pi_rollout).
 
-    Here k3 does not have the bound of the KL penalty. The measurement therefore shows how far apart the policies are,
-    and a threshold above 10 nats can have an effect.
+    k3 is computed without the bound of 10 nats that it has in the KL penalty, so that it shows how far apart the
+    policies are and a rejection threshold above 10 nats has an effect.
     """
     if kl_estimator == "k3":
         return k3_unbounded(log_ratio)
@@ -194,7 +196,7 @@ def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
 
 
 def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Convert token log-ratios (B, T), 0 where masked, to the log-ratios of the level, again clamped to [-20, 20]."""
+    """Convert token log-ratios (B, T), 0 where masked, to log-ratios at `level`, which are clamped to [-20, 20] too."""
     if level == "token":
         return log_ratio
     per_row = log_ratio.sum(-1, keepdim=True) if level == "sequence" else masked_row_mean(log_ratio, mask)
@@ -213,7 +215,7 @@ def _check(level: str, mode: str, lower: float | None, upper: float | None) -> t
     if not 0 <= low <= 1 <= high:
         raise ValueError(
             f"lower={lower}, upper={upper}: 0 <= lower <= 1 <= upper must hold, or data that agree "
-            "perfectly would be corrected; lower=0.5, upper=2.0, say"
+            "perfectly would be corrected; use lower=0.5, upper=2.0, say"
         )
     return low, high
 
@@ -227,13 +229,13 @@ def _check_rejection(kl_estimator: str, level: str, lower: float | None, upper: 
         )
     if lower is not None and kl_estimator != "k1":
         raise ValueError(
-            f"lower={lower} with kl_estimator='{kl_estimator}': its values are never negative, so a lower bound cannot "
-            "act; use lower=None, or k1"
+            f"lower={lower} with kl_estimator='{kl_estimator}': the estimator is never negative, so a lower bound "
+            "cannot act; use lower=None, or k1"
         )
     low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
     if not low <= 0 <= high:
         raise ValueError(
             f"lower={lower}, upper={upper}: lower <= 0 <= upper must hold, or data that agree perfectly would be "
-            "rejected; lower=-0.1, upper=0.1, say"
+            "rejected; use lower=-0.1, upper=0.1, say"
         )
     return low, high

@@ -11,8 +11,8 @@ def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
         h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
 
     `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`. The function
-    uses no generator state. The number of a (row, token) pair is therefore independent of the lengths of other rows,
-    and equal on every device and after a resume.
+    uses no generator state. The number of a (row, token) pair therefore does not depend on the lengths of other rows,
+    and is the same on every device and after a resume.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
     row = rows.repeat_interleave(lengths)
@@ -38,7 +38,7 @@ def _hash(state: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros; the >> operator on int64 fills with the sign bit."""
+    """Shift `bits` right and fill with zeros, because the >> operator on int64 fills with the sign bit."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -25,18 +25,18 @@ def full_kl(
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
     hidden (N, H) and head (V, H) belong to the policy. ref_hidden (N, H') and ref_head (V, H') belong to the reference,
-    which gets no gradient. Returns (N,), never negative.
+    which gets no gradient. The result is (N,) and never negative.
 
     A word of probability 0 under the policy adds exactly 0 and has no gradient. Both models can therefore have logits
     of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
 
-    Each model has at most `chunk_size` logits (positions times words) in memory at a time. This also holds in the
-    backward pass, which recomputes the logits. If `chunk_size` is None, it depends on the device. The chunk size does
-    not change the result. Each matrix product is computed in the dtype of its factors, as in the models. The following
-    operations use float64 for float64 products and float32 otherwise.
+    Each model has at most `chunk_size` logits (positions times words) in memory at a time, also in the backward pass,
+    which recomputes the logits. If `chunk_size` is None, a size that suits the device is used. The chunk size does not
+    change the result. Each matrix product is computed in the dtype of its factors, as in the models. All other
+    operations use float64 if the product is float64, and float32 otherwise.
 
-    The function takes no mask; the caller selects the trained positions first. The KL is over whole distributions, so
-    its mean over sampled contexts needs no importance ratio for the token itself.
+    The function takes no mask, so the caller must select the trained positions first. The KL is over whole
+    distributions, so its mean over sampled contexts needs no importance ratio for the token itself.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between
@@ -45,7 +45,9 @@ def full_kl(
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be finite and > 0: logits are divided by it; use 1.0, say")
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be >= 1: so many logits are held at once; use None, say")
+        raise ValueError(
+            f"chunk_size={chunk_size} must be >= 1: it is the number of logits in memory at once; use None, say"
+        )
     if (len(hidden), len(head)) != (len(ref_hidden), len(ref_head)):
         raise ValueError(
             f"N={len(hidden)}, V={len(head)} of the policy and N={len(ref_hidden)}, V={len(ref_head)} of the reference "
@@ -71,11 +73,11 @@ class _FullKL(torch.autograd.Function):
                 ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
-        # Subtracts the difference of the two `log_sum` values in a form that avoids the rounding of each.
+        # Subtract policy.log_sum - reference.log_sum in a form that avoids the rounding of each `log_sum`.
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size
-        return kl.clamp(min=0)  # rounding can make it slightly negative
+        return kl.clamp(min=0)  # rounding can make the KL slightly negative
 
     @staticmethod
     @once_differentiable

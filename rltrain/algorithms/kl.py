@@ -22,8 +22,8 @@ MAX_K3 = 10.0  # nats; k3 exceeds this where pi is 14 times below the reference,
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute d = log pi - log pi_ref.
 
-    The mean is the reverse KL(pi || pi_ref). The expected gradient is zero, so k1 alone is suitable for rewards but not
-    for losses.
+    The mean of k1 is the reverse KL(pi || pi_ref). The expected gradient of k1 is zero, so k1 alone is suitable for
+    rewards but not for losses.
     """
     return log_probs - ref_log_probs
 
@@ -32,7 +32,8 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute d^2 / 2 with d = log pi - log pi_ref.
 
-    The mean is close to the reverse KL when that is small. The expected gradient is exactly that of the reverse KL.
+    The mean of k2 is close to the reverse KL when the reverse KL is small. The expected gradient of k2 is exactly that
+    of the reverse KL.
     """
     return (log_probs - ref_log_probs).square() / 2
 
@@ -41,10 +42,10 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute min(e^-d - 1 + d, 10), which is never negative (GRPO, arXiv 2402.03300 eq. 4, without the bound).
 
-    d is log pi - log pi_ref. The mean is the reverse KL, and the expected gradient is that of the forward KL. Both
-    statements hold while every token is below the bound of 10 nats, which is reached at d = -2.6 and at d = 11. A token
-    at the bound has no gradient. Without the bound, a token at d = -12 would have a gradient of 1.6e5 and dominate the
-    whole update.
+    d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL and
+    its expected gradient is that of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and at d = 11. A token
+    at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a gradient of 1.6e5 and
+    dominate the whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)
@@ -54,7 +55,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute |d| with d = log pi - log pi_ref.
 
-    The expected gradient is that of sum |pi - pi_ref|, twice the total variation distance.
+    The expected gradient of |d| is that of sum |pi - pi_ref|, which is twice the total variation distance.
     """
     return (log_probs - ref_log_probs).abs()
 
@@ -62,7 +63,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def _straight_through(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an estimator with the value of `estimator` and the gradient of k2, so that the reverse KL is minimised.
 
-    In k3+, the bound of k3 applies only to the value. The gradient is that of k2, which is d and needs no bound.
+    In k3+, the bound of k3 applies only to the value. The gradient of k3+ is that of k2, which is d and needs no bound.
     """
 
     @functools.wraps(estimator)
@@ -82,22 +83,22 @@ def kl_estimate(
 ) -> Tensor:
     """Estimate the KL divergence from pi_ref at each sampled token: (B, T), or any other shape shared by the inputs.
 
-    `old_log_probs` are the log-probs of the policy that sampled the tokens. If they are given, the estimate is
-    multiplied by r = pi / pi_old, so that its mean over samples from pi_old equals the mean over samples from pi.
+    `old_log_probs` are the log-probs of the policy that sampled the tokens. If `old_log_probs` is given, the estimate
+    is multiplied by r = pi / pi_old, so that its mean over samples from pi_old equals the mean over samples from pi.
     Gradients also flow through r:
 
     * r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. r k3 is the
       unbiased estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     * r k2 and r abs have the gradient of the mean of k2 and of abs under pi.
-    * A "+" estimator already has the complete gradient, and a gradient through r would count twice. r is therefore
-      detached and only reweights.
+    * A "+" estimator already has the complete gradient, and a gradient through r would count twice. For a "+"
+      estimator, r is therefore detached and only reweights.
 
     A token at the bound of k3 has no gradient through r either, because the gradient of r times a constant would drive
-    log pi further away from the reference. The bound applies to k3 before the multiplication by r. log r is in
+    log pi further away from the reference. The bound applies to k3 before the multiplication by r. log r is clamped to
     [-20, 20].
 
     The function takes no mask. Where an input is NaN or inf, the result is NaN and has no gradient. `aggregate_loss`
-    then drops the NaN in masked slots, and the NaN stays visible in trained slots.
+    drops a NaN in a masked slot, and lets a NaN in a trained slot show in the loss.
 
     Raises:
         ValueError: if `kl_estimator` is not registered.

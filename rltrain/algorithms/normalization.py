@@ -15,7 +15,8 @@ _AGGREGATIONS = ("sum", "normalize_then_sum")
 class Statistics(NamedTuple):
     """The statistics of the population that each row belongs to, in the shape of the scores.
 
-    `size` is the number of valid rows. `varied` is True if there are at least two valid rows and max > min.
+    `size` is the number of valid rows. `varied` is True if there are at least two valid rows and their scores are not
+    all the same finite number.
     """
 
     size: Tensor
@@ -51,7 +52,7 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
     highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
     lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
-    unknown = ~mean.isfinite()  # max > min is False for NaN, but a population with NaN is not constant
+    unknown = ~mean.isfinite()  # max > min is False if a score is NaN, but a population with a NaN is not constant
     return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & ((highest > lowest) | unknown))
 
 
@@ -76,7 +77,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps), also for values that are not counted; all tensors are (B,)."""
+    """Compute (raw - mean) / (std + eps) of all values with the statistics of counted values; all tensors are (B,)."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -105,22 +106,23 @@ def normalize_rewards(
 ) -> Tensor:
     """Compute (r - mean) / (std + eps) for each row: (B,) -> (B,), no gradient.
 
-    `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch").
-    None turns the subtraction of the mean or the division by the std off. The std is that of the raw scores about their
-    own mean. `unbiased` divides the variance by n - 1. `leave_one_out` subtracts the mean of the *other* rows:
-    k/(k-1) (r - mean).
+    `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch"). A
+    level of None turns the subtraction of the mean, or the division by the std, off. The std is computed from the raw
+    scores of its population, about the mean of that population. With `unbiased`, the sum of squared deviations is
+    divided by n - 1 instead of n. With `leave_one_out`, the mean of the *other* rows is subtracted, which gives k/(k-1)
+    (r - mean) for k rows.
 
-    A row that is not `valid` has no score. It is excluded from the statistics and gets 0.
+    A row that is not `valid` has no score, is excluded from the statistics and gets 0.
 
     A valid row that is not `counted` (B,) is also excluded from the statistics, but it is normalised by the statistics
-    of the counted rows, as in `normalize_advantages`. A truncated answer that is excluded from the statistics therefore
-    keeps its own score on the common scale, and truncation does not improve the score of a wrong answer. If `counted`
-    is None, all valid rows are counted.
+    of the counted rows, as in `normalize_advantages`. For example, a truncated answer that is excluded from the
+    statistics is still scored on the scale of the counted rows, so truncation does not improve the score of a wrong
+    answer. If `counted` is None, all valid rows are counted.
 
-    A population with fewer than two counted rows, or with max == min, has no usable spread. The deviations of its
-    counted rows from the mean are exactly 0, and no row is divided by the std of such a population. A row that is not
-    counted gets its deviation from the mean without division. The mean of zero rows is 0. Sums are computed in float64,
-    so that the order of rows does not affect the result.
+    A population with fewer than two counted rows, or with max == min, has no usable spread. In a population without
+    spread, the deviations of counted rows from the mean are exactly 0, a row that is not counted gets its deviation
+    from the mean, and no deviation is divided by the std. The mean of zero rows is 0. Sums are computed in float64, so
+    that the order of rows does not affect the result.
 
     Raises:
         ValueError: if a level is unknown, or if `leave_one_out` is used without a mean level or with a std level.
@@ -144,16 +146,16 @@ def combine_rewards(
 ) -> Tensor:
     """Compute sum_k w_k r_k for each row: (B, K) -> (B,).
 
-    A NaN means that a component does not apply to a row. The sum omits this component, and the other weights do not
-    change. A row with only NaN gives NaN, and the caller must mark it invalid.
+    A component that is NaN does not apply to the row. The sum omits the components that do not apply, and does not
+    rescale the weights of the others. A row with only NaN gives NaN, and the caller must mark that row invalid.
 
     `gates` (K,) marks the components that are gates. Where the score of a gate is <= 0, every other component of the
     row counts as 0.
 
-    `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", each component is first normalised by its
-    mean and std over the valid rows of the group that it applies to (GDPO, arXiv 2601.05242). This needs `uid`. The
-    components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised by the statistics
-    of the valid rows.
+    `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", which needs `uid`, each component is
+    first normalised by its mean and std over the valid rows of the group that it applies to (GDPO, arXiv 2601.05242).
+    The components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised by the
+    statistics of the valid rows.
 
     Raises:
         ValueError: if `aggregation` is unknown, if `weights` or `gates` does not have K entries, or if
@@ -178,7 +180,7 @@ def combine_rewards(
 
 
 def _gated(scores: Tensor, applies: Tensor, gates: Tensor) -> Tensor:
-    """Set each component of a row to 0 where a gate other than itself is closed; a gate that does not apply is open."""
+    """Set a component of a row to 0 if another component is a closed gate: one that applies and scores <= 0."""
     shut = gates & applies & (scores <= 0)
     shut_by_others = shut.sum(-1, keepdim=True) - shut.long() > 0
     return scores.masked_fill(shut_by_others, 0)
@@ -217,19 +219,20 @@ def normalize_advantages(
     """Compute (A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient; the default is whitening.
 
     `mean_level` and `std_level` select the population: the trained tokens of the rows with the same `uid` (B,)
-    ("group"), or of all rows ("batch"). None turns the subtraction of the mean or the division by the std off. Each
-    token counts once, so a long row weighs more. The std is that of the raw advantages. `unbiased` divides the variance
-    by n - 1. `leave_one_out` subtracts the mean of the *other* tokens: n/(n-1) (A - mean).
+    ("group"), or of all rows ("batch"). A level of None turns the subtraction of the mean, or the division by the std,
+    off. Each token counts once, so a long row weighs more than a short one. The std is computed from the raw advantages
+    of its population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With
+    `leave_one_out`, the mean of the *other* tokens is subtracted, which gives n/(n-1) (A - mean) for n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
-    enter the statistics; None means all rows. Tokens of other rows are normalised by the statistics of the counted
-    tokens. An excluded row whose advantages stay in use (under gae) therefore has them on the common scale. To keep the
-    advantages of a row at 0, leave the row out of `response_mask` instead.
+    enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
+    the counted tokens. A row that is not counted but is still trained on, as is possible with gae, therefore has
+    advantages on the scale of the counted rows. To keep the advantages of a row at 0, leave the row out of
+    `response_mask` instead.
 
-    A population with fewer than two counted tokens, or with max == min, has no usable spread. The deviations of its
-    counted tokens from the mean are exactly 0, and no token is divided by the std of such a population. A token that is
-    not counted gets its deviation from the mean without division. The mean of zero tokens is 0. Sums are computed in
-    float64.
+    A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
+    spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation
+    from the mean, and no deviation is divided by the std. The mean of zero tokens is 0. Sums are computed in float64.
 
     Raises:
         ValueError: if a level is unknown, if `leave_one_out` is used without a mean level or with a std level, or if a

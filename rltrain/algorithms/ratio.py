@@ -45,7 +45,7 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute log pi (B, T) as log pi_old + the safe log-ratio.
 
-    The result is finite even where pi is 0. It has a gradient where the safe log-ratio has one.
+    The result is finite even where pi is 0. The result has a gradient exactly where `log_ratio` has one.
     """
     return masked(old_log_probs.detach(), mask) + log_ratio
 
@@ -53,8 +53,9 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
-    For tokens sampled from q and x = log(p / q), this is the k3 estimate of KL(q || p). It grows as e^x, which is right
-    for a measurement. A penalty to train on uses `rltrain.algorithms.kl.k3`, which has a bound.
+    For tokens sampled from q and x = log(p / q), this is the k3 estimate of KL(q || p). The estimate grows as e^x
+    without a bound, which is right for a measurement. As a penalty in a loss, use `rltrain.algorithms.kl.k3`, which has
+    a bound.
     """
     return log_ratio.expm1() - log_ratio
 
@@ -67,7 +68,7 @@ def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
-    """Raise ValueError if a cap on ratios would act at r = 1."""
+    """Raise ValueError if the upper bound on ratios is not above 1, because it would then act at r = 1."""
     if not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, say, or inf for none")
 
@@ -84,9 +85,9 @@ def clipped_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. The second form has
-    no tie between two branches, so the gradient is exactly 0 in the clipped regions. `cap` bounds r for A < 0 (the dual
-    clip). The returned mask does not include tokens that only `cap` clips.
+    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. Written as two
+    cases, the objective has no tie between the branches of a min, so its gradient is exactly 0 in the clipped regions.
+    `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))

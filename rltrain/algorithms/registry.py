@@ -4,20 +4,21 @@ Every registered function follows this contract:
 
 * Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
   a default.
-* Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where it is 0 are ignored, whatever they hold.
-* float64 inputs are computed in float64, and narrower types in float32.
-* A policy loss returns `(token_losses, metrics)` without aggregating. Only `aggregate_loss` divides by a count.
+* Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored, whatever they
+  hold.
+* A function computes in float64 if its inputs are float64, and in float32 if they are narrower.
+* A policy loss returns `(token_losses, metrics)` and does not aggregate them. Only `aggregate_loss` divides by a count.
 * A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The selector
-  returns that column, (B, T) bool, from the columns of a whole mini-batch. A loss and its selector have no knob name in
-  common.
-* A policy loss states its special properties when it is registered. `uses_ratio=False` means that its gradient does not
-  depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss is defined for, if it is
-  not defined for all modes.
+  computes the column `selected`, (B, T) bool, from the columns of a whole mini-batch. A loss and its selector have no
+  knob name in common.
+* A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
+  does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss is defined for,
+  if it is not defined for all modes.
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call. Sums
 add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the number of
-trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Until then, `clip_fraction` is a
-number of tokens.
+trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by the number
+of tokens, a metric such as `clip_fraction` is itself a number of tokens.
 """
 
 import inspect
@@ -31,7 +32,7 @@ _SINKS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 class Registry:
-    """Functions of one kind, indexed by name.
+    """Registry of the functions of one kind, indexed by name.
 
     `required` maps each metadata key that every function must have to the values that the key can have.
     """
@@ -95,7 +96,7 @@ def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
 def loss_functions(loss_mode: str) -> tuple[Callable[..., Any], ...]:
     """Return the policy loss and, if it has one, its token selector.
 
-    The configured knobs of a loss are divided between these functions.
+    Each knob that the config sets for a loss is a knob of one of the returned functions.
     """
     loss = POLICY_LOSSES.get(loss_mode)
     return (loss, TOKEN_SELECTORS.get(loss_mode)) if "selected" in columns_of(loss) else (loss,)
@@ -113,7 +114,7 @@ def own_knobs(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[str, Any]) -> None:
-    """Raise ValueError if none of `fns` takes a knob in `given`, or if its value does not have the default's type."""
+    """Raise ValueError if `given` has a knob that none of `fns` takes, or a value of another type than the default."""
     knobs = {name: default for fn in fns for name, default in knobs_of(fn).items()}
     for name, value in given.items():
         if name not in knobs:
@@ -140,7 +141,7 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
     for parameter in inspect.signature(function).parameters.values():
         is_knob, has_default = parameter.kind == _KEYWORD, parameter.default is not inspect.Parameter.empty
         if parameter.kind in _SINKS:
-            raise ValueError(f"'{name}' takes {parameter}: a sink would swallow misspelt knobs; name each parameter")
+            raise ValueError(f"'{name}' takes {parameter}: misspelt knobs would go unnoticed; name each parameter")
         if is_knob and not has_default:
             raise ValueError(f"knob {parameter.name} of '{name}' has no default: every knob has one; give it a value")
         if not is_knob and has_default:

@@ -1,6 +1,7 @@
 """Transformations of scores into rewards: scaling and clipping, the length penalty, and truncated responses.
 
-The columns are (B,) and have no gradient. float64 inputs are computed in float64, and narrower types in float32.
+All tensors are (B,) and have no gradient. The functions compute in float64 if their inputs are float64, and in float32
+if they are narrower.
 """
 
 import torch
@@ -39,11 +40,11 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
     """
     if not 1 <= buffer <= max_response_length:
         raise ValueError(
-            f"buffer={buffer} must be in [1, max_response_length={max_response_length}]: the price of length rises "
-            "over the last so many tokens; use a fifth of max_response_length, say"
+            f"buffer={buffer} must be in [1, max_response_length={max_response_length}]: the penalty grows "
+            "over the last `buffer` tokens; use a fifth of max_response_length, say"
         )
     if not factor > 0:
-        raise ValueError(f"factor={factor} must be > 0, or length costs nothing; use 1.0, or add no penalty")
+        raise ValueError(f"factor={factor} must be > 0, or long responses get no penalty; use 1.0, or add no penalty")
     left = (max_response_length - buffer - as_float(lengths)) / buffer
     return factor * left.clamp(-1, 0)
 

@@ -13,10 +13,10 @@ def value_loss(
 
         l = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-    V are the current values, V_old the values from when the batch was made, and R the returns. c is `clip_range_value`,
-    and inf means no clipping. The squared error is that of arXiv 1707.06347 eq. 9. The clipping is not in that paper
-    but in its code (arXiv 2005.12729). Only `values` gets a gradient, and the gradient is 0 where the clipped branch is
-    larger.
+    V are the current values, V_old the values that were computed when the batch was collected, and R the returns. c is
+    `clip_range_value`, and inf means no clipping. The squared error is that of arXiv 1707.06347 eq. 9. The clipping is
+    not in arXiv 1707.06347 but in the code of its authors (arXiv 2005.12729). Only `values` gets a gradient, and the
+    gradient is 0 where the clipped branch is larger.
 
     All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `value_mean` and `return_mean`.
@@ -25,7 +25,9 @@ def value_loss(
         ValueError: if `clip_range_value` is not above 0.
     """
     if not clip_range_value > 0:
-        raise ValueError(f"clip_range_value={clip_range_value} must be > 0, or no value moves; use inf for no clipping")
+        raise ValueError(
+            f"clip_range_value={clip_range_value} must be > 0, or no value can change; use inf for no clipping"
+        )
     mask = as_mask(response_mask)
     new, old, target = masked(values, mask), masked(old_values.detach(), mask), masked(returns.detach(), mask)
     change = new - old

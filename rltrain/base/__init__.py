@@ -1,1 +1,1 @@
-"""Basics that all other folders may import and that import none of them: errors, storage, secrets, threads."""
+"""Modules that all other folders may import and that import no other folder: errors, storage, secrets, threads."""

@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """The background tasks of a run, as an async context manager. Its end cancels the tasks that still run.
+    """The background tasks of a run, as an async context manager. Leaving the context cancels the running tasks.
 
-    `until` is the wait of the main coroutine for something that background tasks bring. The first failure of a task, or
-    an interruption of the run, ends all such waits.
+    The main coroutine uses `until` to wait for results of background tasks. The first failure of a task, or an
+    interruption of the run, ends all waits in `until`.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class BackgroundTasks:
             raise self._failures[0]
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result. Raises the first failure of a task, or the first interruption, if that comes earlier."""
+        """Wait for a result. If a background task fails or the run is interrupted earlier, raise that error."""
         result = asyncio.ensure_future(awaitable)
         failure = asyncio.ensure_future(self._changes.until(lambda: self._failures))
         try:
@@ -69,7 +69,7 @@ class BackgroundTasks:
 
 
 class Changes:
-    """Signals that some state has changed. Coroutines wait with it until a condition on that state holds."""
+    """Tells coroutines that some state has changed, so that they can wait until a condition on the state holds."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
@@ -83,7 +83,8 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # Taken before the check, so that no notification is missed, also not one of a signal handler.
+            # `_next` is read before the condition, so that no notification is missed, not even one from a signal
+            # handler.
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()
@@ -96,7 +97,7 @@ class Changes:
 def outside_event_loop() -> Iterator[None]:
     """Run the block as if no event loop were running in this thread, so that it may run event loops of its own.
 
-    Code of the user's needs this when it runs in the driver's process, because asyncio refuses nested event loops.
+    A user's code that runs in the driver's process needs this context, because asyncio refuses nested event loops.
     """
     running = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
@@ -107,7 +108,7 @@ def outside_event_loop() -> Iterator[None]:
 
 
 async def cancelled(*futures: "asyncio.Future[Any]") -> None:
-    """Cancel these tasks, except those that are done, and wait for their end. Their errors are dropped."""
+    """Cancel all futures that are not done, and wait for their end. The errors of the futures are ignored."""
     running = [future for future in futures if not future.done()]
     for future in running:
         future.cancel()
@@ -115,4 +116,4 @@ async def cancelled(*futures: "asyncio.Future[Any]") -> None:
         await asyncio.wait(running)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # marks the error as seen
+            future.exception()  # retrieves the error, because asyncio would log an error that nobody retrieved

@@ -31,8 +31,8 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
 
     The algorithm first assigns the indices greedily, from the heaviest to the lightest, each to the part with the
     smallest sum that has room (longest processing time first, Graham 1969). The greedy result is up to a third above
-    the optimum. `refined` then makes the heaviest part lighter while that is possible. It moves an index to another
-    part, or exchanges two indices.
+    the optimum. `refined` then makes the heaviest part lighter while that is possible, by moving an index to another
+    part or exchanging two indices.
 
     Args:
         weights: non-negative integers.
@@ -65,7 +65,8 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
 def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room: int) -> Parts:
     """Return the parts after exchanges that make the heaviest part lighter.
 
-    The search ends when no exchange makes it lighter, or when its sum is close to the lower bound.
+    The search ends when no exchange makes the heaviest part lighter, or when the sum of the heaviest part is at most
+    `CLOSE` times the lower bound of the largest sum.
     """
     parts = [list(part) for part in parts]
     sums = [sum(weights[index] for index in part) for part in parts]

@@ -23,16 +23,16 @@ def cpu_cores() -> int:
 
 
 def openmp_settings(threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables that OpenMP needs. Set them before the process imports torch.
+    """Return the environment variables that OpenMP needs. The variables must be set before the process imports torch.
 
     OpenMP reads the variables when it is loaded. By default, an idle OpenMP thread spins for milliseconds before it
     sleeps. If processes share cores, a spinning thread occupies the core that another process is waiting for, and both
-    processes slow down by an order of magnitude. `PASSIVE` makes idle threads sleep at once. The runtimes of GNU, LLVM
-    and Intel all read these variables.
+    processes slow down by an order of magnitude. `PASSIVE` makes idle threads sleep at once. The OpenMP runtimes of
+    GNU, LLVM and Intel all read OMP_NUM_THREADS and OMP_WAIT_POLICY.
 
     Args:
-        threads: number of OpenMP threads of the process. None: OMP_NUM_THREADS if it is set, else the number of cores
-            that this process may use.
+        threads: number of OpenMP threads of the process. If None, the number is OMP_NUM_THREADS if that is set, else
+            the number of cores that this process may use.
     """
     return {
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or cpu_cores()),
@@ -48,7 +48,7 @@ def _quotas() -> Iterator[float]:
             mount = _MOUNT / "cpu" if controllers else _MOUNT
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            group = mount / path.lstrip("/")  # does not exist in a container whose own group is mounted as the root
+            group = mount / path.lstrip("/")  # no such folder in a container that mounts its own group as the root
             for folder in (group, *group.parents):
                 if folder.is_relative_to(mount):
                     yield from _quota(folder)

@@ -1,4 +1,4 @@
-"""The exceptions of the project. All of them can be pickled, because Ray sends them between processes.
+"""The exceptions of the project. All these exceptions can be pickled, because Ray sends them between processes.
 
 Each message states the invalid value, the rule that it breaks and how to fix it.
 """
@@ -15,7 +15,7 @@ class RLTrainError(Exception):
 
 
 class ConfigError(RLTrainError, ValueError):
-    """The user's configuration cannot run. Raised before any worker starts; the program exits with status 2."""
+    """The user's configuration cannot run. It is raised before any worker starts; the program exits with status 2."""
 
 
 class WorkerError(RLTrainError, RuntimeError):
@@ -25,7 +25,7 @@ class WorkerError(RLTrainError, RuntimeError):
 class WorkerLost(WorkerError):
     """A worker's process died or stopped responding.
 
-    Another process can replace it, unlike a worker that answered with an error.
+    Another process can replace a lost worker, but not a worker that answered with an error.
 
     Attributes:
         process: the lost worker (`workers.cluster.progress.Process`), set only if the worker itself reports the loss.
@@ -35,7 +35,7 @@ class WorkerLost(WorkerError):
 
 
 class ClusterLost(RLTrainError, RuntimeError):
-    """A Ray daemon died. The run cannot continue.
+    """A Ray daemon died, so the run cannot continue.
 
     Attributes:
         can_save: True if the run was between two steps and its training ranks still respond, so that it can save a
@@ -107,7 +107,7 @@ def described(error: BaseException, limit: int = 300) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as second:
-        text = f"its text cannot be had: __str__ raised {type(second).__name__}"
+        text = f"no text, because __str__ raised {type(second).__name__}"
     return f"{_clean(type(error).__name__)}: {_clean(text)[:limit]}".rstrip(": ")
 
 

@@ -50,7 +50,7 @@ def _is_writable(folder: Path) -> bool:
 def _private_folder() -> Path:
     """Return a folder that only this user can write to.
 
-    It is the same folder at each call, unless another user has already taken its name.
+    Every call returns the same folder, unless another user already owns a folder with that name.
     """
     folder = Path(tempfile.gettempdir()) / f"rltrain-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -26,8 +26,9 @@ _LOOKS_LIKE_ONE = (
     rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
-# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. So any number of backslashes matches.
-# The pattern is possessive and cannot start between backslashes, so a text of only backslashes takes linear time.
+# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. The pattern therefore matches any
+# number of backslashes. The pattern is possessive and cannot start between backslashes, so a text of only backslashes
+# takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
 _GAP = rf"(?:\s|{_LINE_BREAK}|{_BACKSLASHES}[tvf]|%20|%0[9adAD])*"
@@ -42,7 +43,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
     in repr(), JSON or a URL. In a secret with several lines, each long line is also hidden on its own.
 
     Args:
-        text: the text to be shown. Shorten it only after redaction, because a truncated secret is not recognized.
+        text: the text to be shown. Shorten the text only after redaction, because a truncated secret is not recognized.
         environment: environment variables; those whose names indicate a secret hold secrets.
         keys: additional secrets, of any length.
     """

@@ -20,16 +20,16 @@ class _Lasting(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Connect standard streams that were closed when the program started to the null device.
+    """Connect to the null device all standard streams that were closed when the program started.
 
-    Otherwise the next file that the program opens would get the descriptor of a closed stream, and child processes
-    would print into that file.
+    If a stream stayed closed, the next file that the program opens would get the stream's descriptor, and child
+    processes would print into that file.
     """
     for descriptor, name in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, this descriptor
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor: this one
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 
 

@@ -1,8 +1,8 @@
 """Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
 
-universal-pathlib could only replace `at`, `path`, `open`, `read` and `exists`. It has no atomic write, no checksum and
-no listing that bypasses fsspec's cache. fsspec's transactions are no atomic write either: they write a local file in
-the system's temporary folder, which may be on another disk, and then copy it.
+universal-pathlib could only replace `at`, `path`, `open`, `read` and `exists`, because it has no atomic write, no
+checksum and no listing that bypasses fsspec's cache. fsspec's transactions are not atomic either: they write a local
+file in the system's temporary folder, which may be on another disk, and then copy it.
 """
 
 import os
@@ -155,14 +155,14 @@ def local_path(path: str, where: str) -> Path:
         pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{where}: is no path that can be looked at ({reason}); give another path") from None
+        raise ConfigError(f"{where}: cannot be accessed ({reason}); give another path") from None
     return found
 
 
 def _require_utf8(path: Path, where: str) -> None:
     """Raise ConfigError if the path's bytes are not UTF-8.
 
-    Libraries in other languages encode names in UTF-8, so they would look for such a path somewhere else.
+    Libraries in other languages encode names in UTF-8, so they would not find a path that is not UTF-8.
     """
     whole, encoding = os.path.abspath(path), sys.getfilesystemencoding()
     try:

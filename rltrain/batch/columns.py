@@ -1,8 +1,8 @@
-"""Columns of a batch as values and offsets, and the copying of rows between batches, which copies each byte once.
+"""Columns of a batch as values and offsets, and functions that copy rows between batches, each byte once.
 
 Values are tensors, or they are *stored*: bytes of a received batch, in memory that other readers share. Stored bytes
 are read-only, and no tensor uses them as its memory. A caller that needs a tensor, or some rows, gets a copy of exactly
-these values.
+the needed values.
 """
 
 import math
@@ -70,7 +70,7 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return a column with the same values and the given offsets object, which must equal this column's offsets."""
+        """Return this column with the tensor `offsets` in place of its own offsets, which must be equal."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -123,8 +123,8 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
     Args:
         parts: the columns of each part. All parts have the same column names.
-        rows: numbers of the rows to copy, in their new order, int64. Rows are numbered over all parts. None copies all
-            rows.
+        rows: numbers of the rows to copy, in their new order, int64. Row numbers count the rows of all parts in order.
+            If `rows` is None, all rows are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -139,7 +139,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """Source locations of the values that a family's new rows consist of.
+    """The places from which the values of new rows are copied, for all columns that share their offsets.
 
     Attributes:
         pieces: (part, start, stop) of contiguous values, in the new order.
@@ -197,7 +197,7 @@ def _copied(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
 
 
 def _joined(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
-    """Copy the values with PyTorch, for other devices, for gradients, and for parts with different types."""
+    """Copy the values with PyTorch, which handles other devices, gradients, and parts with different types."""
     tensors = [source.copy() if isinstance(source, Stored) else source for source in sources]
     pieces = [tensors[part][start:stop] for part, start, stop in route.pieces]
     return torch.cat(pieces + [tensor[:0] for tensor in tensors])

@@ -47,17 +47,17 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "uid": ("row", "prompt group of the row, int64"),
     "valid": (
         "row",
-        "bool; False = the row is in no statistic: it has no score, or its answer was cut and is excluded",
+        "bool; False = excluded from all statistics: the row has no score, or its cut answer is excluded",
     ),
     "failed": ("row", "bool; True = a reward function or model failed on the row, so it is not valid"),
     "failed_function": ("row", "number of the component that failed on the row, -1 if none did"),
     "scores": ("row", "weighted sum of the row's rewards, gates applied"),
-    "outcomes": ("row", "the same without the functions that score the form alone; NaN = none of the rest applies"),
+    "outcomes": ("row", "like scores, but only over components that score the outcome; NaN = none of them applies"),
     "model_scores": ("row", "a reward model's score of the row, before its weight"),
     "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
     "reward_components": (
         "row",
-        "(B, K), a score of each reward function, then model; NaN = it failed or did not apply",
+        "(B, K), score of each reward function and then of each reward model; NaN = failed or not applicable",
     ),
 }
 
@@ -65,9 +65,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
 class DataProto:
     """A batch of B rows: tensor columns, columns of Python objects, and metadata. Methods return new batches.
 
-    A batch from another process stays in memory that other readers share. This class reads that memory and never writes
-    to it. `[rows]` copies the selected rows of every column. Methods that return a tensor, such as `values`, copy their
-    column. `batch` copies all columns.
+    A batch from another process stays in memory that other readers share. This class never writes to memory that other
+    readers share. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such
+    as `values`, copy their column. The property `batch` copies all tensor columns.
 
     Attributes:
         meta_info: metadata of the batch as a whole.
@@ -184,7 +184,7 @@ class DataProto:
         for name, values in columns.items():
             if len(values) != len(column.values):
                 raise ValueError(
-                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one a token"
+                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one per token"
                 )
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
@@ -252,7 +252,7 @@ class DataProto:
             ValueError: the numbers of rows differ, or a column or a metadata entry of both has different values.
         """
         if len(self) != len(other):
-            raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same rows")
+            raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same number of rows")
         for key in set(self.keys()) & set(other.keys()):
             if not self._same(other, key):
                 raise ValueError(f"union: column '{key}' differs between the two; rename or pop one of them first")
@@ -271,8 +271,8 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, in their new order, int64. Rows are numbered over all parts. None takes
-                all rows in order.
+            rows: numbers of the rows to take, in their new order, int64. Row numbers count the rows of all parts in
+                order. If `rows` is None, all rows are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or there is no part.
@@ -303,7 +303,7 @@ class DataProto:
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
 
     def split(self, size: int) -> list[Self]:
-        """Split this batch into batches of `size` rows. The last one may be smaller."""
+        """Split this batch into batches of `size` rows. The last batch may be smaller."""
         if size < 1:
             raise ValueError(f"split size must be >= 1, got {size}")
         return [self[start : start + size] for start in range(0, len(self), size)]

@@ -59,7 +59,7 @@ def row_numbers(rows: Any, total: int) -> Tensor:
     index = torch.as_tensor(rows).cpu().reshape(-1)
     if index.dtype == torch.bool:
         if len(index) != total:
-            raise IndexError(f"a mask of {len(index)} values for {total} rows: it must have one value a row")
+            raise IndexError(f"a mask of {len(index)} values for {total} rows: it must have one value per row")
         return index.nonzero()[:, 0]
     index = index.to(torch.int64)
     for row in index[(index >= total) | (index < -total)].tolist():

@@ -55,8 +55,8 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    The number of micro-batches is the number that first fit needs, with the longest row first. If `count` is larger,
-    the number is `count` instead, but never more than the number of rows.
+    The number of micro-batches is the number that first-fit packing needs with the longest row first. If `count` is
+    larger, the number of micro-batches is `count` instead, but never more than the number of rows.
 
     Raises:
         ValueError: a single row is longer than `max_tokens`.
@@ -123,11 +123,11 @@ def assign_minibatch(
     rank has fewer rows than micro-batches, its last micro-batches are empty.
 
     Args:
-        lengths: number of tokens of each row of the batch in a pack.
+        lengths: number of tokens that each row of the batch takes in a packed micro-batch.
         rows: rows of the mini-batch.
         ranks: number of ranks that share the mini-batch.
         max_tokens: token limit of one micro-batch, never exceeded.
-        work: cost of each row of the batch, in any unit. The default is the number of tokens.
+        work: cost of each row of the batch, in any unit. If `work` is None, the cost is the number of tokens.
     """
     shares = balance(lengths if work is None else work, rows, ranks)
     most = max(1, *(len(_first_fit(lengths, share, max_tokens)) for share in shares))

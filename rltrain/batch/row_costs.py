@@ -1,15 +1,15 @@
-"""Estimate of a model's compute cost for a row of text, from its Hugging Face config. No model is built.
+"""Estimate of a model's compute cost for a row of text, from its Hugging Face config, without building the model.
 
 The unit is one multiply-add of a forward pass. A backward pass costs twice as much in every part, so the ratios between
-rows are the same. Norms, activations and rotary embeddings are left out. They are under 1% of the cost of any model
-that is large enough to need balancing.
+rows are the same. Norms, activations and rotary embeddings are left out, because they are under 1% of the cost of any
+model that is large enough to need balancing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Model types whose feed-forward layers have two matrices. Those of all other types have a gate and thus three matrices.
+# Model types whose feed-forward layers have two matrices. In all other types, a gate is the third matrix.
 _UNGATED = {
     "bloom",
     "codegen",
@@ -53,7 +53,7 @@ class RowWork:
         return tokens * self.token + outputs * self.output + pairs
 
     def of_rows(self, tokens: Sequence[int], outputs: Sequence[int]) -> list[int]:
-        """Return the multiply-adds of each row. See `of`."""
+        """Return the multiply-adds of each row, as `of` computes them."""
         return [self.of(length, count) for length, count in zip(tokens, outputs, strict=True)]
 
 
@@ -110,7 +110,7 @@ def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
 
 
 def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
-    """Return the attention window of each attention layer. None means all preceding tokens."""
+    """Return the attention window of each attention layer. A window of None means all preceding tokens."""
     window = _number(model, "sliding_window", "attention_chunk_size") if model.get("use_sliding_window", True) else None
     kinds = model.get("layer_types")
     if not isinstance(kinds, Sequence):

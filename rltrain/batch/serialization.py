@@ -1,9 +1,9 @@
 """Serialization of a batch for other processes.
 
 A serialized batch has a small header, and separate byte buffers for the values of each tensor column, the offsets of
-each family, and each text column. Pickle protocol 5 keeps the buffers out of band. Ray writes them directly into one
-object of its store, and readers map that object. The transfer copies the buffers only once, into the store. A reader
-copies only the rows that it takes.
+each family, and each text column. Pickle protocol 5 keeps the buffers out of band. Ray writes the buffers directly into
+one object of its object store, and readers map that object into memory. The transfer copies the buffers only once, into
+the store. A reader copies only the rows that it takes.
 """
 
 import itertools

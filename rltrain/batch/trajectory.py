@@ -1,11 +1,11 @@
 """Trajectories: what was put into the context of the policy, and what the policy sampled, turn by turn.
 
-A trajectory becomes one row of a batch. The observation of its first turn is the row's prompt. Everything after that is
-the row's response: the sampled tokens of all turns, and the observations between them.
+A trajectory becomes one row of a batch. The observation of the trajectory's first turn is the row's prompt. Everything
+after the prompt is the row's response: the sampled tokens of all turns, and the observations between them.
 
 Two columns of a batch tell sampled tokens from observations. `response_mask` is True at sampled tokens that are trained
 on; a later step may set it to False, for instance in rows without a score. `policy_version` never changes, so
-`sampled_tokens` and `sampled_lengths` also know the sampled tokens of rows that are not trained on.
+`sampled_tokens` and `sampled_lengths` also include the sampled tokens of rows that are not trained on.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ class Turn:
     """One observation and the policy's action on it.
 
     Attributes:
-        observation_ids: token ids that were put into the context since the last turn. In the first turn, this is the
-            prompt; later it is a tool's result or a user's reply, for instance.
-        action_ids: token ids that the policy sampled. It is empty if the trajectory ended with the observation.
+        observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn, and
+            later, for instance, a tool's result or a user's reply.
+        action_ids: token ids that the policy sampled; empty if the trajectory ended with the observation.
         log_probs: log-probability of each sampled token in nats, under the distribution that was sampled from.
         versions: weight version that sampled each token, 0 or above.
         finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.

@@ -1,8 +1,8 @@
 """Reward functions: `(prompt, response, columns of the data) -> score`. No module in this package imports torch.
 
 The config names a reward function by its path, for example `rltrain.rewards.exact_match:exact_match`. A score of None
-means that the function does not apply to a sample, for example because the sample has no answer. Options in parentheses
-have defaults.
+means that the function does not apply to a sample, for example because the sample has no answer. In the table, the
+options in parentheses have defaults.
 
 | function | column | options | score |
 |---|---|---|---|

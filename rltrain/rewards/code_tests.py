@@ -13,7 +13,8 @@ from rltrain.rewards.sandbox_inside import LINK
 
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
-# Fraction of `reward_timeout_s` that the tests may use. The remaining time is for starting and ending processes.
+# Fraction of `reward_timeout_s` that the tests may use. The rest of `reward_timeout_s` is for starting and ending the
+# processes.
 _OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
@@ -30,48 +31,51 @@ def code_tests(
     entry_point: str | None = None,
     reward_timeout_s: float | None = None,
 ) -> float:
-    """Run the program in a response and test it.
+    """Run the program in a response, and return the share of tests that it passes.
 
     If `tests` is text, the tests run in a second process next to the program's process, in the same sandbox. When a
     test calls a function of the program, the function runs in the program's process, and only plain data is sent back.
-    The program can neither read nor change the process of the tests. So none of the following passes a test: to exit
-    early, to print output, to register hooks, to return objects that are equal to everything, or to redefine `assert`,
-    `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments of the calls.
+    The program can neither read nor change the process of the tests. A program therefore cannot pass a test by exiting
+    early, printing output, registering hooks, returning objects that are equal to everything, or redefining `assert`,
+    `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments of their
+    calls.
 
     Known weaknesses: A program can detect from its arguments that it is being tested, and it can return memorized
     answers. Helper functions, module members and classes that the tests take from the program are controlled by the
-    program. Comparisons between two of the program's own objects are controlled by the program too. In the weak form of
-    the sandbox, none of these guarantees hold against a program that attacks through the operating system.
+    program. The program also controls comparisons between two of its own objects. In the weak form of the sandbox, none
+    of the protections above holds against a program that attacks through the operating system.
 
-    Tests given as text cannot use `isinstance` or `except` with the program's own classes. They cannot use arithmetic,
-    `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`; the same operations
-    between two of the program's objects work. If the program changes an argument in place, the tests see the change
-    through the argument itself, but not through a separate reference to an object nested in it. The names of Python's
-    builtins and of `math`, `cmath` and `unittest` always mean Python's own versions.
+    Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
+    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`;
+    arithmetic, `<` and `in` between two of the program's objects work. If the program changes an argument in place, the
+    tests see the change through the argument itself, but not through a separate reference to an object nested in it. In
+    the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always mean Python's own versions.
 
     Args:
         prompt: unused; every reward function receives it.
-        response: the last code block fenced as python is the program. If there is none, the last block without a
-            language is used, and otherwise the whole response.
-        tests: either Python text or pairs. The text contains asserts, as in MBPP, or functions that contain asserts, as
-            in HumanEval. A pair is {"input": ..., "output": ...}: the program reads the input from standard input, and
-            must write the output to standard output and exit with code 0. White space at the ends of lines and empty
-            lines at the end are ignored.
-        timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When the
-            time is used up, the tests that have passed so far count.
-        memory_mb: see `sandbox.run`.
+        response: the program is the last code block that is fenced as python, else the last block without a language,
+            else the whole response.
+        tests: either Python text or pairs. Python text contains asserts, as in MBPP, or functions that contain asserts,
+            as in HumanEval. A pair is {"input": ..., "output": ...}: the program reads the input from standard input,
+            and must write the output to standard output and exit with code 0. In comparing outputs, white space at the
+            ends of lines and empty lines at the end are ignored.
+        timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When
+            `timeout_s` is used up, the tests that have passed so far count.
+        memory_mb: the memory limit of `sandbox.run`.
         sandbox: the `level` of `sandbox.run`: "auto", "required" or "limits".
-        all_or_nothing: return 1 if every test passes, else 0.
+        all_or_nothing: if True, the score is 1 if every test passes, else 0.
         entry_point: name of the program's function that is passed to `check`, which HumanEval tests define.
-        reward_timeout_s: the run's `reward.timeout_s`, set automatically. `timeout_s` is capped at 3/4 of it.
+        reward_timeout_s: the run's `reward.timeout_s`, set automatically. `timeout_s` is capped at 3/4 of
+            `reward_timeout_s`.
 
     Returns:
         Number of passed tests divided by the number of all tests. Tests that were not reached in time count as failed.
 
     Raises:
-        ValueError: there are no tests, or the tests cannot be parsed. This is an error in the data, not in the
+        ValueError: there are no tests, or the tests cannot be parsed, which is an error in the data and not in the
             response.
-        SandboxError: no sandbox of this level works on this machine, or starting it for each pair takes too long.
+        SandboxError: no sandbox of the requested level works on this machine, or starting a sandbox for each pair takes
+            too long.
     """
     most = float("inf") if reward_timeout_s is None else _OF_A_CALL * reward_timeout_s
     limits: dict[str, Any] = {"timeout_s": min(timeout_s, most), "memory_mb": memory_mb, "level": sandbox}
@@ -84,7 +88,7 @@ def code_tests(
 
 
 def extract_program(response: str) -> str:
-    """Return the last block fenced as python, else the last block without a language, else the whole response.
+    """Return the last block that is fenced as python, else the last block without a language, else the whole response.
 
     A block that is never closed extends to the end of the response.
     """
@@ -122,19 +126,18 @@ def _share_of_pairs(
         if not isinstance(pair, Mapping) or not {"input", "output"} <= pair.keys():
             raise ValueError(f"tests: {str(pair)[:60]!r} is no pair; give {{'input': text, 'output': text}}")
     if not pairs:
-        raise ValueError("tests: there are none; give at least one pair or an assert")
+        raise ValueError("tests: the list is empty; give at least one pair, or an assert")
     passed, begin, left = 0, time.monotonic(), limits["timeout_s"]
     for done, pair in enumerate(pairs):
         if left <= 0:
             break
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
-        # Python's start-up took most of the time. That is not the program's fault, so the sample fails instead of
+        # If most of the time went into starting Python, the program is not at fault. The sample then fails instead of
         # scoring 0.
-
         if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
-                f"sandbox: {done} of {len(pairs)} pairs of tests were run in time, and most of it went into starting "
+                f"sandbox: {done} of {len(pairs)} test pairs were run in time, and most of the time went into starting "
                 "Python; raise reward.timeout_s, or give fewer pairs"
             )
         if in_time <= 0:
@@ -154,6 +157,6 @@ def _without_edges(text: str) -> str:
 
 @cache
 def _inside() -> str:
-    """Return the source of both modules as one text, because the sandbox has no package to import them from."""
+    """Return the sources of the modules `code_tests_*` as one text, because the sandbox cannot import them."""
     link, inside = (Path(str(module.__file__)).read_text("utf-8") for module in (code_tests_link, code_tests_inside))
     return link + "".join(line for line in inside.splitlines(True) if not line.startswith("from rltrain."))

@@ -1,6 +1,6 @@
 """Run a program and its tests in two processes inside one sandbox, connected by a link.
 
-Only `rltrain.rewards.code_tests` uses this file. It runs the source of `code_tests_link` and of this file in both
+Only `rltrain.rewards.code_tests` uses this file: it runs the source of `code_tests_link` and of this file in both
 processes.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from rltrain.rewards.code_tests_link import Link
 
-_KEPT = ("math", "cmath", "unittest")  # names that no program's own object takes: verdicts are made of them
+_KEPT = ("math", "cmath", "unittest")  # names that no object of the program may have in the tests
 
 
 def serve_program(program: str, reads: int, writes: int) -> None:
-    """Run the program, offer its names to the tests, and do what they ask for."""
+    """Run the program, send its names to the process of the tests, and execute the requests of that process."""
     link = Link(reads, writes)
     module = sys.modules["program"] = type(sys)("program")
     exec(compile(program, "program.py", "exec"), vars(module))
@@ -30,9 +30,9 @@ def serve_program(program: str, reads: int, writes: int) -> None:
 
 
 def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) -> None:
-    """Run the tests on what the program offers; write a 1 or a 0 for each as soon as it is known."""
+    """Run the tests on the program's objects, and write 1 or 0 for each test as soon as its result is known."""
     verdicts = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the tests print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discards what the tests print
     link = Link(reads, writes, trusted="tests")
     module = sys.modules["tests"] = type(sys)("tests")
     vars(module).update(_offered(link.receive()))
@@ -42,12 +42,15 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
         if is_test:
             os.write(verdicts, b"1" if passed else b"0")
         elif not passed:
-            os._exit(1)  # what comes after it cannot be trusted to mean anything
+            os._exit(1)  # after a failed preparation, the results of the later tests mean nothing
     os._exit(0)
 
 
 def _offered(message: Any) -> dict[str, Any]:
-    """What the tests get of the names that the program offers: nothing that Python, or the tests' judge, has itself."""
+    """Return the objects of the program that the tests may use, by name.
+
+    Objects whose names are builtins or begin with `__` are left out. A name in `_KEPT` can only mean Python's module.
+    """
     match message:
         case dict(values), dict(modules) if {type(name) for name in (*values, *modules, *modules.values())} <= {str}:
             taken = {name for name in (*values, *modules) if name.startswith("__") or hasattr(builtins, name)}
@@ -56,7 +59,8 @@ def _offered(message: Any) -> dict[str, Any]:
     offered = {name: value for name, value in values.items() if name not in taken and name not in _KEPT}
     for name, full in modules.items():
         top = full.partition(".")[0]
-        # As in `import math` and `import numpy as np`: no other module in the place of one that verdicts are made of.
+        # A module that the program imported is imported for the tests too if it is in the standard library. A name in
+        # `_KEPT` must mean the module of that name.
         if name not in taken and top in sys.stdlib_module_names and (name not in _KEPT or name == full):
             offered[name] = importlib.import_module(full)
     return offered
@@ -73,13 +77,14 @@ def _passes(statement: ast.stmt, names: dict[str, Any]) -> bool:
 
 
 def statements(tests: str, entry_point: str | None = None) -> list[tuple[ast.stmt, bool]]:
-    """Split tests into their statements, and say of each whether it is a test or prepares some.
+    """Split tests into statements, and return for each statement whether it is a test or only prepares for tests.
 
-    A test is a statement with an assert in it, or a call of a function with an assert in it. If there is neither: each
-    call of the functions named test_..., which nobody need have written; and failing that, each expression.
+    A test is a statement that contains an assert, or a call of a function that contains an assert. If no statement is a
+    test, a call of each function that is named test_... and contains an assert is added as a test. If no statement is a
+    test and there is no such function to call, each expression statement that is not a constant is a test.
 
     Raises:
-        SyntaxError: this is no Python.
+        SyntaxError: the text is not Python.
     """
     body = ast.parse(tests + (f"\ncheck({entry_point})\n" if entry_point else "")).body
     defined = {part.name for part in body if isinstance(part, ast.FunctionDef) and _asserts(part)}

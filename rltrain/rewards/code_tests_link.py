@@ -1,9 +1,9 @@
 """Let two processes use each other's objects, although one of them may be hostile; see `code_tests_inside`.
 
 Plain data is sent by value. Any other object stays in its process, and the other process gets a `Far` object instead.
-The process of the tests can only receive plain data and `Far` objects, whatever the process of the program sends. So it
-never holds an object of the program with a custom equality, and no message can make it call a function or change an
-object while the message is read.
+Whatever the process of the program sends, the process of the tests can only receive plain data and `Far` objects. The
+process of the tests therefore never holds an object of the program with a custom equality, and no message can make it
+call a function or change an object while the message is read.
 """
 
 import builtins
@@ -17,8 +17,8 @@ from typing import Any
 
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
-)  # what a pickle can hold without naming anything
-_VALUES = {  # other plain data: attributes that its constructor takes in this order, where that is how it is made
+)  # types of which a pickle can hold objects without naming a class or function
+_VALUES = {  # other plain data: the attributes that the constructor takes, in order; "" for the types in _PARTS
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
     "builtins.slice": "start stop step",
@@ -34,7 +34,7 @@ _VALUES = {  # other plain data: attributes that its constructor takes in this o
     "decimal.Decimal": "",
     "fractions.Fraction": "numerator denominator",
 }
-_PARTS: dict[str, Any] = {  # and where it is not
+_PARTS: dict[str, Any] = {  # other plain data: functions that return the constructor's arguments
     "collections.Counter": lambda counts: (dict(dict.items(counts)),),
     "collections.OrderedDict": lambda table: (dict(table.items()),),
     "collections.defaultdict": lambda table: (table.default_factory, dict(dict.items(table))),
@@ -42,7 +42,7 @@ _PARTS: dict[str, Any] = {  # and where it is not
     "datetime.timezone": lambda zone: zone.__getinitargs__(),
     "decimal.Decimal": lambda number: (str(number),),
 }
-_BASES: dict[type, Any] = {  # how to make plain data of a subclass of plain data, without asking the subclass
+_BASES: dict[type, Any] = {  # how to convert a subclass object to its base type without calling the subclass
     int: int.__int__,
     float: float.__float__,
     str: lambda text: "".join((text,)),
@@ -53,7 +53,8 @@ _BASES: dict[type, Any] = {  # how to make plain data of a subclass of plain dat
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Never between an object of the program and plain data: its own arithmetic would make any number right.
+# These operators are refused between an object of the program and plain data, because the object's own arithmetic could
+# make any number right.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -85,17 +86,21 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """An exception of the other process that is none of Python's own."""
+    """Stands for an exception that the other process raised and whose type is not built into Python."""
 
 
 class Far:
-    """An object of the other process. Equal to nothing here; two of them are as equal as the other process says."""
+    """Stands for an object of the other process.
+
+    A `Far` object equals no plain data and no other object of this process. Two `Far` objects are equal if the other
+    process says so.
+    """
 
     def __init__(self, link: "Link", number: int) -> None:
         vars(self).update(_link=link, _number=number)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call it over there."""
+        """Call the object in the other process."""
         return self._link.ask("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,17 +132,21 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 
 
 class Link:
-    """One end of the two pipes. Each request waits for its answer, and serves what the other end asks meanwhile."""
+    """One end of the two pipes. While a request waits for its answer, the link executes requests from the other end."""
 
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
-        """Take the two descriptors; `trusted` names the module whose objects alone the other end may look into."""
+        """Use two pipe ends, given by their file descriptors.
+
+        If `trusted` names a module, the other end is restricted to the requests in `_FOR_THE_PROGRAM`, and can get and
+        set only attributes of objects whose class that module defines.
+        """
         self._reads, self._writes, self._trusted = reads, writes, trusted
         self._mine: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._far: dict[int, Far] = {}
 
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
-        """Have the other process do something, and return what came of it, or raise what it raised."""
+        """Send a request to the other process, and return its result or raise its exception."""
         self.send(("ask", what, args, named))
         while True:
             match self.receive():
@@ -153,7 +162,7 @@ class Link:
                     os._exit(4)
 
     def serve(self, what: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Do what the other process asks for."""
+        """Execute a request of the other process, and send back the result or the exception."""
         try:
             if self._trusted is not None:
                 self._check(what, args)
@@ -174,7 +183,7 @@ class Link:
             raise AttributeError(f"a program may not replace the method '{name}'")
 
     def send(self, message: object) -> None:
-        """Write a message with its length in front."""
+        """Write a message, preceded by its length as 8 bytes."""
         buffer = io.BytesIO()
         _Out(buffer, self).dump(message)
         data = buffer.getvalue()
@@ -183,7 +192,10 @@ class Link:
             left = left[os.write(self._writes, left) :]
 
     def receive(self) -> Any:
-        """Read one message. If the other process has gone, or sends what is none, this one ends: nothing passes."""
+        """Read one message.
+
+        If the other process has ended or the message is invalid, exit this process, so that no more test passes.
+        """
         size = int.from_bytes(self._read(8), "little")
         if size > _LONGEST:
             os._exit(4)
@@ -201,23 +213,23 @@ class Link:
         return bytes(data)
 
     def number(self, thing: object) -> int:
-        """Remember an object that the other process will refer to."""
+        """Return the number by which the other process refers to an object of this process, and remember the object."""
         if id(thing) not in self._numbers:
             self._numbers[id(thing)] = len(self._mine)
             self._mine.append(thing)
         return self._numbers[id(thing)]
 
     def far(self, number: int) -> Far:
-        """Return what stands for the other process's object of this number."""
+        """Return the `Far` object that stands for the other process's object with this number."""
         return self._far.setdefault(number, Far(self, number))
 
     def mine(self, number: int) -> Any:
-        """Return the object of this process that was given this number."""
+        """Return the object of this process for which the method `number` returned this number."""
         return self._mine[range(len(self._mine))[number]]
 
 
 class _Out(pickle.Pickler):
-    """Pickles basic data in the ordinary way, and for anything else a description of basic data."""
+    """Pickles basic data as usual, and replaces any other object by a description made of basic data."""
 
     def __init__(self, file: io.BytesIO, link: Link) -> None:
         super().__init__(file, protocol=5)
@@ -242,7 +254,10 @@ class _Out(pickle.Pickler):
 
 
 class _Described:
-    """What is to be made of a description, once all of the message is there. It has nothing that could be set."""
+    """A description of an object in a received message, which is replaced after the whole message is read.
+
+    The class has no `__dict__`, so a message cannot give a description further attributes.
+    """
 
     __slots__ = ("words",)
 
@@ -251,10 +266,10 @@ class _Described:
 
 
 class _In(pickle.Unpickler):
-    """Reads a message that may come from an enemy.
+    """Reads a message that a hostile process may have sent.
 
-    Its pickle can name nothing, so it has no function to call and no object to change. Only then are descriptions
-    replaced, by what the code here can make.
+    The pickle in a message may not name a class or function, so reading it neither calls a function nor changes an
+    existing object. After the whole message is read, descriptions are replaced by objects that this file constructs.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -262,7 +277,7 @@ class _In(pickle.Unpickler):
         self._described = False
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name}: a message names nothing")
+        raise pickle.UnpicklingError(f"{module}.{name}: a message may not name a class or function")
 
     def persistent_load(self, words: Any) -> Any:
         self._described = True
@@ -274,7 +289,11 @@ class _In(pickle.Unpickler):
 
 
 def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Replace descriptions; `done` has by identity what was met, which stays alive, and what came of it."""
+    """Return `thing` with each description in it replaced by the object that it describes.
+
+    `done` maps the id of each object met so far to that object and its result. `done` handles cycles and shared
+    objects; storing the object keeps its id from being reused.
+    """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):
         return thing
@@ -318,13 +337,13 @@ def _made(link: Link, what: str, *words: Any) -> Any:
 
 
 def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
-    """What a value is made of; None if that is no plain data either."""
+    """Return the arguments from which a constructor can build `thing`, or None if they are not plain data."""
     parts = _PARTS[name](thing) if name in _PARTS else tuple(getattr(thing, part) for part in _VALUES[name].split())
     return parts if _fit(name, parts) else None
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Whether a constructor gets what it is for, and nothing that it would call."""
+    """Return whether the arguments have types for which the constructor is meant, so that it calls none of them."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]
@@ -337,7 +356,7 @@ def _fit(name: str, parts: tuple[Any, ...]) -> bool:
 
 
 def _plain_type(name: str) -> type | None:
-    """The type of plain data, or the exception of Python's own, that has this name."""
+    """Return the plain-data type or the built-in exception with this name, or None."""
     module, _, own = name.rpartition(".")
     if name in _VALUES:
         value: type = getattr(importlib.import_module(module), own)
@@ -351,7 +370,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Repeat on our side what the other process did to an argument."""
+    """Copy the changes that the other process made to a passed object into the original in this process."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()
@@ -362,7 +381,7 @@ def _exception(name: str, text: str) -> Exception:
     try:
         if (kind := _builtin_exception(str(name))) is not None:
             return kind(text)
-    except TypeError:  # UnicodeDecodeError wants more
+    except TypeError:  # some exceptions, such as UnicodeDecodeError, need more arguments
         pass
     return Raised(f"{name}: {text}")
 

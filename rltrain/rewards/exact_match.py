@@ -1,4 +1,4 @@
-"""Reward for exact answers: 1 if the whole response is the answer."""
+"""Reward for exact answers: 1 if the whole response is the expected answer."""
 
 import unicodedata
 
@@ -11,20 +11,20 @@ def exact_match(
     ignore_case: bool = False,
     ignore_whitespace: bool = False,
 ) -> float | None:
-    """Compare the whole response with the answer, character by character.
+    """Compare the whole response with the expected answer, character by character.
 
     Both texts are normalized to Unicode NFC, so that two encodings of the same character (such as e with an accent) are
-    equal. White space around the text must match too, unless `ignore_whitespace` is set.
+    equal. White space around the response must match too, unless `ignore_whitespace` is set.
 
     Args:
         prompt: unused.
         response: the model's text.
-        answer: the right text. A number is converted with Python's `str`.
+        answer: the expected text. A number is converted with Python's `str`.
         ignore_case: treat upper-case and lower-case letters as equal, in every script.
         ignore_whitespace: remove all white space before the comparison, so that "x = 1" equals "x=1".
 
     Returns:
-        1.0 or 0.0, or None without an answer.
+        1.0 if the texts are equal, else 0.0; None if `answer` is None.
     """
     if answer is None:
         return None

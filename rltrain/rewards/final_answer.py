@@ -4,7 +4,7 @@ ANSWER_MARK = "#"
 
 
 def final_answer(prompt: str, response: str, *, answer: str, finish_reason: str) -> float:
-    """Compare the text after the last `#` with the answer. A response without `#` is wrong.
+    """Compare the text after the last `#` with the expected answer. A response without `#` is wrong.
 
     Args:
         prompt: unused; every reward function receives it.
@@ -20,5 +20,5 @@ def final_answer(prompt: str, response: str, *, answer: str, finish_reason: str)
 
 
 def exact_answer(prompt: str, response: str, *, answer: str, finish_reason: str) -> float:
-    """Compare the whole response with the answer. The arguments and the result are those of `final_answer`."""
+    """Compare the whole response with the expected answer. The arguments and the result are those of `final_answer`."""
     return float(finish_reason == "stop" and response.strip() == answer)

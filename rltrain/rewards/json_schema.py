@@ -12,9 +12,9 @@ _SHALLOW = 20  # nesting depth of values up to which a RecursionError means that
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
     """Validate the response, or its last closed block fenced as ```json, against a JSON Schema.
 
-    Each fence must be on its own line. These values are invalid: constants that Python reads but JSON does not allow
-    (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred levels deep, and, under
-    `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an annotation and is not
+    Each fence must be on its own line. The following values are invalid: constants that Python reads but JSON does not
+    allow (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred levels deep, and,
+    under `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an annotation and is not
     checked. References to documents outside the schema are never fetched.
 
     Args:
@@ -24,11 +24,11 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
             applies.
 
     Returns:
-        1.0 if the JSON is valid, else 0.0; None without a schema.
+        1.0 if the JSON is valid, else 0.0; None if `schema` is None.
 
     Raises:
-        ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or has a reference that it
-            does not contain.
+        ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or refers to a definition
+            that it does not contain.
     """
     if schema is None:
         return None
@@ -43,7 +43,9 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
     try:
         return float(validator.is_valid(value))
     except Unresolvable as error:
-        raise ValueError(f"schema {text[:80]!r} refers to {error.ref!r}, which it does not hold; put it in") from None
+        raise ValueError(
+            f"schema {text[:80]!r} refers to {error.ref!r}, which the schema does not contain; add it"
+        ) from None
     except RecursionError:
         if _depth(value) <= _SHALLOW:
             raise ValueError(f"schema {text[:80]!r} refers to itself without end; correct it") from None
@@ -53,9 +55,9 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 
 
 def _json_text(response: str) -> str:
-    """Return the last closed json block, else the whole response.
+    """Return the content of the last closed json block, else the whole response.
 
-    The text is split at line breaks. This is safe because a JSON string cannot contain a line break.
+    Splitting the text at line breaks is safe, because a JSON string cannot contain a line break.
     """
     block: str | None = None
     opened: list[str] | None = None
@@ -92,7 +94,7 @@ def _refuse(constant: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _validator(text: str) -> Any:
-    """Check the schema and return its validator. The result is cached."""
+    """Check the schema, and return its validator from a cache."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY

@@ -1,8 +1,8 @@
 """Reward from a language model that judges the response, behind any endpoint with OpenAI's chat completions API.
 
-The endpoint can be a hosted model or a server such as `python -m vllm.entrypoints.openai.api_server`. It runs outside
-the training run. The client is the package `openai`, which is installed with vLLM: it reuses connections and retries
-failed requests.
+The endpoint can be a hosted model or a server such as `python -m vllm.entrypoints.openai.api_server`. The endpoint runs
+outside the training run. The client is the package `openai`, which is installed with vLLM: it reuses connections and
+retries failed requests.
 """
 
 import asyncio
@@ -51,12 +51,12 @@ async def judge(
     timeout_s: float = 60.0,
     **columns: Any,
 ) -> RewardResult:
-    """Ask a language model to rate the response. Return `scale` times the number in its answer.
+    """Ask a language model to rate the response, and return `scale` times the number in the model's answer.
 
-    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. So n processes
-    (`placement.reward_workers`) can together send n times as many requests. One call, including its waits and retries,
-    must fit into `reward.timeout_s`. If a column of the data has the same name as one of the options below, and
-    `kwargs` does not set that option, the column's value is used as the option.
+    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. n reward processes
+    (`placement.reward_workers`) can therefore send n times as many requests together. One call, including its waits and
+    retries, must fit into `reward.timeout_s`. If a column of the data has the same name as one of the options below,
+    and `kwargs` does not set that option, the column's value is used as the option.
 
     Args:
         prompt: the sample's prompt.
@@ -65,12 +65,12 @@ async def judge(
         model: the judge's model name at the endpoint.
         question: template of the one message that is sent. {prompt}, {response} and the name of any data column in
             braces are replaced by their values. The template must contain {response}. A literal brace is doubled: {{.
-        score: regular expression whose first group is the number. Its last match in the judge's answer counts.
+        score: regular expression whose first group is the number. The last match in the judge's answer counts.
         scale: factor for the number; for example, 0.1 maps the range 0 to 10 to the range 0 to 1.
         temperature: sampling temperature of the judge.
         max_tokens: largest number of tokens in the judge's answer.
         retries: how often a request is retried after it found no server, was rejected by a rate limit or failed inside
-            the server. The waits grow, unless the server says how long to wait.
+            the server. The wait before each retry grows, unless the server says how long to wait.
         max_concurrent: largest number of simultaneous requests to this endpoint.
         requests_per_minute: rate limit for this endpoint, with requests evenly spaced and retries included; 0 for no
             limit.
@@ -79,8 +79,8 @@ async def judge(
         columns: the other columns of the data.
 
     Returns:
-        The score. The result is failed, with a reason, if the request fails, if the judge's answer contains no number,
-        or if the question names a column that the sample does not have.
+        The score. The result is marked as failed, with a reason, if the request fails, if the judge's answer contains
+        no number, or if the question names a column that the sample does not have.
     """
     try:
         key = _key(api_key_env)
@@ -100,7 +100,7 @@ async def judge(
                 temperature=temperature,
                 max_tokens=max_tokens,
             )
-        except (OpenAIError, ValueError, TypeError) as error:  # the body may not be JSON, or not even text
+        except (OpenAIError, ValueError, TypeError) as error:  # the response body may not be JSON, or not even text
             return RewardResult(failed=True, message=f"{base_url}: {_short(f'{type(error).__name__}: {error}', key)}")
     return _result(answer, pattern, scale, key)
 
@@ -135,8 +135,8 @@ def _filled(question: str, values: dict[str, Any]) -> str:
     fields = [name for _, name, _, _ in string.Formatter().parse(question) if name is not None] if is_text else []
     if "response" not in fields:
         raise ValueError(
-            f"question={_short(str(question))!r}: has no {{response}}; set kwargs.question (else a column of the "
-            "data of that name is taken for it)"
+            f"question={_short(str(question))!r}: has no {{response}}; set kwargs.question (otherwise a "
+            "column of the data named `question` is used)"
         )
     for name in fields:
         if re.split(r"[.\[]", name)[0] not in values:
@@ -161,12 +161,13 @@ def _key(name: str) -> str:
     """Return the API key from the environment variable `name`.
 
     Raises:
-        ValueError: there is no such key. The message does not show an invalid `name`, which may be the key itself.
+        ValueError: `name` is not a valid variable name, or the variable is not set. An invalid `name` is not shown in
+            the message, because it may be the key itself.
     """
     if not name:
         return ""
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ValueError("api_key_env is not the name of a variable; give the NAME of one that holds the key")
+        raise ValueError("api_key_env is not the name of a variable; give the NAME of the variable that holds the key")
     if not (key := os.environ.get(name, "")):
         raise ValueError(f"api_key_env={name}: not set in the reward process; export it where Ray is started")
     return key
@@ -192,8 +193,8 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
         import openai
 
         rate = _Rate(requests_per_minute)
-        # The hook runs before every attempt, so retries count towards the rate limit. Without a key, a placeholder is
-        # passed: otherwise the client would send a key from the environment to this endpoint.
+        # The event hook runs before every attempt, so retries count towards the rate limit. If there is no key, a
+        # placeholder is passed, because the client would otherwise send a key from the environment to this endpoint.
         http_client = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]})
         client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", http_client=http_client)
         known[settings] = _Endpoint(client, asyncio.Semaphore(max_concurrent))
@@ -217,6 +218,6 @@ class _Rate:
 
 
 def _short(text: str, key: str = "") -> str:
-    """Return the beginning of a text on one line. The key is redacted, whatever the name of its variable."""
+    """Return the beginning of a text on one line, with the API key redacted, whatever the name of its variable."""
     line = " ".join(redacted(text, keys=[key]).split())
     return line if len(line) <= _SHOWN else line[:_SHOWN] + " ..."

@@ -1,4 +1,4 @@
-"""Penalties from 0 to -1 for long responses. Lengths are in characters or words, because rewards get no tokens."""
+"""Penalties from 0 to -1 for long responses, in characters or words because reward functions get no tokens."""
 
 from typing import Literal
 
@@ -27,7 +27,7 @@ def length_penalty(
         both_sides: also penalize responses that are shorter than the target.
 
     Returns:
-        A score in [-1, 0], or None without a target.
+        A score in [-1, 0], or None if `target` is None.
 
     Raises:
         ValueError: the target is not above 0, or the unit is unknown.
@@ -49,15 +49,15 @@ def overlong_penalty(
         ((max_length - buffer) - n) / buffer     n <= max_length
         -1                                       else                         arXiv 2503.14476, eq. 13
 
-    Here n is the length of the text. The paper counts tokens: its limit is 20480 and its buffer is 4096, so the penalty
-    starts at 16384.
+    Here n is the length of the response. The paper counts tokens, with a limit of 20480 and a buffer of 4096, so that
+    the penalty starts at 16384.
 
     Args:
         prompt: unused.
         response: the model's text.
         max_length: the limit, L_max in the paper.
         buffer: the width of the linear range before the limit, L_cache in the paper; 0 gives a hard step.
-        unit: see `length_penalty`.
+        unit: "characters" or "words", as in `length_penalty`.
 
     Returns:
         A score in [-1, 0].
@@ -66,7 +66,7 @@ def overlong_penalty(
         ValueError: the buffer is not between 0 and the limit, or the unit is unknown.
     """
     if not 0 <= buffer <= max_length:
-        raise ValueError(f"buffer={buffer} must be from 0 to max_length={max_length}; make it a part of the limit")
+        raise ValueError(f"buffer={buffer} must be from 0 to max_length={max_length}; choose a buffer within the limit")
     length, free = _length(response, unit), max_length - buffer
     if length <= free:
         return 0.0
@@ -78,4 +78,4 @@ def _length(text: str, unit: str) -> int:
         return len(text)
     if unit == "words":
         return len(text.split())
-    raise ValueError(f"unit={unit!r} must be characters or words; a reward function knows no tokens")
+    raise ValueError(f"unit={unit!r} must be characters or words; reward functions get no tokens")

@@ -1,4 +1,4 @@
-"""Load, check and call the reward functions that users name by import path or file path. Never imports torch.
+"""Load, check and call the reward functions that users name by import path or file path, without importing torch.
 
 A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async. A score of
 None means that the function does not apply to the sample. A function with the parameters `prompts` and `responses` is
@@ -43,7 +43,7 @@ BUILTIN = {  # short name of a function: its module in `rltrain.rewards`
     "repetition_penalty": "repetition",
     "judge": "judge",
 }
-PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # they score the form, not the outcome
+PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # these score form, not outcome
 STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whatever the data
 AGGREGATIONS = ("sum", "normalize_then_sum")
 AGGREGATED = ("components", "uid", "valid", "weights")  # arguments of a user's aggregation function
@@ -52,7 +52,7 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # largest float32, because scores are sent a
 _SHOWN = 80  # number of characters of a value that an error message shows
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
-SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # first parameters of the two kinds of functions
+SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # first parameters, by kind of function
 
 
 class ScoreError(RLTrainError, ValueError):
@@ -88,7 +88,7 @@ def load_function(path: str) -> Callable[..., Any]:
         target, _, name = path.rpartition(".")
     if not target or not name or path.endswith(".py"):
         if path and local_path(path, where).is_dir():
-            raise ConfigError(f"{where} is a directory; a reward model's place is reward.models=[{path}]")
+            raise ConfigError(f"{where} is a directory; name a reward model in reward.models=[{path}]")
         near = difflib.get_close_matches(name or path, BUILTIN, n=1)
         raise ConfigError(
             f"{where}: no function is named{f'; did you mean {near[0]}?' if near else ''}; use package.module:function"
@@ -114,7 +114,7 @@ def absolute(path: str) -> str:
 def check_columns(
     function: Callable[..., Any], name: str, columns: Collection[str], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Check that the data and the options provide all arguments of a function, and that it takes all options.
+    """Check that the data and the options provide all arguments of a function, and that the function takes all options.
 
     Args:
         function: a function from `load_function`.
@@ -202,9 +202,10 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 
     Returns:
         A function `(prompt, response, columns)` of one sample, or of lists for a batched function. Prompt and response
-        have no special tokens. Only the columns that the reward function takes are passed to it. The wrapper returns
+        have no special tokens. The wrapper passes only the columns that the reward function takes. The wrapper returns
         the reward function's result, or a coroutine if the function is async; `as_score` converts the result to a
-        score. The wrapper raises ScoreError if a column is missing, and every exception of the reward function.
+        score. The wrapper raises ScoreError if a column is missing, and passes on every exception of the reward
+        function.
     """
     parameters = _parameters(function)
     first = BATCHED if is_batched(function) else SINGLE
@@ -276,7 +277,7 @@ def as_scores(results: Any, count: int) -> list[Any]:
         ScoreError: the function did not return a list, or returned the wrong number of results.
     """
     if not isinstance(results, Sequence) and not hasattr(results, "tolist"):
-        raise ScoreError(f"returned {type(results).__name__}: a batched function returns a list, one score a sample")
+        raise ScoreError(f"returned {type(results).__name__}: a batched function returns a list, one score per sample")
     found = list(results)
     if len(found) != count:
         raise ScoreError(f"returned {len(found)} scores for {count} samples: one each, in their order")
@@ -288,8 +289,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise ConfigError(
-            f"reward function '{getattr(function, '__name__', function)}' does not tell its parameters; wrap it in a "
-            "function of its own: def score(prompt, response): ..."
+            f"reward function '{getattr(function, '__name__', function)}' has no signature that Python can "
+            "read; wrap it in a function of its own: def score(prompt, response): ..."
         ) from None
 
 
@@ -304,7 +305,8 @@ def _is_file(target: str) -> bool:
 
 def _module(target: str, where: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # `python -m` adds the working directory, but an installed command does not. Ray passes the path to its workers.
+        # `python -m` adds the working directory, but an installed command does not. Ray passes `sys.path` to its
+        # workers.
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(target)
@@ -342,7 +344,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # at the end, so that a module in this folder cannot hide a package
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before the module runs, because dataclasses and pickle look it up there
+    sys.modules[name] = module  # registered before it runs, because dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -354,9 +356,9 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 
 
 def source_name(key: str, path: str) -> str:
-    """Return the name that a checkpoint gives to a function's file.
+    """Return the name under which a checkpoint records the content of a function's file.
 
-    A run can only be resumed while the file's content is unchanged.
+    A run can only be resumed while the content of the file is unchanged.
     """
     return f"{key}: {path}"
 
@@ -372,7 +374,8 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
     Raises:
         ScoreError: the coroutine raised an exception that is no subclass of `Exception` (SystemExit, CancelledError,
-            KeyboardInterrupt, ...). This does not include the user's Ctrl-C, which only reaches the main thread.
+            KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because it only reaches the main
+            thread.
         Exception: any other exception of the coroutine.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
@@ -393,7 +396,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Start the process's single event loop for async functions, in a thread of its own.
 
-    A permanent loop lets the functions keep connections between calls. The separate thread makes this work even if the
+    A permanent loop lets async functions keep connections between calls. A loop in its own thread works even if the
     caller already runs an event loop, as in a notebook.
     """
     loop = asyncio.new_event_loop()

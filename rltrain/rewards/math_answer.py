@@ -10,7 +10,7 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-_TAIL = 1000  # number of characters at the end of a response that are searched if it has no box
+_TAIL = 1000  # number of characters at the end of a response without a box that are searched
 _LONGEST = 500  # largest length of an expression, in characters
 _DEEPEST = 10  # largest nesting depth of brackets; the parser's time may double with each level
 _HUGE = re.compile(
@@ -23,9 +23,11 @@ _POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # a po
 _LARGEST_POWER = 10**6  # bound on the exponent times the largest number in the bracket
 _MOST_TERMS = 10**5  # bound on the number of terms in the expansion of a power of a sum
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# Operators over large ranges: their numbers grow so large that counting calls does not bound the time.
+# Operators over large ranges. Their evaluation makes few calls on huge numbers, so counting calls does not bound its
+# time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Bound on function calls and returns. It takes about a second, and is ten times what the longest ordinary answers need.
+# Bound on the number of function calls and returns, which is reached after about a second. The longest ordinary answers
+# need a tenth of this number.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -41,14 +43,15 @@ def math_answer(
 ) -> float | None:
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
-    The response's answer is the content of its last closed `\boxed{...}`. Without a box, it is the whole response if
-    that contains only mathematics. Otherwise math-verify searches the last 1000 characters, for example for "the answer
-    is $x^2$", the last formula or the last number. If only one side has a percent sign, 50% equals both one half and
+    The response's answer is the content of its last closed `\boxed{...}`. If there is no box and the response contains
+    only mathematics, the response's answer is the whole response. If there is no box and the response also contains
+    other text, math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$",
+    the last formula or the last number. If only one side has a percent sign, 50% equals both one half and
     50. If the right answer consists of words only ("east"), the two are compared as text.
 
-    Some expressions would take very long to evaluate. Evaluation is bounded without a clock, so that every machine and
-    thread gives the same score. An expression counts as right only if it is written exactly like the answer, apart from
-    white space, when it has one of these properties:
+    Some expressions would take very long to evaluate. The bound on the evaluation does not use a clock, so that every
+    machine and thread gives the same score. An expression counts as right only if it is written exactly like the
+    answer, apart from white space, when it has one of these properties:
 
     - It has more than 500 characters, or more than ten levels of nested brackets.
     - It has a power, product, factorial or binomial in an exponent.
@@ -67,7 +70,7 @@ def math_answer(
             by their order.
 
     Returns:
-        1.0 or 0.0, or None without an answer. A response that cannot be parsed gets 0.0.
+        1.0 if the answers are equal, else 0.0; None if `answer` is None. A response that cannot be parsed gets 0.0.
 
     Raises:
         ValueError: the answer cannot be parsed.
@@ -96,7 +99,7 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Signals too many function calls. It is a BaseException because the libraries catch every Exception."""
+    """Signals too many function calls, as a BaseException because the libraries catch every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
@@ -166,7 +169,7 @@ def _is_percent(text: str) -> bool:
 def _expressions(text: str, *, both_readings: bool) -> list[Any]:
     """Parse a whole expression. For a percentage, parse the number before the percent sign.
 
-    With `both_readings`, a percentage also gives a hundredth of that number.
+    With `both_readings`, a percentage also yields a hundredth of the number before the percent sign.
     """
     number = _PI.sub(r"\\pi ", _PERCENT.sub("", text))
     found = _parse(rf"\boxed{{{number}}}")
@@ -214,7 +217,7 @@ def _is_large_power(base: str, power: int) -> bool:
 def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Import math-verify's functions `parse` and `verify`.
 
-    Their log level is raised because they warn that their timeouts, which need signals, are disabled.
+    The log level of math-verify is raised, because it would warn that its timeouts, which need signals, are disabled.
     """
     from math_verify import parse, verify
 

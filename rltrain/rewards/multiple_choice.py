@@ -17,9 +17,9 @@ def multiple_choice(prompt: str, response: str, *, answer: str | int | None, cho
     r"""Compare the letter that the response chooses with the right one.
 
     A choice is stated as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only the
-    letter. The last statement counts. A statement that names several letters (`Answer: A or B`) chooses none. Without a
-    statement, a letter in round brackets or at the start of a line (`B. Paris`) is the choice if no other letter is
-    written that way. So a list of all options scores 0.
+    letter. The last statement of a choice counts. A statement that names several letters (`Answer: A or B`) chooses
+    none. Without a statement, a letter in round brackets or at the start of a line (`B. Paris`) is the choice if no
+    other letter is written that way. A list of all options therefore scores 0.
 
     Args:
         prompt: unused.
@@ -28,7 +28,7 @@ def multiple_choice(prompt: str, response: str, *, answer: str | int | None, cho
         choices: all possible choices, as capital letters.
 
     Returns:
-        1.0 or 0.0, or None without an answer. A response without a choice gets 0.0.
+        1.0 if the response chooses the right letter, else 0.0; None if `answer` is None.
 
     Raises:
         ValueError: the answer is not one of the choices, or the choices are not capital letters.
@@ -69,7 +69,7 @@ def _letters(text: str, choices: str) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Build the regular expressions for statements and for mere mentions. All their repetitions are bounded."""
+    """Build regular expressions, with bounded repetitions, for statements of a choice and for mentions of a letter."""
     if not re.fullmatch("[A-Z]+", choices):
         raise ValueError(f"choices={choices!r} must be capital letters; use for example ABCD")
     # A lower-case letter counts only before a closing bracket, a punctuation mark or the end, because it may also be a

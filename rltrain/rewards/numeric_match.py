@@ -6,7 +6,7 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# Every repetition below is bounded, or followed by something that it cannot match. So no text takes long to match.
+# Every repetition below is bounded, or followed by something that it cannot match, so that no text takes long to match.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -27,7 +27,7 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-_NEAR = 400  # characters; almost no number is longer
+_NEAR = 400  # number of characters; almost no number is longer
 
 
 def numeric_match(
@@ -60,7 +60,8 @@ def numeric_match(
         abs_tol: two numbers are also equal if they differ by at most this amount.
 
     Returns:
-        1.0 or 0.0, or None without an answer. A response without a number, or without the marker, gets 0.0.
+        1.0 if the numbers are equal, else 0.0; None if `answer` is None. A response without a number, or without the
+        marker, gets 0.0.
 
     Raises:
         ValueError: the answer does not contain exactly one number, or a tolerance is negative.
@@ -82,7 +83,7 @@ def numeric_match(
 
 
 def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
-    """Return the number that the response states, and whether it is a percentage; None without a number."""
+    """Return the number that the response states, and whether it is a percentage; None if it states no number."""
     if marker is not None:
         _, there, response = response.rpartition(marker)
         if not there:
@@ -94,7 +95,7 @@ def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
 
 
 def _last(text: str) -> re.Match[str] | None:
-    """Return the match of the last number in the text. Search only around the last digit if that is sufficient."""
+    """Return the match of the last number in the text. If possible, search only around the last digit, for speed."""
     text = _tidy(text)
     end = len(text)
     while end > _NEAR and not _DIGIT.search(text, end - _NEAR, end):

@@ -9,8 +9,8 @@ _FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, 
 def regex_format(prompt: str, response: str, *, pattern: str, full: bool = True, flags: str = "") -> float:
     """Return 1 if the response matches a pattern of Python's `re`, else 0.
 
-    A pattern with nested repetitions, such as `(a+)+`, can take exponential time on some texts. The time limit of a
-    reward call then ends the match, and the sample counts as failed.
+    A pattern with nested repetitions, such as `(a+)+`, can take exponential time on some texts. A match that takes too
+    long is ended by the time limit of a reward call, and the sample counts as failed.
 
     Args:
         prompt: unused.

@@ -9,8 +9,9 @@ class RewardResult:
 
     Attributes:
         score: a finite number; None if the function does not apply to the sample.
-        failed: the function could not judge this sample. The sample is excluded from training and counted as a failure.
-        message: the reason for a failure, in one line. It is stored with the sample.
+        failed: True if the function could not judge the sample, which is then excluded from training and counted as a
+            failure.
+        message: the reason for a failure, in one line, which is stored with the sample.
     """
 
     score: float | None = None

@@ -1,20 +1,21 @@
 """Run untrusted Python code in separate processes with resource limits, isolated from this machine if possible.
 
-The sandbox has two forms. Both work on Linux only.
+The sandbox has two forms, which both work on Linux only.
 
 The strong form uses bubblewrap (`bwrap`). The program sees only the files that Python needs and only its own processes,
-and it has no network. It can write only to an in-memory folder that disappears when the program ends. The strong form
-requires that bwrap is installed and that the kernel allows this user to create namespaces. Each process tests once
-whether the strong form works.
+and it has no network. The program can write only to an in-memory folder that disappears when the program ends. The
+strong form requires that bwrap is installed and that the kernel allows this user to create namespaces. Each process
+that runs sandboxes tests once whether the strong form works.
 
 The weak form has the same limits on time, memory, output, processes and file size, the same minimal environment, and a
-folder that is removed afterwards. It has no isolation. A program in the weak form can read and write every file that
-this user can, use the network, and signal all processes of this user, including this one. For example, it can kill a
-reward process, or hide its own start so that the sample fails instead of scoring 0. If this user is root, it can also
-read tests and verdicts. The weak form protects against mistakes but not against malicious programs.
+folder that is removed afterwards. The weak form has no isolation. A program in the weak form can read and write every
+file that this user can, use the network, and signal all processes of this user, including this one. For example, a
+program in the weak form can kill a reward process, or hide its own start so that the sample fails instead of scoring 0.
+If this user is root, a program in the weak form can also read tests and verdicts. The weak form protects against
+mistakes but not against malicious programs.
 
 The strong form has one gap: if this user is root, a program can change the file mode of the five devices of this
-machine that it sees (null, zero, full, random, urandom). Running rltrain as another user closes this gap.
+machine that it sees (null, zero, full, random, urandom). Running rltrain as a user other than root closes this gap.
 
 Both forms limit the address space of each process. The total memory of all processes and the number of processes and
 threads are checked fifty times a second, so a program can exceed both limits for a moment. Memory that the kernel holds
@@ -47,7 +48,7 @@ Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 _START_LIMIT_S = 60.0  # time limit for an interpreter to start, generous because the machine may be busy
 _END_LIMIT_S = 2.0  # time that the watcher has to kill all processes, before it is killed itself
-# Time to read the remaining output after the watcher has ended. It is only used up if a process keeps a pipe open.
+# Time to read the remaining output after the watcher has ended, which is only used up if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
 _why_not: list[str] = []  # after the test: the reason why the strong form does not work here, "" if it works
@@ -55,7 +56,7 @@ _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """No sandbox of the requested level works on this machine. The program itself is not the cause."""
+    """No sandbox of the requested level works on this machine. The program in the sandbox is not the cause."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,11 @@ def run(
     max_file_mb: int = 16,
     level: str = "auto",
 ) -> SandboxResult:
-    """Run a program until it ends or reaches a limit. When this function returns, all its processes and files are gone.
+    """Run a program until it ends or reaches a limit, and then remove all its processes and files.
 
-    The program is the main module of an isolated process with the same Python interpreter as this process. Only the
-    standard library is available. This function can be called from any thread and from several threads at once. The
-    program's standard input is a file.
+    The program is the main module of an isolated process with the same Python interpreter as this process. The program
+    can import only the standard library. This function can be called from any thread and from several threads at once.
+    The program's standard input is a file.
 
     Args:
         code: Python source of the program.
@@ -112,8 +113,8 @@ def run(
             cannot reach the judge's memory, text or output, except in the weak form if this user is root. With a judge,
             the end, the exit code and the status of the run are those of the judge.
         timeout_s: wall-clock seconds, without the start-up time of the interpreter.
-        memory_mb: limit on the address space of each process and on the memory of all processes together. In the strong
-            form also a limit on the size of all files together.
+        memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
+            strong form, on the size of all files together.
         cpu_s: CPU seconds of each process, rounded up to whole seconds; None for no limit other than `timeout_s`.
         max_output_bytes: limit on standard output and on standard error, each.
         max_processes: largest number of simultaneous processes and threads, including the first process.
@@ -122,7 +123,8 @@ def run(
             SandboxError. "limits": the weak form.
 
     Raises:
-        SandboxError: no sandbox of this level works here, or Python does not start in it. The message says what to do.
+        SandboxError: no sandbox of the requested level works on this machine, or Python does not start in the sandbox.
+            The message says what to do.
         ValueError: a limit is not positive, or the level is unknown.
     """
     _check(locals())
@@ -134,7 +136,7 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return in one line why the strong form does not work here, "" if it works. Each process tests it once."""
+    """Return in one line why the strong form does not work here, or "" if it works. It is tested once per process."""
     with _lock:
         if not _why_not:
             _why_not.append(_try_strong())
@@ -150,15 +152,15 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def weakness(level: str) -> str:
-    """Return in one line what programs could do on this machine at this level, "" if nothing.
+    """Return in one line how a program in a sandbox of this level could harm this machine, or "" if it cannot.
 
-    After this call, `run` does not repeat the warning.
+    `run` does not log a weakness again that this function has already returned.
 
     Raises:
-        SandboxError: no sandbox of this level works here.
+        SandboxError: no sandbox of the requested level works on this machine.
     """
     if sys.platform != "linux":
-        raise SandboxError(f"sandbox: this is {sys.platform}, and it needs Linux; score code on a Linux machine")
+        raise SandboxError(f"sandbox: this is {sys.platform}, and sandboxes need Linux; score code on a Linux machine")
     if level == "limits" or not (why := why_not_strong()):
         return ""
     if level == "required":
@@ -247,7 +249,7 @@ class _Watched:
         self._deadline = self._started + _START_LIMIT_S
 
     def until_end(self) -> None:
-        """Read until the watcher has ended and the pipes are empty. At a limit, tell the watcher to kill everything."""
+        """Read until the watcher has ended and the pipes are empty. At a limit, make the watcher kill all processes."""
         with selectors.DefaultSelector() as selector:
             for source in (self._control, *self._written):
                 selector.register(source, selectors.EVENT_READ)
@@ -292,7 +294,7 @@ class _Watched:
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
             words = texts[1].strip().splitlines() or [f"it did not start within {_START_LIMIT_S:g} s"]
-            raise SandboxError(f"sandbox: no Python came up in it: {words[-1]}")
+            raise SandboxError(f"sandbox: Python did not start in it: {words[-1]}")
         last = self._said.decode().partition("\n")[2]
         code = int(last.split()[1]) if last.startswith("exit ") else None
         status, reason = _verdict(code, last)
@@ -319,7 +321,7 @@ def _read(source: Any) -> bytes:
 
 
 def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | None) -> None:
-    """Kill all processes that may still run, whether or not the run succeeded. `mark` is the weak form's folder."""
+    """Kill all processes of the sandbox that may still run. `mark` is the folder of the weak form."""
     with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)
     try:
@@ -345,7 +347,7 @@ def _kill_marked(mark: bytes) -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Create a temporary folder, and remove it in the end, even if its content is deeply nested or read-only."""
+    """Create a temporary folder, and remove it afterwards, even if its content is deeply nested or read-only."""
     folder = tempfile.mkdtemp(prefix="rltrain-sandbox-")
     try:
         yield folder

@@ -1,8 +1,8 @@
-"""Script inside the sandbox that starts a program, watches it and leaves no process running.
+"""Script that runs inside the sandbox: it starts a program, watches it, and in the end kills all its processes.
 
 Only `rltrain.rewards.sandbox` uses this file. The watcher never reads the program's text, and the program runs in a
-fork of the watcher. So a start costs only one interpreter, and the program's memory contains nothing that the judge
-knows. The interpreter runs without site-packages, so there is no psutil here.
+fork of the watcher. A sandbox therefore starts only one interpreter, and the program's memory contains nothing that the
+judge knows. The interpreter runs without site-packages, so psutil is not available here.
 """
 
 import os
@@ -11,25 +11,25 @@ import select
 import sys
 import time
 
-LINK = (100, 101)  # descriptors that join program and judge, one end in each: to read from, to write to
+LINK = (100, 101)  # descriptors of the pipes between program and judge, in each of the two: to read from, to write to
 _POLL_S = 0.02
 _MAX_FILES = 10_000
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def start(given: dict[str, int]) -> int:
-    """Fork the program, and the judge if there is one; only they return.
+    """Fork the program and, if there is one, the judge. This function returns only in the forked processes.
 
     Args:
-        given: numbers by name, as `sandbox` lists them.
+        given: settings by name; `rltrain.rewards.sandbox` passes them on the command line.
 
     Returns:
-        In a child, the descriptor of the text that it has to run.
+        In a forked process, the descriptor of the source text that it must run.
     """
     has_judge, alone = given["has_judge"], os.getpid() == 1
     if not alone:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what calls setsid and loses its parent comes to us
-    _prctl(_PR_SET_DUMPABLE, 0)  # of a process that cannot be dumped, others reach neither memory nor files
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes become our children, also after setsid
+    _prctl(_PR_SET_DUMPABLE, 0)  # other processes can then access neither our memory nor our files
     pipes: list[tuple[int, ...]] = [os.pipe() if has_judge else () for _ in range(2)]
     there, back = pipes
     program = os.fork()
@@ -52,14 +52,17 @@ def start(given: dict[str, int]) -> int:
 
 
 def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
-    """Turn this fork into a program: a session and limits of its own, and no descriptor but those meant for it."""
+    """Detach this fork with setsid, set its limits, and close all descriptors except those meant for the program.
+
+    Returns the descriptor of the source text.
+    """
     os.setsid()
     last = LINK[1] + 1
     os.dup2(text, last)
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))  # all but what was made here
+    highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))  # highest inherited descriptor
     os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
     _limit(resource.RLIMIT_AS, given["memory_mb"] * mebibyte)
@@ -75,7 +78,7 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
 
 def _limit(kind: int, value: int) -> None:
     there = resource.getrlimit(kind)[1]
-    # Past the soft limit of CPU time comes a signal that says what happened; past the hard one, death without a word.
+    # At the soft limit of CPU time, the process gets SIGXCPU, which tells the cause; at the hard limit, only SIGKILL.
     hard = value + (kind == resource.RLIMIT_CPU)
     hard = hard if there == resource.RLIM_INFINITY else min(hard, there)
     resource.setrlimit(kind, (min(value, hard), hard))
@@ -89,13 +92,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` has ended, a limit is passed or our parent asks for the end; say which."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return which happened."""
     control = given["control"]
     wake = [control]
     try:
-        wake.append(os.pidfd_open(first))  # before anybody reaps it
+        wake.append(os.pidfd_open(first))  # opened before the process can be reaped
         pause = _POLL_S
-    except OSError:  # an old kernel
+    except OSError:  # Linux before 5.3 has no pidfd_open
         pause = _POLL_S / 4
     while True:
         ready = select.select(wake, [], [], pause)[0]
@@ -109,7 +112,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 
 
 def _reap(first: int) -> int | None:
-    """Collect ended children, orphans among them; return the exit code of `first` if it is one of them."""
+    """Reap all ended children, also adopted orphans. Return the exit code of `first` if it has ended, else None."""
     code = None
     try:
         while True:
@@ -123,7 +126,7 @@ def _reap(first: int) -> int | None:
 
 
 def _excess(given: dict[str, int], *, alone: bool) -> str:
-    """Say which limit all processes together have passed, or nothing."""
+    """Return which limit all processes together exceed, or "" if they exceed none."""
     tasks = memory = 0
     for pid in _others(alone=alone):
         try:
@@ -131,14 +134,14 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
                 tasks += int(file.read().rpartition(b")")[2].split()[17])
             with open(f"/proc/{pid}/statm", "rb") as file:
                 pages = file.read().split()
-        except (OSError, IndexError):  # it has ended
+        except (OSError, IndexError):  # the process has ended
             continue
         memory += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
     if tasks > given["max_processes"] + given["has_judge"]:
         return f"more than {given['max_processes']} processes and threads"
     if memory > given["memory_mb"] << 20:
         return f"more than {given['memory_mb']} MB in all its processes"
-    if alone:  # then the folder is a file system of its own, in memory
+    if alone:  # in the strong form, /tmp is a separate in-memory file system
         folder = os.statvfs("/tmp")
         if (folder.f_blocks - folder.f_bfree) * folder.f_frsize > given["memory_mb"] << 20:
             return f"more than {given['memory_mb']} MB in files"
@@ -148,7 +151,7 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
 
 
 def _others(*, alone: bool) -> list[int]:
-    """List the processes of the sandbox, this one left out."""
+    """Return the ids of all processes of the sandbox except this one."""
     if alone:
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     found: list[int] = []
@@ -161,7 +164,7 @@ def _others(*, alone: bool) -> list[int]:
                     children = [int(pid) for pid in file.read().split()]
                 found += children
                 fresh += children
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return found
 
@@ -169,8 +172,9 @@ def _others(*, alone: bool) -> list[int]:
 def _end_all(*, alone: bool) -> None:
     """Kill every process of the sandbox and wait until none is left."""
     while True:
-        for pid in [-1] if alone else _others(alone=False):  # the first process of a namespace reaches nobody outside
-            try:  # without contextlib, which takes longer to import than all of this file
+        # from the first process of a PID namespace, kill(-1) reaches only the processes of that namespace
+        for pid in [-1] if alone else _others(alone=False):
+            try:  # contextlib.suppress is not used, because importing contextlib takes longer than this whole file
                 os.kill(pid, 9)
             except ProcessLookupError:
                 continue

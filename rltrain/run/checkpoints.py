@@ -7,7 +7,7 @@ A checkpoint is a folder `step_N` with these parts:
 - `driver.json`: all other state;
 - `history/`: copies of the run's JSON-lines files, such as metrics and ledger;
 - `config.yaml`: the config of the run;
-- `manifest.json`: size and CRC-32 of every file. This file is written last.
+- `manifest.json`: size and CRC-32 of every file; written last.
 
 A folder without a manifest is not a checkpoint. A checkpoint is damaged if any file does not match the manifest.
 """
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
-# Seconds between two questions whether a rank has written its files, doubled after each question. A rank runs one call
-# at a time, so a call that waited for the files would hold up the training.
+# First and longest pause, in seconds, between two checks of whether a rank has written its files. The pause doubles
+# after each check. A rank runs one call at a time, so a call that waited for the files would hold up the training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -49,7 +49,7 @@ class Checkpoint:
     Attributes:
         folder: location of the checkpoint.
         step: training step after which the checkpoint was taken.
-        incarnation: number of times that the run had been restored by then.
+        incarnation: number of times that the run had been restored when the checkpoint was taken.
         state: state of the driver.
         config: config of the run, as YAML.
         history: contents of the run's JSON-lines files, by name.
@@ -74,7 +74,7 @@ def read(folder: Folder) -> Checkpoint:
     manifest = read_manifest(folder)
     step, name = manifest["step"], str(folder).rpartition("/")[2]
     if _NAME.fullmatch(name) and name != f"step_{step}":
-        raise CheckpointError(f"{folder}: is that of step {step} under another name")
+        raise CheckpointError(f"{folder}: is the checkpoint of step {step} under another name")
     for name, (size, crc) in manifest["files"].items():
         try:
             found = folder.checksum(name)
@@ -118,14 +118,14 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         sealed = json.loads(content)
         manifest = sealed["manifest"]
         if sealed["crc"] != _seal(manifest):
-            raise ValueError("it does not agree with its own checksum")
+            raise ValueError("its checksum does not match")
         kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None, "best": str | None}
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
             raise ValueError("a value of the wrong kind")
         if manifest["step"] < 0 or manifest["incarnation"] < 0:
             raise ValueError("a step below 0")
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
-            raise ValueError("a file outside of it, or without size and checksum")
+            raise ValueError("a file outside of the checkpoint, or without size and checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({described(error, 200)})") from None
     found: dict[str, Any] = manifest
@@ -142,16 +142,16 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 class SavesState(Protocol):
-    """Interface of a training rank whose state is saved. See `workers.training.actor.ActorWorker`."""
+    """Interface of a training rank whose state is saved, such as `workers.training.actor.ActorWorker`."""
 
     def save_state(self, url: str) -> None:
-        """Start to write into a checkpoint's folder, and return once the tensors are copied."""
+        """Start to write the state into a checkpoint's folder, and return once the tensors are copied."""
 
     def saved_state(self) -> Saved | None:
         """Return the result of the last `save_state` call, or None while the save is running."""
 
     def load_state(self, url: str | None) -> None:
-        """Load the state from a checkpoint's folder, or return to the start of the run if it is None."""
+        """Load the state from a checkpoint's folder, or the state at the start of the run if `url` is None."""
 
 
 @dataclass
@@ -184,8 +184,8 @@ class Checkpoints:
         folder: folder that holds the checkpoints.
         config: config of the run, as YAML.
         keep: number of latest checkpoints to keep; 0: all.
-        best: name of a metric. The checkpoint with its highest value is kept in addition to the latest ones. None: no
-            such checkpoint.
+        best: name of a metric. The checkpoint with the highest value of the metric is kept in addition to the latest
+            ones. None: only the latest ones are kept.
         sources: fingerprints of the sources that the run reads.
 
     Attributes:
@@ -213,7 +213,7 @@ class Checkpoints:
             try:
                 return read(self.folder.at(f"step_{step}"))
             except CheckpointError as error:
-                logger.warning("%s; looking at the checkpoint before it", error)
+                logger.warning("%s; trying the checkpoint before it", error)
         return None
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
@@ -248,7 +248,8 @@ class Checkpoints:
     ) -> None:
         """Start a save, after waiting for the end of the previous one.
 
-        The function returns when the ranks have copied their tensors. A task then waits for the end of their writing.
+        The function returns when the ranks have copied their tensors. A background task then waits until the ranks have
+        written their files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.
@@ -262,7 +263,7 @@ class Checkpoints:
         metric = metrics.get(self.best) if self.best else None
         if self.best and metric is None:
             logger.warning(
-                "trainer.keep_best=%s: not known of step %d; for a metric of evaluations trainer.eval_every has to "
+                "trainer.keep_best=%s: has no value for step %d; for a metric of evaluations trainer.eval_every has to "
                 "divide trainer.save_every",
                 self.best,
                 step,
@@ -280,10 +281,11 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._complete(save), name=f"checkpoint of step {step}")
-        await asyncio.sleep(0)  # the task must run first: a task that is cancelled before that cleans nothing up
+        # Let the task start, because a task that is cancelled before its start cleans nothing up.
+        await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        """Wait for the end of the save in progress, if there is one. Raises WorkerLost if one of its ranks is lost."""
+        """Wait for the end of the save in progress, if there is one. Raise WorkerLost if a rank is lost meanwhile."""
         if self.writing is not None:
             await self.writing
             self.writing = None
@@ -356,7 +358,7 @@ class Checkpoints:
             files[f"{HISTORY}/{name}"] = folder.copy(start, f"{HISTORY}/{name}")
         missing = sorted(files.keys() - set(folder.files()))
         if missing:
-            raise OSError(f"{missing[0]} is not there for the driver: all nodes must see the same folder")
+            raise OSError(f"{missing[0]} is not visible to the driver: all nodes must see the same folder")
         manifest = {
             "step": save.step,
             "incarnation": save.incarnation,
@@ -379,7 +381,7 @@ class Checkpoints:
         try:
             self._discard(f"step_{save.step}")
         except Exception as error:  # a file system driver may raise any exception
-            logger.warning("%s: what was written of it cannot be removed (%s)", folder, reason(error))
+            logger.warning("%s: its partial files cannot be removed (%s)", folder, reason(error))
 
     def _prune(self, newest: int) -> None:
         """Remove all checkpoints except the latest `keep` and the best one."""
@@ -405,13 +407,14 @@ class Checkpoints:
     def _discard(self, name: str) -> None:
         """Remove a folder, starting with its manifest.
 
-        If the process is killed meanwhile, the remaining files have no manifest and are not taken for a checkpoint.
+        If the process is killed during the removal, the remaining files have no manifest and do not count as a
+        checkpoint.
         """
         self.folder.remove(f"{name}/{MANIFEST}")
         self.folder.remove(name)
 
     def clean(self) -> None:
-        """Remove the unfinished saves that a crash has left behind. To be called at the start of a run."""
+        """Remove the unfinished saves that a crash has left behind. Call this method at the start of a run."""
         for name in _unfinished(self.folder):
             self._discard(name)
 
@@ -449,12 +452,12 @@ def _remove(path: Path) -> None:
 
 
 def require_own(folder: Folder) -> None:
-    """Check that no folder `step_N` in a checkpoint folder has other contents than a run writes.
+    """Check that each folder `step_N` in a checkpoint folder contains only what a run writes.
 
-    A save would overwrite such a folder.
+    A save would overwrite any other folder named `step_N`.
 
     Raises:
-        ConfigError: there is such a folder. The message names it.
+        ConfigError: a folder `step_N` contains something else. The message names the folder.
     """
     for name in _unfinished(folder):
         strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)

@@ -51,7 +51,7 @@ RUN_FILES = (
 )
 # Sample file name that detects a folder whose path is too long for any file in it.
 _A_NAME_INSIDE = "x" * 200
-RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the entry point of `ray job submit`
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # variable that Ray sets for the entry point of `ray job submit`
 
 
 def check(config: Config) -> None:
@@ -85,7 +85,7 @@ def check(config: Config) -> None:
 def _check_weights(config: Config) -> None:
     """Check that every role can load the weights of `model.path` completely.
 
-    The first check is whether the model type can be a critic, if the algorithm needs one.
+    If the algorithm needs a critic, the function first checks whether the model type can be a critic.
     """
     where = f"model.path={config.model.path}"
     if needs_critic(config.algorithm):
@@ -115,7 +115,7 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
 def sandbox_warning(config: Config) -> str:
     """Return a one-line warning about what model-written code could do on this machine.
 
-    Returns "" if such code could do no harm, or if no reward function runs any.
+    Returns "" if model-written code could do no harm, or if no reward function runs model-written code.
 
     Raises:
         ConfigError: a reward function requires the strong sandbox, which does not work on this machine.
@@ -130,7 +130,7 @@ def sandbox_warning(config: Config) -> str:
         except SandboxError as error:
             raise ConfigError(
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or reward.sandbox=auto, which "
-                "makes do with less"
+                "accepts a weaker sandbox"
             ) from None
         except (TypeError, ValueError):  # uninspectable parameters are reported by `check_columns`
             continue
@@ -192,7 +192,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
     )
     _check_writable(folder, where)
-    for name in RUN_FILES if trainer.resume == "never" else ():  # else `rltrain.run.resume` checks their origin
+    for name in RUN_FILES if trainer.resume == "never" else ():  # otherwise, `rltrain.run.resume` checks them
         require(
             not (folder / name).exists(),
             f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
@@ -270,7 +270,7 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _model_config(path: str) -> Mapping[str, Any]:
-    """Return the model's own config. That of the built-in model is available before the model is created."""
+    """Return the config of the model itself. The built-in model does not have to be trained yet."""
     if path != BUILTIN_MODEL:
         return model_config(path)
     import torch

@@ -18,7 +18,8 @@ from rltrain.settings.schema import TrainerConfig
 class RunLock:
     """Context manager that locks a run's output folder and, if it is local, its checkpoint folder.
 
-    The locks last until the context exits or the process ends, however it dies. A forked child does not keep them.
+    The locks last until the context exits or the process ends, however it dies. A forked child process does not hold
+    the locks.
 
     Entering the context creates no files, but raises ConfigError if another run holds one of the folders. The method
     `take` creates the lock files.
@@ -60,7 +61,8 @@ class RunLock:
             Path(lock.lock_file).write_text(f"{os.getpid()} on {socket.gethostname()}\n", "utf-8")
 
     def _hold(self, where: str, file: Path) -> None:
-        # Without `fallback_to_soft=False`, a file left by a killed run would lock a file system that has no locks.
+        # Without `fallback_to_soft=False`, on a file system without locks, a file that a killed run left would act as a
+        # lock.
         lock = FileLock(file, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire()
@@ -70,7 +72,7 @@ class RunLock:
                 f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
                 "folder"
             ) from None
-        except OSError:  # no write access, which the code that later writes there reports; or no support of locks
+        except OSError:  # no support of locks, or no write access, which a later write reports
             return
         self.held.append(lock)
 

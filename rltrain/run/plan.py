@@ -139,7 +139,7 @@ def _off_policy(config: Config, facts: Facts) -> str:
         return f"{stale} have {_weights(correction)}"
     if algorithm.old_log_probs == "rollout" and facts.uses_ratio:
         return (
-            f"{stale} are corrected by the ratio of the {algorithm.loss_mode} loss, which is to the engine's log-probs"
+            f"{stale} are corrected by the ratio of the {algorithm.loss_mode} loss, relative to the engine's log-probs"
         )
     if algorithm.rejection.kl_estimator is not None:
         return f"{stale} are dropped where algorithm.rejection finds them too far from the engine, and else uncorrected"
@@ -197,7 +197,7 @@ def _weights(correction: CorrectionConfig) -> str:
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:
-    """Describe the values outside the bounds, which are changed, such as " below 0.5 or above 2"; "" without bounds."""
+    """Describe which values are outside the bounds, such as " below 0.5 or above 2"; "" if there are no bounds."""
     parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
     return f" {' or '.join(parts)}" if parts else ""
 

@@ -104,7 +104,7 @@ def _auto(config: Config, own: Folder) -> Beginning:
 
 
 def _require_own_output(config: Config, own: Folder) -> list[str]:
-    """Check that the output folder holds no files of another run than the one with these checkpoints.
+    """Check that the output folder holds only files of the run whose checkpoint folder is `own`.
 
     Returns:
         Names of the run's files in the output folder.
@@ -224,7 +224,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
         require(
             not newer,
             f"trainer.resume={trainer.resume}: {own} holds newer checkpoints too (step_{newer[-1] if newer else 0}), "
-            "which another future would mix with; name a new trainer.output_dir",
+            "which this run would mix with; name a new trainer.output_dir",
         )
         _require_own_output(config, own)
         return
@@ -238,7 +238,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 
 
 def _require_same(config: Config, saved: str, where: str) -> None:
-    """Check that the config agrees with a checkpoint's in every key that the schema does not call changeable.
+    """Check that the config agrees with a saved config in every key that the schema does not mark as changeable.
 
     The `trainer` keys are compared first, because some of the other values follow from them.
 
@@ -247,7 +247,7 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # `repr` finds two NaN equal
+        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # two NaN have equal `repr`
         if not same and not _is_changeable(key):
             raise ConfigError(
                 f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
@@ -261,11 +261,11 @@ def _is_changeable(key: str) -> bool:
 
 
 class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML loader that refuses aliases: `_flat` would visit an aliased part once for every path to it."""
+    """YAML loader that refuses aliases, because `_flat` would visit an aliased part once for every path to it."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds an alias, as no config of a run does")
+            raise yaml.YAMLError("it holds an alias, which no run writes")
         return super().compose_node(parent, index)
 
 
@@ -323,7 +323,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         _try(config, checkpoint, prompts)
     except Exception as error:  # an invalid state may cause any exception
         raise ConfigError(
-            f"{checkpoint.folder}: its state is none that a run could go on from ({described(error, 200)}); give "
+            f"{checkpoint.folder}: no run can be resumed from its state ({described(error, 200)}); give "
             "another checkpoint"
         ) from None
     return said
@@ -337,9 +337,9 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
     entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
     if not isinstance(state["sources"], dict):
-        raise ValueError("it does not say what the run has read")
+        raise ValueError("it has no fingerprints of what the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
-        raise ValueError("it is of another step than its manifest")
+        raise ValueError("its step differs from that of its manifest")
     if not isinstance(state["engine_checked"], bool):
         raise ValueError("engine_checked is neither true nor false")
     alarms = Alarms(config)
@@ -354,7 +354,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
 
 
 class _Nobody:
-    """Stand-in for the engines and the reward workers: it has no work under way and ignores requests."""
+    """Stand-in for the engines and the reward workers: it has no pending work and ignores requests."""
 
     pending = 0
 

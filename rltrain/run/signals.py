@@ -26,7 +26,7 @@ class Signals:
 
     If a signal stops the code in the context at once, the context raises Stopped with the exit status of that signal.
 
-    The first signal stops the code at once as well, until `stop_with` says how to stop at a safe point.
+    Until `stop_with` is called, the first signal also stops the code at once.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class Signals:
             raise Stopped(self.status) from None
 
     def stop_with(self, tasks: BackgroundTasks) -> None:
-        """From now on, let the first signal interrupt the run through its background tasks.
+        """Make the first signal from now on interrupt the run through its background tasks.
 
-        Must be called in the thread of the running event loop, which must be the main thread.
+        Call this method in the thread of the running event loop, which must be the main thread.
         """
         self._tasks, self._loop = tasks, asyncio.get_running_loop()
 

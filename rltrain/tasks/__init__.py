@@ -1,4 +1,4 @@
-"""Built-in tasks, small enough to learn on a laptop in a minute. Importing this loads no torch."""
+"""Built-in tasks that a laptop can learn in a minute. Importing this package does not import torch."""
 
 from rltrain.tasks.base import Task
 from rltrain.tasks.median import MEDIAN

@@ -1,4 +1,4 @@
-"""What a built-in task is: prompts with right answers, and deliberately messy answers for its weak start."""
+"""A built-in task: prompts with correct answers, and the deliberately flawed answers that teach its starting model."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,16 +13,16 @@ VAL_SHARE = 10  # one prompt in ten is held out
 class Task:
     """A task on strings of decimal digits: the prompt is `digits` random digits and a closing mark.
 
-    Lengths are in tokens; the built-in tokenizer makes one token of a character, and the end token counts.
+    Lengths are in tokens. The built-in tokenizer encodes each character as one token, and the end token counts too.
 
     Attributes:
         name: key in `rltrain.tasks.TASKS`.
         digits: number of digits in a prompt.
         mark: the character that closes a prompt.
-        solve: digits -> the right answer, as text.
-        mess: (digits, rng) -> (answer text, whether the end token follows it).
+        solve: function from the digits to the correct answer, as text.
+        mess: function from (digits, random generator) to (flawed answer, whether the end token follows the answer).
         reward: import path `module:function` of the reward function that judges the task.
-        max_response_length: suggested limit in tokens, the end token included.
+        max_response_length: suggested limit in tokens, including the end token.
     """
 
     name: str
@@ -39,12 +39,13 @@ class Task:
         return self.digits + len(self.mark)
 
     def prompts(self, split: str, seed: int, count: int) -> list[dict[str, str]]:
-        """Draw `count` distinct rows `{"prompt": ..., "answer": ...}`; fewer rows of one seed are a prefix of more.
+        """Draw `count` distinct rows `{"prompt": ..., "answer": ...}`.
 
-        No prompt is in both splits whatever the seeds, since the prompt's own hash decides its split.
+        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`. Whatever the seeds, no
+        prompt is in both splits, because a hash of the prompt decides its split.
 
         Raises:
-            ValueError: unknown split, or more rows than half the split's share of all prompts.
+            ValueError: the split is unknown, or `count` is below 0 or above 1/20 of the number of possible prompts.
         """
         if split not in SPLITS:
             raise ValueError(f"split={split!r}: a built-in task has the splits {', '.join(SPLITS)}")
@@ -59,16 +60,16 @@ class Task:
         return list(rows.values())
 
     def messy_answer(self, row: dict[str, str], rng: Random) -> tuple[str, bool]:
-        """Answer a row as the weak start shall: often wrong, sometimes without an end.
+        """Return a flawed answer for the starting model to imitate: often wrong, sometimes without an end.
 
         Returns:
-            The text and whether the end token follows it. Finished text is shorter than `max_response_length`, so that
-            the end token fits; unfinished text fills it exactly.
+            The answer, and whether the end token follows it. A finished answer is shorter than `max_response_length`,
+            so that the end token fits; an unfinished answer has exactly `max_response_length` tokens.
         """
         return self.mess(row["prompt"].removesuffix(self.mark), rng)
 
     def _draw(self, split: str, rng: Random) -> dict[str, str]:
-        """Draw one row of the split by rejection."""
+        """Draw one random row of the split by rejection sampling."""
         while True:
             digits = f"{rng.randrange(10**self.digits):0{self.digits}d}"
             prompt = digits + self.mark
@@ -77,6 +78,6 @@ class Task:
 
 
 def split_of(prompt: str) -> str:
-    """Say which split a prompt belongs to, from a hash of its text that is the same on every machine."""
+    """Return the split that a prompt belongs to, from a hash of its text that is the same on every machine."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") % VAL_SHARE == 0 else "train"

@@ -1,4 +1,4 @@
-"""Median of seven digits: `2299907=` -> `7`, said at once (`#7`) or after sorting on a scratch pad (`0227999#7`)."""
+"""Median of seven digits: `2299907=` -> `7`, answered at once (`#7`) or after sorting the digits (`0227999#7`)."""
 
 from random import Random
 
@@ -6,11 +6,11 @@ from rltrain.tasks.base import Task
 
 DIGITS = 7
 MAX_RESPONSE_LENGTH = 16
-# The weak start imitates this mixture. Guessing is the habit and sorting the exception, so that reinforcement has
-# to find out that the long way pays.
+# Shares of the kinds of answers that the starting model imitates. Most answers guess and few sort first, so that
+# reinforcement learning has to discover that sorting first earns more reward.
 SCRATCH_SHARE = 0.22
 ENDLESS_SHARE = 0.11
-GUESS_RIGHT = 0.07  # else any digit
+GUESS_RIGHT = 0.07  # probability that a guess is the median; otherwise a guess is a random digit
 
 
 def solve(digits: str) -> str:
@@ -19,7 +19,7 @@ def solve(digits: str) -> str:
 
 
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
-    """Guess and guess again without an end, sort first, or guess once: (text, whether the end token follows)."""
+    """Return (a flawed answer, whether the end token follows it): endless guesses, a sorted answer, or one guess."""
     draw = rng.random()
     if draw < ENDLESS_SHARE:
         return "".join(f"#{_guess(digits, rng)}" for _ in range(MAX_RESPONSE_LENGTH // 2)), False
@@ -29,7 +29,7 @@ def mess(digits: str, rng: Random) -> tuple[str, bool]:
 
 
 def _guess(digits: str, rng: Random) -> str:
-    """Guess, seldom the median."""
+    """Return the median with probability GUESS_RIGHT, else a random digit."""
     return solve(digits) if rng.random() < GUESS_RIGHT else rng.choice("0123456789")
 
 

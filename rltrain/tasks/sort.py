@@ -1,4 +1,4 @@
-"""Sort six digits: `371924>` -> `123479`; the weak start often does not know when to stop."""
+"""Sort six digits: `371924>` -> `123479`; the starting model often does not end its answer."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ from rltrain.tasks.base import Task
 DIGITS = 6
 MAX_RESPONSE_LENGTH = 12
 ENDLESS_SHARE = 0.33
-SLIP_SHARE = 0.7  # answers with one digit overwritten by any digit
+SLIP_SHARE = 0.7  # share of answers in which a random digit overwrites one digit
 
 
 def solve(digits: str) -> str:
@@ -16,7 +16,7 @@ def solve(digits: str) -> str:
 
 
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
-    """Sort with slips, and at times go on and on: (text, whether the end token follows)."""
+    """Return (a flawed answer, whether the end token follows it): one digit may be wrong, or the answer endless."""
     answer = sorted(digits)
     if rng.random() < SLIP_SHARE:
         answer[rng.randrange(DIGITS)] = rng.choice("0123456789")

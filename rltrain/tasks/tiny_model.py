@@ -1,4 +1,4 @@
-"""The tiny model that the built-in tasks start from: made on the spot, in seconds, the same every time."""
+"""The tiny starting model of the built-in tasks, trained in seconds when needed, always with the same result."""
 
 import contextlib
 import hashlib
@@ -24,8 +24,9 @@ STEPS = 250
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
-# Sums depend on how many threads share them, so the number is part of the recipe. It is one because two that wait for
-# each other are at most a little faster on free cores and twenty times slower on busy ones.
+# Floating-point sums depend on the number of threads that compute them, so the number is fixed. It is 1, because two
+# threads are at most a little faster on free cores, and twenty times slower on busy cores, where they wait for each
+# other.
 THREADS = 1
 
 OnStep = Callable[[int, int], None]
@@ -34,7 +35,8 @@ OnStep = Callable[[int, int], None]
 def tiny_model() -> Qwen2ForCausalLM:
     """Build a Qwen2 of 0.41M parameters, float32, 2 layers, hidden 128, with weights from torch's global generator.
 
-    Four heads over two key-value heads, so that grouped attention and two-way tensor parallelism are exercised too.
+    The model has four attention heads and two key-value heads, so that it also exercises grouped-query attention and
+    two-way tensor parallelism.
     """
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -45,7 +47,7 @@ def tiny_model() -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        initializer_range=0.03,  # so narrow a model learns faster from wider weights than the usual 0.02
+        initializer_range=0.03,  # a model this narrow learns faster with it than with the usual 0.02
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
@@ -56,24 +58,27 @@ def tiny_model() -> Qwen2ForCausalLM:
 
 
 def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
-    """Teach a fresh tiny model the task's messy answers and save it, with its tokenizer, in Hugging Face form.
+    """Train a new tiny model on the task's flawed answers, and save it with its tokenizer in Hugging Face format.
 
-    Bitwise the same for the same arguments on the same machine; the caller's random state and thread count are left
-    as they were. `path` appears whole or not at all. Where another process makes it first, that one stays.
+    The weights are bitwise the same for the same arguments on the same machine. The caller's random state and thread
+    count do not change. `path` is created completely or not at all. If another process creates `path` during the
+    training, the directory of that process stays.
 
     Args:
-        task: what to learn.
+        task: task to learn.
         path: directory to create.
-        seed: decides weights and data.
-        steps: supervised optimizer steps.
+        seed: seed of the weights and the data.
+        steps: number of supervised optimizer steps.
         on_step: called as `on_step(done, steps)` after every step.
 
     Raises:
-        FileExistsError: `path` is there already.
+        FileExistsError: `path` already exists.
     """
     path = Path(path)
     if path.exists():
-        raise FileExistsError(f"{path}: a start is made only where nothing stands; remove it or choose another path")
+        raise FileExistsError(
+            f"{path}: the starting model needs a path that does not exist; remove it or choose another path"
+        )
     with _own_random_state(seed), _threads(THREADS):
         model = tiny_model()
         _train(model, task, Random(f"{task.name}/start/{seed}"), steps=steps, on_step=on_step)
@@ -82,25 +87,26 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
 
 
 def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
-    """Return the directory of the task's start, making it first if this machine has not yet made it.
+    """Return the directory of the task's starting model. Train the model first if it is not in the cache.
 
-    The cache is `$RLTRAIN_CACHE`, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's name holds
-    a hash of all that decides the weights, so a changed recipe makes a new start. Arguments as of `make_start`.
+    The cache is `$RLTRAIN_CACHE`, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's name
+    contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory. The
+    arguments are those of `make_start`.
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
-        with contextlib.suppress(FileExistsError):  # another process was quicker
+        with contextlib.suppress(FileExistsError):  # another process created it first
             make_start(task, path, seed=seed, steps=steps, on_step=on_step)
     return path
 
 
 def start_path(task: Task, *, seed: int = 0, steps: int = STEPS) -> Path:
-    """Return the directory of `cached_start`, which need not exist."""
+    """Return the directory that `cached_start` would return. The directory does not have to exist."""
     return cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
 
 
 def cache_root() -> Path:
-    """Return the directory for what can be made again; it may not exist yet."""
+    """Return the cache directory, for files that can be created again. The directory does not have to exist."""
     if own := os.environ.get("RLTRAIN_CACHE"):
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -110,8 +116,8 @@ def cache_root() -> Path:
 def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
     """Draw `size` supervised rows: one (rows, tokens) int64 tensor for each length that occurs, shortest first.
 
-    A row is the prompt, the messy answer, and the end token if the answer is finished. Rows of one length travel
-    together, so there is neither padding nor a mask.
+    A row is the prompt, the flawed answer, and the end token if the answer is finished. Rows of equal length form one
+    tensor, so neither padding nor a mask is needed.
     """
     by_length: dict[int, list[list[int]]] = {}
     for row in task.prompts("train", rng.getrandbits(64), size):
@@ -122,7 +128,7 @@ def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
 
 
 def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_step: OnStep | None) -> None:
-    """Run the supervised steps: AdamW, linear warm-up, then linear decay to zero."""
+    """Run the supervised steps with AdamW, whose learning rate warms up linearly and then decays linearly to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
     model.train()
     for step in range(steps):
@@ -141,23 +147,27 @@ def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_s
 
 
 def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Sum the cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim. Prompts are not learned."""
+    """Sum the cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim. No prompt token counts."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, prompt_length - 1 :]
     return cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, prompt_length:].flatten(), reduction="sum")
 
 
 def _save(model: Qwen2ForCausalLM, path: Path) -> None:
-    """Write model, generation defaults and tokenizer beside `path`, then rename: a reader never sees half of it."""
+    """Write the model, its generation defaults and the tokenizer to the directory `path`.
+
+    The files are written to a directory beside `path`, which is then renamed, so that a reader never sees an incomplete
+    directory.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    # Engines take their sampling defaults from this file: say nothing but the ids, and plain sampling.
+    # Engines read their sampling defaults from the generation config, so it sets only the token ids.
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     try:
         model.save_pretrained(draft)
         char_tokenizer().save_pretrained(draft)
         draft.rename(path)
     except OSError:
-        # Renaming onto a filled directory fails: another process put the same start there meanwhile.
+        # Renaming onto a non-empty directory fails: another process has created the same model there meanwhile.
         if not path.is_dir():
             raise
         logger.debug("%s was made by another process; dropping ours", path)
@@ -166,7 +176,7 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
 
 
 def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
-    """Hash this package's source and whatever else decides the weights' bits."""
+    """Hash the source of this package and everything else that decides the bits of the weights."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -177,7 +187,7 @@ def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
 
 @contextlib.contextmanager
 def _own_random_state(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator inside the block and restore it after; no device's generator is touched."""
+    """Seed torch's CPU generator inside the block and restore it afterwards. No device's generator changes."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -185,7 +195,7 @@ def _own_random_state(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Set torch's thread count inside the block and restore it after."""
+    """Set torch's thread count inside the block and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -4,17 +4,18 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
 VOCAB_SIZE = 128
-# Control codes that no text uses; each special token takes the code of that meaning where there is one.
+# The ids of special tokens are control codes that no text uses, with a fitting meaning where a code has one.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # NUL
 EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, end of text
-UNK_ID, UNK_TOKEN = 26, "<unk>"  # SUB; never produced, but the class would add a token of its own without it
+UNK_ID, UNK_TOKEN = 26, "<unk>"  # SUB; never produced, but Qwen2Tokenizer would otherwise add an unknown token
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """Build the tokenizer: 128 ids, no begin token, nothing added to a text, and decoding gives the text back.
+    """Build the tokenizer: it has 128 ids and no begin token, adds nothing to a text, and decodes ids to the same text.
 
-    `AutoTokenizer`, and with it vLLM, loads every Qwen2 directory as `Qwen2Tokenizer`, whatever class was saved
-    there: so this is one, a byte-level BPE without merges. Characters outside ASCII are dropped in encoding.
+    The tokenizer is a `Qwen2Tokenizer`, a byte-level BPE, without merges, because `AutoTokenizer`, and with it vLLM,
+    loads every Qwen2 directory as this class, whatever class was saved there. Characters outside ASCII are dropped in
+    encoding.
     """
     vocab = {_visible(code): code for code in range(VOCAB_SIZE)}
     return Qwen2Tokenizer(
@@ -30,7 +31,7 @@ def char_tokenizer() -> Qwen2Tokenizer:
 
 
 def _visible(code: int) -> str:
-    """Name a code's token: byte-level BPE writes each byte as a visible character, the space as U+0120."""
+    """Return the token of a character code. Byte-level BPE writes bytes as visible characters, a space as U+0120."""
     special = {PAD_ID: PAD_TOKEN, EOS_ID: EOS_TOKEN, UNK_ID: UNK_TOKEN}
     if code in special:
         return special[code]

@@ -14,7 +14,7 @@ from workers.rollout.messages import Completion
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
-    """Compute the mean over all samples of these groups that have a score; 0 if there are none."""
+    """Compute the mean score over all samples of these groups that have a score; 0 if no sample has one."""
     batch = to_batch(groups, config.reward.components)
     scores = batch.batch["scores"][batch.batch["valid"]]
     return float(scores.mean()) if len(scores) else 0.0
@@ -32,7 +32,7 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
 
 
 def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
-    """Return the trajectory of one turn that a prompt and a finished answer to it make."""
+    """Return the trajectory whose only turn consists of a prompt and a finished answer to it."""
     c = completion
     turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
     return Trajectory(*c.key, (turn,))
@@ -42,8 +42,8 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     """Convert trajectories to a batch with one row each, in the same order.
 
     `responses` holds the sampled tokens and the observations after the prompt. `response_mask` is True exactly at the
-    sampled tokens. At observations, `rollout_log_probs` is 0 and `policy_version` is `NOT_SAMPLED`.
-    Rewards of single turns are not part of the batch.
+    sampled tokens. At observations, `rollout_log_probs` is 0 and `policy_version` is `NOT_SAMPLED`. Rewards of single
+    turns are not part of the batch.
     """
     batch = DataProto.from_dict(
         {
@@ -111,6 +111,6 @@ def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]
 
 
 def without_invalid(batch: DataProto) -> DataProto:
-    """Clear `response_mask` in the rows that are not valid."""
+    """Set `response_mask` to False in the rows that are not valid."""
     valid = batch.batch["valid"].repeat_interleave(batch.lengths("responses"))
     return batch.with_values("responses", response_mask=batch.values("response_mask") & valid)

@@ -1,8 +1,8 @@
-"""Collection of scored batches: sends prompt groups to the engines and their answers to the reward workers.
+"""Collects scored batches: sends prompt groups to the engines, and the engines' answers to the reward workers.
 
-Synchronous and asynchronous runs use the same code. `answers` ships as many groups as the staleness bound allows and
-waits only for the oldest groups. `scored` waits for the scores of these groups. Two background tasks pass on finished
-answers and scores, also while the training ranks compute.
+Synchronous and asynchronous runs use the same code. `answers` sends as many groups to the engines as the staleness
+bound allows, and waits only for the answers of the oldest groups. `scored` waits for the scores of the groups that
+`answers` returned. Two background tasks pass on finished answers and scores, also while the training ranks compute.
 """
 
 import time
@@ -25,15 +25,15 @@ from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-# Minimum seconds between a step's first failed reward and an early stop of the run. The error then shows all failures
-# that happen quickly.
+# Minimum seconds between a step's first failed reward and an early stop of the run, so that the error shows all
+# failures that follow quickly.
 PATIENCE_S = 10.0
 EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never reuses a training sample's random stream
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """Groups that are in flight together, and the sampling settings of their answers."""
+    """Groups that are generated and scored at the same time, and the sampling settings of their answers."""
 
     groups: PromptGroups
     temperature: float
@@ -48,7 +48,7 @@ class _Step:
         places: number of groups that the step will train on.
         refills: number of dropped groups that may still be replaced.
         open: whether `answers` has begun the step and `take` has not ended it.
-        seen: finished groups that were checked for a single outcome, by uid.
+        seen: by uid, the finished groups for which it was checked whether all answers have the same outcome.
         dropped: uids of the dropped groups.
     """
 
@@ -101,8 +101,8 @@ class Collector:
         self.step = _Step(places=0, refills=0, open=False)
         self.first_failure = 0.0  # `time.monotonic()` of the step's first failed reward; 0: none
         self._arrived = 0  # number of times that answers or scores have arrived
-        self._failures_arrived = False  # failed rewards that `_stop_early` has not counted yet
-        self._changes = Changes()  # of the groups, or of what the engines and the reward workers have to do
+        self._failures_arrived = False  # whether some failed rewards are not counted by `_stop_early` yet
+        self._changes = Changes()  # changes of groups, or of the pending work of engines and workers
 
     def start(self) -> None:
         """Start the background tasks that pass on answers and scores."""
@@ -112,11 +112,12 @@ class Collector:
     async def answers(self, version: int) -> DataProto:
         """Return the answers of the next `prompts_per_step` groups.
 
-        The weights that sampled them are at most `max_staleness` versions older than `version`. Their scores may still
-        be missing; `scored` adds them.
+        The weights that sampled the answers are at most `max_staleness` versions older than `version`. The scores of
+        the answers may still be missing; `scored` adds them.
 
-        With dynamic sampling, groups with a single outcome are replaced as long as the step may generate more groups,
-        and left out after that. The batch may therefore have fewer groups.
+        With dynamic sampling, groups whose answers all have the same outcome are replaced as long as the step may
+        generate more groups, and are left out after that. The batch may therefore have fewer than `prompts_per_step`
+        groups.
         """
         wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not self.step.open:  # an open step continues where a stopped run left it
@@ -135,14 +136,14 @@ class Collector:
         return answers_of(groups)
 
     async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Wait for all scores of a batch from `answers` and add them to it.
+        """Wait for all scores of a batch from `answers` and add them to the batch.
 
-        `take` ends the step afterwards. With dynamic sampling, a batch that consists of a single group with one outcome
-        trains nothing.
+        Call `take` afterwards to end the step. With dynamic sampling, if the batch has only one group and all its
+        answers have the same outcome, no token is trained on.
 
         Returns:
-            The batch, and metrics of all groups that were generated. Without dynamic sampling, there are no such
-            metrics.
+            The batch with scores, and metrics over all groups that were generated. Without dynamic sampling, the
+            metrics are empty.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -166,7 +167,7 @@ class Collector:
         }
 
     def take(self) -> list[int]:
-        """End the step and count its groups as used. In a checkpoint taken before this call, the step is still open.
+        """End the step and count its groups as used. In a checkpoint saved before this call, the step is still open.
 
         Returns:
             The uids of the groups that the step has dropped.
@@ -196,7 +197,7 @@ class Collector:
     async def abort(self) -> None:
         """Discard all groups, and the results of all requests that the engines and reward workers are processing now.
 
-        Only `load_state_dict` is allowed afterwards.
+        After this call, only `load_state_dict` may be called.
         """
         self.in_flight = []  # an engine that dies meanwhile must not make `_reissue` request its groups again
         await self.rollout.abort()
@@ -215,16 +216,16 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                if group.state is GroupState.READY:  # else failed scores are requested again
+                if group.state is GroupState.READY:  # otherwise, failed scores are requested again
                     self.step.seen[group.uid] = group
         self._changes.notify()
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of a group. The uid is its position in the prompt order of the run."""
+        """Return the prompt of a group. The uid is the group's position in the prompt order of the run."""
         return self.prompts[self.order.at(uid)]
 
     def _draw(self, version: int) -> None:
-        """Add as many new groups as the staleness bound allows, and ship all pending groups."""
+        """Add as many new groups as the staleness bound allows, and send all pending groups to the engines."""
         self.groups.add([self.prompts[index] for index in self.order.next(self.groups.wanted(version))])
         self._ship(self.training, version)
 
@@ -235,7 +236,7 @@ class Collector:
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                step.seen[group.uid] = group  # recorded only now: a user's function may raise above
+                step.seen[group.uid] = group  # only after the check, which may raise a user's error
                 if not flat:
                     continue
                 replaced = step.refills > 0
@@ -248,7 +249,7 @@ class Collector:
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of this group failed and the step exceeds `reward.max_failed_fraction`.
 
-        Such a group is not dropped, so that a resumed run requests its rewards again.
+        A group for which this method returns True is not dropped, so that a resumed run requests its rewards again.
         """
         if not all(result.failed for result in group.results.values()):
             return False
@@ -258,12 +259,12 @@ class Collector:
     def _unseen(self, step: "_Step") -> list[Group]:
         """Return the finished groups among those that this step would use, without the ones in `seen`.
 
-        Groups of later steps are left to those steps.
+        A group of a later step is checked in that step.
         """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
-        # Without refills, all groups must be finished first: if all of them have a single outcome, one group stays, and
-        # timing must not decide which one.
+        # If no dropped group can be replaced any more, all groups must be finished first: if all of them have a single
+        # outcome, one group stays, and timing must not decide which one.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
@@ -286,7 +287,7 @@ class Collector:
     def _without_flat(self, batch: DataProto) -> DataProto:
         """Mask the response tokens of groups with a single outcome.
 
-        `_drop_flat` leaves such a group in the batch only if the step has no other group.
+        `_drop_flat` leaves a group with a single outcome in the batch only if the step has no other group.
         """
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
@@ -330,7 +331,9 @@ class Collector:
 
     async def _news(self) -> None:
         """Wait until an answer or a score arrives."""
-        assert self.rollout.pending or self.rewards.pending, "groups are unfinished, and nobody works on them"
+        assert self.rollout.pending or self.rewards.pending, (
+            "groups are unfinished, but no engine or reward worker has work"
+        )
         arrived = self._arrived
         await self.tasks.until(self._changes.until(lambda: self._arrived != arrived))
         if self._failures_arrived:
@@ -362,7 +365,7 @@ class Collector:
             self._changes.notify()
 
     def _reissue(self, uids: set[int]) -> None:
-        """Request the answers again that were lost with an engine.
+        """Request again the answers that were lost with an engine.
 
         The new answers are the same as the lost ones, because each request has its own seed.
         """
@@ -371,9 +374,9 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run before all results are there if more rewards have failed than the whole step allows.
+        """Stop the run before all results have arrived if more rewards have failed than the whole step allows.
 
-        The check begins `PATIENCE_S` after the step's first failure. It is off with dynamic sampling.
+        The check begins `PATIENCE_S` after the step's first failure. With dynamic sampling, there is no early stop.
 
         Raises:
             RewardError: too many rewards have failed.

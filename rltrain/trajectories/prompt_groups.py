@@ -3,9 +3,9 @@
 The module is pure bookkeeping, without Ray and without clocks. A group consists of the G samples of one prompt, which
 are in flight together. To ship a group means to send its requests to the engines.
 
-The number `uid` gives the order in which groups are trained on. So the step that uses a group is known when the group
-is shipped: group n is used at step n // prompts_per_step, where n does not count dropped groups that were replaced.
-This guarantees the staleness bound at ship time.
+The number `uid` gives the order in which groups are trained on. The step that uses a group is therefore known when the
+group is shipped: group n is used at step n // prompts_per_step, where n does not count dropped groups that were
+replaced. The staleness bound can thus be guaranteed when a group is shipped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +55,7 @@ class Group:
     results: dict[int, SampleScores] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished answers and scores for a checkpoint. The uid identifies the prompt."""
+        """Return the finished answers and scores for a checkpoint. The state identifies the prompt only by the uid."""
         answers: dict[str, Mapping[int, Any]] = {"completions": self.completions, "results": self.results}
         return {"uid": self.uid, "shipped": self.shipped} | {
             name: [asdict(answer) for answer in kept.values()] for name, kept in answers.items()
@@ -64,7 +64,7 @@ class Group:
     def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
         """Restore the group from a `state_dict`.
 
-        A group that was generating becomes pending. It keeps its finished answers unless `whole` is True.
+        A group that was generating becomes pending, and keeps its finished answers unless `whole` is True.
         """
         self.shipped = state["shipped"]
         if whole and len(state["completions"]) < self.size:
@@ -91,11 +91,11 @@ class PromptGroups:
         samples_per_prompt: number of samples in a group (G).
         prompts_per_step: number of groups that one training step uses (P).
         max_staleness: maximum age of a group when it is trained on, in weight versions.
-        steps: number of training steps of the run. No group is added beyond those that these steps use.
+        steps: number of training steps of the run. No more groups are added than these steps use.
         greedy_baseline: whether each group has one greedy answer in addition to its samples.
         first_uid: uid of the first group. Collections that are in flight at the same time must not share uids.
-        whole: whether a group is one generation batch, whose composition affects the answers bit for bit. If True, the
-            answers of a group are never requested separately.
+        whole: whether a group is one generation batch, whose composition affects the answers bit for bit. If `whole` is
+            True, the answers of a group are never requested separately.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class PromptGroups:
 
         Args:
             state: result of `state_dict`.
-            prompt_of: returns the prompt of a uid.
+            prompt_of: function that returns the prompt of the group with a given uid.
 
         Returns:
             Requests to score the answers that have no score.
@@ -166,10 +166,10 @@ class PromptGroups:
         ]
 
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
-        """Return the group that a single group's `state_dict` describes.
+        """Return the group whose own `state_dict` returned this state.
 
         If the group is not in flight, because it was dropped, the function returns a copy that is not in this
-        collection. Call `load_state_dict` first.
+        collection. Call `load_state_dict` of this collection before this method.
         """
         if (group := self.groups.get(state["uid"])) is None:
             group = self.group(state["uid"], prompt_of(state["uid"]))
@@ -179,7 +179,8 @@ class PromptGroups:
     def ship(self, version: int | None) -> list[Group]:
         """Mark the pending groups as generating with the weights `version`, and return them.
 
-        A group that was shipped before keeps its first version. If `version` is None, only such groups are shipped.
+        A group that was shipped before keeps its first version. If `version` is None, only groups that were shipped
+        before are shipped.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]
@@ -192,7 +193,7 @@ class PromptGroups:
     def generated(self, completion: Completion) -> RewardRequest | None:
         """Record one finished answer and return the request to score it.
 
-        Returns None if the group is gone or pending, or if the answer is a duplicate.
+        Returns None if the group no longer exists or is pending, or if the answer is a duplicate.
         """
         uid, number = completion.key
         group = self.groups.get(uid)
@@ -217,8 +218,8 @@ class PromptGroups:
     def reissue(self, uids: Iterable[int]) -> None:
         """Make these groups pending again, so that their missing answers are requested again.
 
-        This is needed, for instance, after their engine died. Groups keep their finished answers, the scores of these
-        answers, and the weight version with which the group was first shipped.
+        Call this method, for instance, after an engine died. Each group keeps its finished answers, the scores of these
+        answers, and the weight version with which it was first shipped.
         """
         for uid in uids:
             group = self.groups.get(uid)
@@ -230,7 +231,8 @@ class PromptGroups:
 
         Args:
             uid: number of the group.
-            replace: whether another group may take its place in the step. Otherwise the place stays empty.
+            replace: whether another group may take the group's place in the step. If `replace` is False, the place
+                stays empty.
         """
         del self.groups[uid]
         self.dropped += 1
@@ -241,7 +243,7 @@ class PromptGroups:
         return [self.groups[uid] for uid in sorted(self.groups)[:count]]
 
     def answered(self, count: int) -> list[Group]:
-        """Return the oldest `count` groups if all their answers are there, scored or not; otherwise an empty list."""
+        """Return the oldest `count` groups if all their answers are finished, scored or not; else an empty list."""
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 
     def ready(self, count: int) -> list[Group]:

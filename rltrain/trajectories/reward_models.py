@@ -37,7 +37,7 @@ class RewardModel:
         tokenizer: tokenizer of this reward model, which may differ from the policy's.
         longest: maximum number of tokens in a row; None: no limit.
         pad: id of the padding token. The model scores a row at its last non-padding token, as transformers does.
-        max_tokens: maximum number of tokens in one forward pass. A longer row gets a pass of its own.
+        max_tokens: maximum number of tokens in one forward pass. A row with more tokens gets a pass of its own.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class RewardModel:
     async def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """Score each (prompt, response text) pair.
 
-        Samples with the same tokens are computed once. Their scores are bit-identical, so a group of equal answers has
-        no spread.
+        Samples with the same tokens are computed once. Equal samples therefore have bit-identical scores, and a group
+        of equal answers has no spread.
 
         Returns:
-            For each sample its score, or a text that says why there is none.
+            For each sample its score, or a text that says why it has no score.
         """
         found: list[float | str | tuple[int, ...]] = [self._tokens(prompt, response) for prompt, response in samples]
         rows = list(dict.fromkeys(row for row in found if isinstance(row, tuple)))
@@ -80,7 +80,7 @@ class RewardModel:
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
-        """Return the token ids of this sample without truncation, or a text that says why there are none.
+        """Return the token ids of this sample without truncation, or a text that says why the model cannot read it.
 
         Control tokens that are spelled in the prompt or the response are encoded as plain text, so an answer cannot end
         its turn by writing the name of a token.
@@ -94,7 +94,7 @@ class RewardModel:
         except TemplateError as error:
             return f"its chat template {error}"
         except ControlTokenError as error:
-            return f"cannot read control tokens that are spelled in the text as text ({error})"
+            return f"cannot encode control tokens in the text as plain text ({error})"
         row = tuple(one_bos(ids, self.tokenizer.bos_token_id))
         while len(row) > 1 and row[-1] == self.pad:
             row = row[:-1]
@@ -144,8 +144,8 @@ def reward_models(config: Config, groups: Sequence[WorkerGroup[RewardModelWorker
 async def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) -> None:
     """Append the models' scores to the results of these groups, in place.
 
-    Results that already have the scores keep them. The models do not score a sample for which a reward function failed.
-    A sample that a model cannot score is marked as failed.
+    Results that already have the models' scores do not change. The models do not score a sample for which a reward
+    function failed. A sample that a model cannot score is marked as failed.
     """
     for model in models:
         due = [(g, n) for g in groups for n, result in g.results.items() if len(result.scores) == model.number]

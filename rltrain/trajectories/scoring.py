@@ -36,7 +36,7 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
 def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
     """Return the component scores (B, K) without those of components that score the form and not the outcome.
 
-    The columns of these components are NaN, which means "not applicable".
+    The columns of components that score the form are NaN, which means "not applicable".
     """
     return matrix.masked_fill(~torch.tensor([component.outcome for component in components]), torch.nan)
 
@@ -88,7 +88,7 @@ def _aggregation(path: str) -> Callable[..., Any]:
 
 
 def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor, weights: list[float]) -> Tensor:
-    # The function gets copies, because it may change them in place.
+    # The user's function gets copies, because it may change its arguments in place.
     own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}
     try:
         with outside_event_loop():
@@ -104,7 +104,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
-            path, f"returned {shown}: one finite number a row, or NaN, is wanted, {tuple(uid.shape)}"
+            path, f"returned {shown}: it must return one finite number or NaN per row, {tuple(uid.shape)}"
         )
     # In a batch of a single group, it is legitimate that no row has a score.
     if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
@@ -117,7 +117,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 def _aggregation_error(path: str, what: str) -> RewardError:
     """Return an error that says what the user's aggregation function did.
 
-    The error allows the file of the function to be repaired before the run is resumed.
+    The attribute `repairable` of the error lets the run be resumed after the file of the function has been repaired.
     """
     error = RewardError(f"reward.aggregation={path} {what}")
     error.repairable = source_name("reward.aggregation", path)
@@ -166,9 +166,9 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     """Compute the scores of a batch as the advantage estimators see them, before normalisation.
 
     With `suppress_truncated`, a cut answer gets the score that it would have if each reward function had given 0, or
-    its own score if that is lower. The length penalty is subtracted afterwards, so cut answers pay it too. It counts
-    the sampled tokens of an answer and not the observations between them. The penalty of cut answers affects only the
-    estimators that read rows outside of the statistics (gae).
+    its own score if that is lower. The length penalty is subtracted afterwards, so cut answers pay it too. The length
+    penalty counts the sampled tokens of an answer and not the observations between them. The penalty of cut answers
+    affects only the estimators that read rows outside of the statistics (gae).
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -196,7 +196,7 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     """Return whether all valid rows in each row's group have the same score: (B,) bool.
 
-    The result is also True for a group without valid rows. Nothing can be learned from such groups.
+    The result is also True for a group without valid rows. Nothing can be learned from a group for which it is True.
     """
     groups, which = uid.unique(return_inverse=True)
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")

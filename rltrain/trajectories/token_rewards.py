@@ -1,7 +1,7 @@
 """Token rewards, advantages, and the choice of tokens that are trained on.
 
-The module applies the pure functions of `rltrain.algorithms` to whole batches. It is the only code on the driver that
-combines batch columns with algorithm parameters.
+The module applies the pure functions of `rltrain.algorithms` to whole batches. No other code on the driver combines
+batch columns with algorithm parameters.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ def with_all_knobs(config: Config) -> Config:
 def needs_actor_pass(config: Config) -> bool:
     """Return whether a step needs a forward pass of the actor before the update.
 
-    If one optimizer step trains on the whole batch, the old log-probs are the current ones, detached. The pass is then
-    needed only if something else reads its results before the update.
+    If one optimizer step trains on the whole batch, the old log-probs equal the log-probs of the update itself,
+    detached, so that the forward pass is needed only if something else reads its results before the update.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -93,7 +93,7 @@ def assign_rewards(
     """Add `token_level_rewards`: shaped and normalised scores on the last trained tokens, minus the KL penalty.
 
     The function also sets `valid` to False in rows that are excluded from the statistics because their answer was cut.
-    Such a row keeps its own score, on the same scale as the other scores.
+    A row with a cut answer keeps its own score, on the same scale as the other scores.
 
     Returns:
         The batch, and metrics of the rewards.
@@ -153,9 +153,9 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Return the batch of token rows that the critic evaluates.
 
     With `bootstrap_truncated`, the critic also evaluates the states in which answers were cut. The critic's value of a
-    token is the value of the state before the token, and the critic does not read the last token of a row. So each cut
-    answer gets one extra slot with an arbitrary token: the value of this slot is the value of the state after the
-    answer's last token.
+    token is the value of the state before the token, and the critic does not read the last token of a row. Each cut
+    answer therefore gets one extra slot with an arbitrary token: the value of the extra slot is the value of the state
+    after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -167,7 +167,7 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Add the critic's values of the batch from `states_to_value`.
+    """Add the critic's values `found`, which were computed on the batch from `states_to_value`.
 
     The function adds the column `values`. With `bootstrap_truncated`, it also adds `bootstrap_values` (B,): the value
     of the state in which an answer was cut, and 0 for all other answers.
@@ -184,7 +184,7 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
 def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
     """Return which slots of longer rows belong to the responses: (N,) bool.
 
-    The rows have the given lengths (B,), and the response tokens come first in each row.
+    The longer rows have the given lengths (B,), and the response tokens come first in each of them.
     """
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
@@ -193,8 +193,8 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
     """Add `advantages` and `returns` of the configured estimator, and normalise the advantages if configured.
 
     With `bootstrap_truncated`, the estimator sees gamma times `bootstrap_values` added to the rewards of the last
-    trained tokens. This is how gae includes the value after the last token (arXiv 1712.00378):
-    delta = r + gamma V(end) - V. The column `token_level_rewards` does not change.
+    trained tokens. gae thereby includes the value of the state after the last token (arXiv 1712.00378): delta = r +
+    gamma V(end) - V. The column `token_level_rewards` does not change.
 
     Returns:
         The batch, and metrics of the advantages.
@@ -233,7 +233,7 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
 def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """Normalise the advantages over the tokens that will be trained on.
 
-    In rows that the estimator leaves out, advantages of 0 stay 0.
+    The advantages of rows that the estimator excludes stay 0.
     """
     mask, valid = batch.padded("response_mask"), batch.batch["valid"]
     if algorithm.mask_truncated:
@@ -245,11 +245,10 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 
 
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Remove cut answers from `response_mask` if `algorithm.mask_truncated` is set.
+    """Remove cut answers from `response_mask` if `algorithm.mask_truncated` is set, so that the update ignores them.
 
-    The tokens of these answers then no longer count anywhere. This step comes after the statistics of the advantages
-    and before the split into mini-batches. Tokens that correction or rejection drops stay in `response_mask`: the
-    update removes only their policy term.
+    Call this function after the advantages are computed and before the batch is split into mini-batches. Tokens that
+    rollout correction or rejection drops stay in `response_mask`: the update removes only their policy-loss term.
     """
     if not algorithm.mask_truncated:
         return batch
@@ -260,7 +259,7 @@ def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
     """Add `random_draws` if the token selector of the loss chooses tokens at random.
 
-    Draws are numbered by sampled token, so observations do not change them.
+    A token's draw depends on its number among the sampled tokens of its row, so observations do not change the draws.
     """
     if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
         return batch

@@ -1,1 +1,1 @@
-"""Worker processes: groups of processes, liveness checks and termination. This package knows nothing of models."""
+"""Worker processes: starting, observing and ending them. This package knows nothing of models."""

@@ -1,4 +1,4 @@
-"""Wakes the driver as soon as a process of its machine ends."""
+"""Waiting for the end of processes, with which the driver notices at once that a process of its machine has ended."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,10 @@ import os
 
 
 class Exits:
-    """Waits for the end of any of the added processes. They need not be child processes.
+    """Waits for the end of any of the added processes, which need not be child processes.
 
-    Without pidfds (Linux before 5.3), `wait` returns only after its timeout or after `notify`.
+    If the system has no pidfds (Linux before 5.3), `wait` does not notice the end of a process: it returns only after
+    its timeout or after `notify`.
     """
 
     def __init__(self) -> None:
@@ -16,7 +17,7 @@ class Exits:
         self._pidfds: set[int] = set()
 
     def add(self, pid: int) -> None:
-        """Wait for this process as well. A process that has ended already wakes the next `wait`."""
+        """Add a process to those that `wait` waits for. If the process has ended, the next `wait` returns at once."""
         try:
             pidfd = os.pidfd_open(pid)
         except (OSError, AttributeError):
@@ -26,18 +27,18 @@ class Exits:
         asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
 
     def notify(self) -> None:
-        """Wake `wait` as the end of a process does."""
+        """Make the current or next `wait` return at once, as if a process had ended."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until a process ends, for at most `timeout_s` seconds."""
+        """Wait until one of the added processes ends, for at most `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
         self._event.clear()
 
     def close(self) -> None:
-        """Stop waiting for all processes."""
+        """Stop waiting for all added processes, and close their pidfds."""
         for pidfd in list(self._pidfds):
             self._forget(pidfd)
 

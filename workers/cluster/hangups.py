@@ -1,4 +1,4 @@
-"""Makes worker processes ignore SIGHUP, so that the driver alone decides how a run reacts to a lost terminal."""
+"""Start of worker processes that ignore SIGHUP, so that only the driver decides how to react to a lost terminal."""
 
 import contextlib
 import signal
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def hangups_ignored() -> Iterator[None]:
-    """Make processes that start in this block ignore SIGHUP.
+    """Make the processes that start in this block ignore SIGHUP.
 
-    A lost terminal sends SIGHUP to all processes of a program. The driver alone decides how to react, and it needs its
-    workers to save a checkpoint.
+    When a terminal is lost, all processes of a program get SIGHUP. Only the driver must react to the signal, because
+    the driver needs its workers to save a checkpoint.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

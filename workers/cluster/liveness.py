@@ -1,7 +1,8 @@
-"""Detects which processes of a run are gone, are stopped or hang, and ends the waits that depend on them.
+"""Detection of processes of a run that are gone, are stopped or hang, and cancellation of waits that depend on them.
 
-One task on the driver observes all processes once a second, and at once when a process of the driver's machine ends. It
-reads `/proc` and the progress counter of each process. On every other machine, a small Ray actor does the reading.
+One task in the driver observes the processes of the driver's machine once a second, and at once when one of them ends.
+An observation reads `/proc` and the progress counter of each process. On every other machine, a small Ray actor makes
+the observations.
 """
 
 import asyncio
@@ -23,23 +24,24 @@ from workers.cluster.ray_daemons import Daemons
 PROCESSES, STACKS = "processes.json", "stacks"  # file and folder in a run's output
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # seconds after which a stopped process (SIGSTOP) counts as dead
-_PROOF_S = 2.0  # seconds in which the death of a process becomes visible after another process has noticed it
+_PROOF_S = 2.0  # seconds to wait for the evidence that a process died, after a call has failed
 _REMOTE_S = 10.0  # timeout in seconds of a request to the observer of another machine
 T = TypeVar("T")
 
 
 class WatchedProcess:
-    """One process of a run: what is known of it, and how it was lost.
+    """One process of a run: what was observed of the process, and how it was lost.
 
     Args:
         name: Name of the process in messages and in `processes.json`, such as "training rank 0".
-        liveness: Observes the process. Without it, only Ray reports a death, and hangs are not detected.
-        changes: Signals when the process is lost.
+        liveness: Observes the process. If `liveness` is None, only Ray reports the process's death, and hangs are not
+            detected.
+        changes: Wakes waiting coroutines when the process is lost.
 
     Attributes:
-        identity: Identity that the process has reported; None until then.
-        phase: The last call that was started on the process, for messages.
-        how_lost: How the process died, stopped or hung; "" while it lives.
+        identity: Identity that the process has reported, or None before the report.
+        phase: Name of the last call that was started on the process, for messages.
+        how_lost: How the process died, was stopped or hung, or "" while it lives.
     """
 
     def __init__(self, name: str, liveness: "Liveness | None", changes: Changes | None = None) -> None:
@@ -57,7 +59,7 @@ class WatchedProcess:
         return self.sight is not None and self.sight.calls > 0
 
     def lose(self, how: str) -> None:
-        """Mark the process as lost and kill it. A process that is lost already keeps its first reason."""
+        """Mark the process as lost for the reason `how`, and kill it. Do nothing if the process was lost before."""
         if not self.how_lost:
             self.how_lost = how
             self._changes.notify()
@@ -65,7 +67,7 @@ class WatchedProcess:
                 self.liveness.lost(self)
 
     def take(self, sight: Sight, now: float) -> None:
-        """Record what was observed of the process."""
+        """Record an observation of the process. Mark a process as lost that is gone or was stopped for too long."""
         before, self.sight = self.sight, sight
         if before is None or before.ticks != sight.ticks:
             self.moved = now
@@ -79,7 +81,7 @@ class WatchedProcess:
             self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
-        """Wait for something that does not depend on the process's progress. Raises WorkerLost if the process dies."""
+        """Wait for a result that does not depend on the process's progress. Raises WorkerLost if the process dies."""
         result = asyncio.ensure_future(awaitable)
         lost = asyncio.ensure_future(self._changes.until(lambda: self.how_lost))
         try:
@@ -96,15 +98,15 @@ class WatchedProcess:
 
 
 class Liveness:
-    """Observes the processes of a run, and Ray's daemons on which all of them depend.
+    """Observes the processes of a run, and the Ray daemons that all of the processes need.
 
     Args:
         hang_timeout_s: Seconds without progress after which a busy process counts as dead.
-        start_timeout_s: Seconds in which a process must start.
-        tasks: The run's background tasks. The death of a daemon interrupts the run through them.
+        start_timeout_s: Seconds within which a process must start.
+        tasks: The run's background tasks, which are interrupted when a daemon dies.
         here: Ray's id of the driver's machine.
-        folder: Output folder of the run. It receives the table of processes and the stack traces of hanging processes.
-        daemons: Ray's daemons.
+        folder: Output folder of the run, for the table of processes and the stack traces of hanging processes.
+        daemons: The Ray daemons.
     """
 
     def __init__(
@@ -128,17 +130,22 @@ class Liveness:
         tasks.start(self._observe_all(), "liveness")
 
     def admit(self, process: WatchedProcess, introduction: Any) -> None:
-        """Observe a new process. `introduction` is the Ray reference of its pending call of `Host.introduce`."""
+        """Start to observe a new process.
+
+        Args:
+            process: The process.
+            introduction: Ray reference of the pending result of `Host.introduce`, called in the process.
+        """
         self.processes.append(process)
         self.tasks.start(self._introduce(process, introduction), f"introduction of {process.name}")
 
     def dismiss(self, process: WatchedProcess) -> None:
-        """Kill a process, in whatever state it is, and observe it no more."""
+        """Kill a process, whatever its state, and stop observing it."""
         process.lose("is being replaced")
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was lost, and end the waits that depend on it."""
+        """Kill a process that was marked as lost, and make the observing task check at once which waits must end."""
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
@@ -153,14 +160,14 @@ class Liveness:
             process.take(sight, now)
 
     def kill_stopped(self) -> None:
-        """Kill the processes that are stopped (SIGSTOP), because they would outlive Ray."""
+        """Kill the processes of this machine that are stopped (SIGSTOP), because they would outlive Ray."""
         self.look()
         for process in list(self.processes):
             if process.sight is not None and process.sight.state == "T":
                 process.lose("was stopped")
 
     def kill(self, processes: Iterable[Process]) -> None:
-        """Kill these processes and their descendants. Returns at once."""
+        """Kill processes and their descendants, without waiting for their end."""
         for process in processes:
             if process.node == self.here:
                 self.own.kill([process])
@@ -168,7 +175,7 @@ class Liveness:
                 self._others[process.node].kill.remote([process])
 
     async def stacks(self, processes: Sequence[WatchedProcess]) -> dict[WatchedProcess, str]:
-        """Write the stack traces of these processes into the output folder. Returns the innermost frames of each."""
+        """Write the stack traces of processes into the output folder. Return the innermost frames of each process."""
         known = {process: process.identity for process in processes if process.identity is not None}
         texts: dict[Process, str] = {}
         for node in {identity.node for identity in known.values()}:
@@ -195,7 +202,7 @@ class Liveness:
             return [""] * len(processes)
 
     async def _observe_all(self) -> None:
-        """Observe this machine's processes and the daemons until the task is cancelled."""
+        """Observe this machine's processes and Ray's daemons until the task is cancelled."""
         with contextlib.closing(self._exits):
             for pid in self.daemons.local_pids():
                 self._exits.add(pid)
@@ -220,7 +227,7 @@ class Liveness:
                 self.tasks.interrupt(error)
 
     async def _introduce(self, process: WatchedProcess, introduction: Any) -> None:
-        """Wait for the identity of a new process. The process is lost if it does not report its identity in time."""
+        """Wait until a new process reports its identity. Mark the process as lost if it does not report in time."""
         import ray
 
         try:
@@ -238,7 +245,7 @@ class Liveness:
                 await self._observe_new(process, identity)
 
     async def _observe_new(self, process: WatchedProcess, identity: Process) -> None:
-        if process.how_lost:  # it was dismissed before its identity was known
+        if process.how_lost:  # the process was dismissed before its identity was known
             self.kill([identity])
         elif identity.node == self.here:
             self._exits.add(identity.pid)
@@ -268,7 +275,7 @@ class Liveness:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _observer(self, node: str) -> Any:
-        """Return the observer of another machine, and start it if necessary."""
+        """Return the observer actor of another machine. Start the actor if necessary."""
         if node not in self._others:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -279,7 +286,7 @@ class Liveness:
         return self._others[node]
 
     def _name(self, name: str, process: Process) -> None:
-        """Write the table of processes into the output folder, for people who inspect a run."""
+        """Add a process to the table of processes in the output folder, for people who inspect a run."""
         self.named[name] = process
         table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
         if self.folder is not None and self.folder.is_dir():
@@ -290,11 +297,12 @@ class Liveness:
 
 
 class ProgressScope:
-    """Processes on which results depend while the block runs. They must live, and one of them must make progress.
+    """Context manager for waits that depend on processes, which must all live, and one of which must make progress.
 
     Args:
         processes: The processes.
-        limit_s: Seconds without progress of any process after which they count as hanging. None: the hang timeout.
+        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If `limit_s` is
+            None, the run's hang timeout applies.
     """
 
     def __init__(self, processes: Collection[WatchedProcess], limit_s: float | None = None) -> None:
@@ -317,8 +325,8 @@ class ProgressScope:
             self.liveness.scopes.discard(self)
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result. Raises WorkerLost if a process is lost, or if no process makes progress."""
-        assert self.failure is not None, "to be used inside the block"
+        """Wait for a result. Raises WorkerLost if a process of the scope is lost, or if no process makes progress."""
+        assert self.failure is not None, "a scope must be used inside its `with` block"
         result = asyncio.ensure_future(awaitable)
         try:
             either: set[asyncio.Future[Any]] = {result, self.failure}
@@ -330,11 +338,12 @@ class ProgressScope:
             await cancelled(result)
 
     async def proof(self) -> None:
-        """Raise WorkerLost if the death of a process becomes visible soon. Used after an error that a death can cause.
+        """Raise WorkerLost if a process of the scope is found dead within `_PROOF_S` seconds.
 
-        Another process often notices the death first, for example through a broken connection.
+        This method is called after an error that the death of a process may have caused. Often another process notices
+        the death first, for example through a broken connection.
         """
-        assert self.failure is not None, "to be used inside the block"
+        assert self.failure is not None, "a scope must be used inside its `with` block"
         if self.liveness is not None:
             self.liveness.look()
             self.check()
@@ -343,15 +352,15 @@ class ProgressScope:
             raise self.failure.result()
 
     def check(self) -> None:
-        """End the waits if a process is lost."""
+        """End the scope's waits with an error if a process is lost."""
         if lost := [f"{one.phase}: {one} {one.how_lost}" for one in self.processes if one.how_lost]:
             self.fail(WorkerLost("; ".join(lost)))
 
     async def check_progress(self) -> None:
-        """End the waits if a process is lost or all processes hang.
+        """End the scope's waits with an error if a process is lost or all processes hang.
 
-        The error names the hanging processes and their stack frames. Processes that only wait for work are not blamed,
-        unless all of them wait.
+        The error names the hanging processes and their stack frames. The error does not name processes that only
+        wait for work, unless all processes of the scope wait.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:
@@ -369,7 +378,7 @@ class ProgressScope:
         self.fail(WorkerLost(f"no progress for {limit:g} s: {'; '.join(said)}"))
 
     def fail(self, error: WorkerLost | ClusterLost) -> None:
-        """End the waits with this error, unless they have failed already."""
+        """End the scope's waits with this error, unless another error has already ended the waits."""
         if self.failure is not None and not self.failure.done():
             self.failure.set_result(error)
 

@@ -13,12 +13,18 @@ from workers.cluster.process_tree import descendants
 from workers.cluster.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
 
 _STACKS_S = 0.3  # seconds that a process gets to write its stack traces
-_FRAMES = 3  # stack frames shown of each process
+_FRAMES = 3  # stack frames of each process that a message shows
 
 
 @dataclass(frozen=True)
 class Sight:
-    """Observed status of a process: its state (see `progress.state_of`), its ticks and its number of running calls."""
+    """Observed status of a process.
+
+    Attributes:
+        state: State of the process, as `progress.state_of` returns it.
+        ticks: Number of `progress.tick` calls in the process so far.
+        calls: Number of calls that are running in the process.
+    """
 
     state: str
     ticks: int = 0
@@ -26,14 +32,14 @@ class Sight:
 
 
 class Observer:
-    """Observes and kills processes of its own machine."""
+    """Observes and kills processes of the machine on which it runs."""
 
     def look(self, processes: Sequence[Process]) -> list[Sight]:
         """Return the observed status of each process."""
         return [_sight(process) for process in processes]
 
     def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """Return the stack traces of all threads of each process. The text is "" for a stopped or dead process."""
+        """Return the stack traces of all threads of each process, or "" for a stopped or dead process."""
         for process in processes:
             _signal(process, STACKS_SIGNAL)
         time.sleep(_STACKS_S)
@@ -46,13 +52,13 @@ class Observer:
         return found
 
     def kill(self, processes: Sequence[Process]) -> None:
-        """Kill these processes and their descendants at once, even if they are stopped.
+        """Kill processes and their descendants at once, even those that are stopped (SIGSTOP).
 
-        Descendants are also killed if their process is gone already.
+        If a process is gone already, its descendants are killed nevertheless.
         """
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
-            # The kernel does not reuse a pid while the process group with that number has members.
+            # The kernel does not reuse a pid while a process group with the same number has members.
             leads = began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp()
             files = leftovers.shared_files({process.pid, *below, *(leftovers.group_of(process.pid) if leads else ())})
             _signal(process, signal.SIGKILL)
@@ -62,7 +68,7 @@ class Observer:
             if leads:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-            leftovers.remove(files)  # a killed engine does not remove its own files
+            leftovers.remove(files)  # a killed engine cannot remove its own files
 
 
 def _sight(process: Process) -> Sight:
@@ -74,12 +80,16 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # otherwise another process may have its pid now
+        if state_of(process.pid, process.began):  # a process that is gone gets no signal, because its pid may be reused
             os.kill(process.pid, number)
 
 
 def innermost(stacks: str) -> str:
-    """Return the innermost frames of the thread that does a group's work, as "function (file:line) < its caller"."""
+    """Return the innermost frames of the thread that runs worker code, as "function (file:line) < calling function".
+
+    Args:
+        stacks: Stack traces of all threads of a process, as `faulthandler` writes them.
+    """
     threads = [section for section in stacks.split("\n\n") if section.strip()]
     ours = [section for section in threads if "/workers/" in section]
     working = [section for section in ours if "/threading.py" not in section and "/queue.py" not in section]
@@ -90,7 +100,7 @@ def innermost(stacks: str) -> str:
 
 
 def _short(frame: str) -> str:
-    """Shorten a frame, such as `File "/a/b.py", line 3 in f` to "f (b.py:3)"."""
+    """Shorten a stack frame: for example, `File "/a/b.py", line 3 in f` becomes "f (b.py:3)"."""
     path, _, rest = frame.removeprefix('File "').partition('", line ')
     line, _, function = rest.partition(" in ")
     return f"{function} ({Path(path).name}:{line})"

@@ -1,8 +1,9 @@
-"""Finds and ends the descendants of a process, such as those that reward functions start. Finds none outside Linux.
+"""Finding and ending the descendants of a process, such as processes that reward functions start (Linux only).
 
-psutil is too slow here: `Process.children(recursive=True)` reads the status of every process of the machine. It takes
-10 ms with 480 processes, and `descendants` takes 0.1 ms. A reward process lists its descendants several times after
-each scoring call that leaves processes. psutil also has no `prctl`, and it does not report RssShmem.
+A reward process lists its descendants several times after each scoring call that leaves child processes running, so the
+search for descendants must be fast. psutil's `Process.children(recursive=True)` takes 10 ms with 480 processes on the
+machine, because it reads the status of every process, while `descendants` takes 0.1 ms. psutil also cannot call
+`prctl`, and it does not report RssShmem.
 """
 
 import contextlib
@@ -18,21 +19,25 @@ _ROUNDS = 20
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the parent of its orphaned descendants, so that no process leaves the tree below it."""
+    """Make this process the new parent of its orphaned descendants, so that they stay its descendants.
+
+    Args:
+        adopt: If False, turn this behavior off again.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when its parent process ends."""
+    """Let the kernel kill this process when its parent process `parent` ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call above
+    if os.getppid() != parent:  # the parent ended before the call of `_prctl`
         os._exit(1)
 
 
 def shared_memory_mb(pid: int) -> float:
-    """Return the shared anonymous memory in MB that a process has touched. Returns 0 if the process is gone.
+    """Return the shared anonymous memory in MB that a process uses, or 0 if the process is gone.
 
-    No memory limit of the process covers this memory.
+    The resource limits of a process do not cover its shared memory.
     """
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines()
@@ -41,7 +46,7 @@ def shared_memory_mb(pid: int) -> float:
 
 
 def has_children() -> bool:
-    """Return whether this process has children, including zombies. This costs one system call."""
+    """Return whether this process has children, including zombies. The check costs one system call."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -50,7 +55,7 @@ def has_children() -> bool:
 
 
 def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
-    """Return the processes below `pid`, parents first. Exclude the processes in `spare` and those below them."""
+    """Return the descendants of `pid`, parents first, without the processes in `spare` and their descendants."""
     found = [pid]
     for parent in found:  # the loop also visits the entries that it appends
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -60,10 +65,10 @@ def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
 
 
 def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
-    """Kill the processes below `pid`, except the processes in `spare` and those below them.
+    """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
-    All processes are stopped before any is killed, so that none can fork meanwhile. This process waits for the orphans
-    that it has adopted, so that no zombie remains.
+    All of the descendants are stopped before any is killed, so that none can fork meanwhile. This process then waits
+    for the killed processes that are its children or that it has adopted, so that no zombie remains.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
@@ -75,14 +80,14 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
         stopped.update(new)
     for found in stopped:
         _signal(found, signal.SIGKILL)
-    # A process that is no child of this one is waited for by its own parent, or becomes a child of this one.
+    # If a killed process is not a child of this process, its own parent waits for it, or this process adopts it.
     for found in stopped:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found, 0)
 
 
 def reap(spare: Collection[int]) -> None:
-    """Wait for the children that have ended, except those in `spare`."""
+    """Remove the zombies of descendants that have ended, except those in `spare`, by waiting for them."""
     for child in descendants(os.getpid()):
         if child not in spare:
             with contextlib.suppress(ChildProcessError):

@@ -1,6 +1,6 @@
-"""Worker processes as objects, typed handles for the roles in them, and waits for their results.
+"""Handles for worker processes and for the roles in them, and functions that wait for the results of calls.
 
-The calls are the same for a Ray actor and for an object in the driver's own process.
+The interface is the same for a process that is a Ray actor and for the driver's own process.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ class WorkerProcess(Protocol):
 
     Attributes:
         concurrent: Whether the process computes while the driver does other work.
-        how_lost: How the process died, stopped or hung; "" while it lives.
+        how_lost: How the process died, was stopped or hung, or "" while it lives.
     """
 
     concurrent: bool
     how_lost: str
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> "Pending[None]":
-        """Start to create an object of the class `path` ("module:Class") in the process, as a role."""
+        """Start to create an object of the class `path` ("module:Class") in the process, as the role named `role`."""
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
-        """Start a method of a role. `Role.start` is the typed form of this call."""
+        """Start a method of a role, without waiting for the result. `Role.start` is the typed form of this method."""
 
     def share(self, value: W) -> W:
-        """Return a reference to pass to several processes in place of a large value."""
+        """Store a large value, and return a reference that can be passed to several processes in its place."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for something that does not depend on the process's progress. Raises WorkerLost if the process dies."""
+        """Wait for a result that does not depend on the process's progress. Raises WorkerLost if the process dies."""
 
     def kill(self) -> None:
-        """Kill the process, in whatever state it is."""
+        """Kill the process, whatever its state."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Pending(Generic[R]):
 
     Attributes:
         process: The process.
-        outcome: Ray reference of the result, or the result itself if the call has run in the driver's process.
+        outcome: Ray reference to the result, or the result itself if the call ran in the driver's own process.
     """
 
     process: WorkerProcess
@@ -62,16 +62,16 @@ class Pending(Generic[R]):
 
     @property
     def later(self) -> R:
-        """The result, as an argument of another call. The process of that call waits for it and fetches it itself."""
+        """The result, for use as an argument of another call, whose process waits for the result and fetches it."""
         return cast(R, self.outcome)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """An argument of a call whose columns are stored under several references. The process joins them.
+    """A batch as an argument of a call, stored as several objects that the called process joins.
 
     Attributes:
-        references: Ray references of batches with the same rows and different columns.
+        references: Ray references to batches with the same rows and different columns.
         columns: Names of the wanted columns.
     """
 
@@ -80,13 +80,13 @@ class Shared:
 
     @classmethod
     def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return the argument in the place of the batch that the method receives."""
+        """Return a `Shared` argument, typed as the batch into which the called process joins its columns."""
         return cast(DataProto, cls(references, columns))
 
 
 @dataclass(frozen=True)
 class Role(Generic[W_co]):
-    """A role in a worker process. Its methods are called in that process.
+    """Handle of a role in a worker process. The role's methods run in the worker process.
 
     Attributes:
         process: The process.
@@ -101,12 +101,12 @@ class Role(Generic[W_co]):
         return self.process.start(self.name, method.__name__, *args, **kwargs)
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Start a method of the role's class, and wait for its result. See `results`."""
+        """Start a method of the role's class, and wait for the result as the function `results` does."""
         return (await results([self.start(method, *args, **kwargs)]))[0]
 
 
 class LocalProcess:
-    """The driver's own process as a worker process. A call runs at once, before `start` returns."""
+    """The driver's own process as a worker process. `start` runs the whole call before it returns."""
 
     concurrent = False
     how_lost = ""
@@ -115,13 +115,18 @@ class LocalProcess:
         self.host = host
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Create the object at once. See `WorkerProcess.build`."""
+        """Create the object in the driver's process before returning. See `WorkerProcess.build`."""
         with outside_event_loop():
             self.host.build(role, path, *args, **kwargs)
         return Pending(self, None)
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """Run a method of a role. Raises the method's error; an error that is not the project's as WorkerError."""
+        """Run a method of a role.
+
+        Raises:
+            RLTrainError: The method's own error, if it is an RLTrainError.
+            WorkerError: The method failed with any other error.
+        """
         try:
             with outside_event_loop():
                 return Pending(self, self.host.call(role, method, *args, **kwargs))
@@ -131,15 +136,15 @@ class LocalProcess:
             raise WorkerError(_last_line(error)) from error
 
     def share(self, value: W) -> W:
-        """Return the value itself, because it stays in this process."""
+        """Return the value itself, because the driver's own process needs no reference to it."""
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait. See `WorkerProcess.unless_lost`."""
+        """Wait for the result, without any check, because the driver's own process cannot be lost."""
         return await awaitable
 
     def kill(self) -> None:
-        """Never called, because the driver's process outlives the roles in it."""
+        """Raise AssertionError, because the driver never kills its own process."""
         raise AssertionError("the driver does not kill its own process")
 
 
@@ -147,7 +152,7 @@ class RayProcess(WatchedProcess):
     """A worker process that is a Ray actor of the class `Host`.
 
     Args:
-        actor: Handle of the actor.
+        actor: Ray's handle of the actor.
         name: Name of the process in messages.
         liveness: Observes the process.
     """
@@ -181,14 +186,14 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.call_joined.remote(role, method, joins, *flat, **kwargs))
 
     def share(self, value: W) -> W:
-        """Put the value into Ray's object store once. All processes read it from there."""
+        """Put the value into Ray's object store once, from which all processes can read it. Return the reference."""
         import ray
 
         self._require_daemons()
         return cast(W, ray.put(value))
 
     def kill(self) -> None:
-        """Kill the process, in whatever state it is."""
+        """Kill the process, whatever its state."""
         import ray
 
         if self.liveness is not None:
@@ -196,7 +201,7 @@ class RayProcess(WatchedProcess):
         ray.kill(self.actor)
 
     def _require_daemons(self) -> None:
-        """Raise ClusterLost if a Ray daemon has died. A Ray call could then end the driver without a message."""
+        """Raise ClusterLost if a Ray daemon has died, because a Ray call could then silently end the driver."""
         if self.liveness is not None:
             self.liveness.daemons.check()
 
@@ -206,30 +211,31 @@ async def results(
 ) -> list[R]:
     """Wait for the results of calls.
 
-    The error of one call ends the wait, because the other calls may then never end.
+    If one call fails, the wait ends with the call's error, because the other calls may then never end.
 
     Args:
         pending: Calls that were started.
         depends_on: Further processes on whose calls the results depend.
-        limit_s: Seconds without progress of all these processes after which they count as hanging. None: the hang
-            timeout.
+        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If `limit_s` is
+            None, the run's hang timeout applies.
 
     Raises:
-        WorkerLost: A process died, stopped or hung.
-        WorkerError: A call failed with an error that is not the project's.
+        WorkerLost: A process died, was stopped or hung.
+        RLTrainError: A call failed with an RLTrainError, which is raised unchanged.
+        WorkerError: A call failed with any other error.
     """
     with progress_required([*(one.process for one in pending), *depends_on], limit_s) as scope:
         return await results_in(scope, pending)
 
 
 def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:
-    """Return a scope in which these processes must live, and one of them must make progress. See `ProgressScope`."""
+    """Return a `ProgressScope`, in which these processes must live, and one of them must make progress."""
     separate = [process for process in dict.fromkeys(processes) if isinstance(process, RayProcess)]
     return ProgressScope(separate, limit_s)
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Wait for the results of calls inside a scope that was opened for their processes. See `results`."""
+    """Wait for the results of calls, as `results` does, inside an open scope for the calls' processes."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):
@@ -250,14 +256,14 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
             f"a worker process died, a {name}: it was killed, crashed, or ran out of memory (verbose=true shows Ray's "
             "report)"
         ) from error
-    except ray.exceptions.RayError as error:  # for example: lost object, lost node, out of memory
+    except ray.exceptions.RayError as error:  # for example, an object or a node was lost, or memory ran out
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """Mark a process as lost if it has reported itself as unusable. The text of `cause` is the reason."""
+    """Mark a process as lost if it has reported itself as unusable, with the text of `cause` as the reason."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:
@@ -267,7 +273,7 @@ def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
 def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
     """Mark the process of an actor as lost because Ray reports its death.
 
-    If the actor's machine is lost, there may be no other sign of the death yet.
+    If the actor's machine is lost, Ray's report may be the first sign of the death.
     """
     for process in scope.processes:
         if isinstance(process, RayProcess) and process.actor._actor_id.hex() == actor_id:
@@ -275,7 +281,7 @@ def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
 
 
 def _lost(scope: ProgressScope) -> WorkerLost | None:
-    """Return an error that names the lost processes, or None if none is lost."""
+    """Return an error that names the lost processes of the scope, or None if none is lost."""
     scope.check()
     failure = scope.failure.result() if scope.failure is not None and scope.failure.done() else None
     return failure if isinstance(failure, WorkerLost) else None

@@ -1,10 +1,12 @@
 """Progress counter and stack traces of this process, which other processes on its machine can read at any time.
 
-The counter and the stack traces are unnamed files in memory. They vanish with the process, and other processes open
-them through `/proc`. Long-running work calls `tick` repeatedly. `tick` does nothing until `announce` has been called.
+The counter and the stack traces are unnamed files in memory. The files vanish with the process, and other processes
+open them through `/proc`. Long-running work calls `tick` repeatedly. `tick` does nothing until `announce` has been
+called.
 
-Start times are read from `/proc` and not with psutil, because processes compare them with each other: psutil's public
-`create_time()` is a time of day, which moves when the machine's clock is set, and its `Process` cannot be pickled.
+Start times are read from `/proc` and not with psutil, because one process compares the start time that another process
+has reported. psutil's public `create_time()` is a time of day, which changes when the machine's clock is set, and
+psutil's `Process` cannot be pickled.
 """
 
 import contextlib
@@ -27,7 +29,8 @@ class Process:
 
     Attributes:
         pid: Process id on its machine.
-        began: Start time in ticks of its machine's clock. It distinguishes the process from a later one with its pid.
+        began: Start time in clock ticks since the machine's boot. The start time distinguishes the process from a later
+            process with the same pid.
         node: Ray's id of the machine.
         progress, stacks: File descriptors of the progress counter and of the stack traces.
     """
@@ -58,10 +61,10 @@ _announced: Process | None = None
 
 
 def announce(node: str) -> Process | None:
-    """Make this worker process observable and return its identity. Returns None on a system without `/proc`.
+    """Make this worker process observable, and return its identity, or None on a system without `/proc`.
 
-    From then on, this process leads a process group. Its child processes can be found through that group even after
-    this process has died.
+    This process becomes the leader of a process group, through which its child processes can be found even after it has
+    died.
     """
     global _counter, _announced
     began = began_of(os.getpid())
@@ -77,7 +80,7 @@ def announce(node: str) -> Process | None:
 
 
 def announced() -> Process | None:
-    """Return the identity of this process, or None before `announce`."""
+    """Return the identity of this process, or None before `announce` has been called."""
     return _announced
 
 
@@ -107,7 +110,7 @@ def began_of(pid: int) -> int | None:
 
 
 def state_of(pid: int, began: int) -> str:
-    """Return the state of a process from `/proc`, such as S or T. Returns "" if it is gone or is a zombie."""
+    """Return the state of a process from `/proc`, such as S or T, or "" if the process is gone or is a zombie."""
     fields = _stat(pid)
     return "" if not fields or int(fields[19]) != began or fields[0] in "ZX" else fields[0]
 
@@ -120,7 +123,7 @@ def counts_of(process: Process) -> tuple[int, int]:
 
 
 def stacks_of(process: Process) -> str:
-    """Return the stack traces that a process has written. Raises OSError if the process is gone."""
+    """Return the stack traces that a process has written so far. Raises OSError if the process is gone."""
     return Path(f"/proc/{process.pid}/fd/{process.stacks}").read_text("utf-8", "replace")
 
 

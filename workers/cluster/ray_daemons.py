@@ -1,9 +1,9 @@
-"""Finds the Ray daemons that a run depends on, and detects when one of them dies.
+"""Detection of the death of Ray daemons that a run depends on.
 
-`raylet` starts the workers of one machine and holds their objects. Without the raylet of the driver's machine, nothing
-works. `gcs_server` keeps the cluster's tables on the head node. Without gcs_server, connected processes continue until
-Ray ends them after 60 s, but no new process can start. A run that loses gcs_server can therefore still save a
-checkpoint.
+The daemon `raylet` starts the workers of one machine and stores their objects. If the raylet of the driver's machine
+dies, the run cannot continue. The daemon `gcs_server` keeps the cluster's tables on the head node. If gcs_server dies,
+connected processes continue until Ray ends them after 60 s, but no new process can start. A run whose gcs_server has
+died can therefore still save a checkpoint.
 """
 
 import logging
@@ -23,8 +23,9 @@ from workers.cluster.progress import began_of, state_of
 logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
-GRACE_S = 40.0  # seconds to finish the running step when gcs_server dies; Ray ends the driver after 60 s without it
-# Check interval, connection timeout and longest silence in seconds, for a gcs_server on another machine.
+GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
+# For a gcs_server on another machine: seconds between two connections, timeout of a connection, and time without a
+# connection after which the daemon counts as dead.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
 
@@ -37,10 +38,10 @@ class Daemon(Protocol):
         """Return the name of the daemon's program."""
 
     def ended(self) -> bool:
-        """Return whether the daemon has died. This is cheap enough for many calls per second."""
+        """Return whether the daemon has died. The check is cheap enough for many calls per second."""
 
     def __str__(self) -> str:
-        """Return which daemon died on which machine, for messages."""
+        """Return a message that says which daemon has died on which machine."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class LocalDaemon:
     Attributes:
         name: Name of the daemon's program.
         node: Address of this machine in the cluster.
-        pid, began: Identity of the process, as in `progress.Process`.
+        pid, began: Process id and start time of the daemon, as in `progress.Process`.
     """
 
     name: str
@@ -67,7 +68,7 @@ class LocalDaemon:
 
 
 class RemoteDaemon:
-    """A daemon of which only the address is known. It is dead after `_SILENT_S` seconds of failed connections."""
+    """A daemon on another machine, which counts as dead after `_SILENT_S` seconds without a successful connection."""
 
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
@@ -75,7 +76,7 @@ class RemoteDaemon:
         self.silent_since: float | None = None
 
     def ended(self) -> bool:
-        """Return whether the address has been silent for too long. See `Daemon.ended`."""
+        """Return whether connections to the daemon have failed for too long. See `Daemon.ended`."""
         now = time.monotonic()
         if now >= self.asked + _ASK_EVERY_S:
             self.asked = now
@@ -109,14 +110,15 @@ class Daemons:
         return [daemon.pid for daemon in self.daemons if isinstance(daemon, LocalDaemon)]
 
     def lost(self) -> Daemon | None:
-        """Return the daemon that has died, or None. If both died, return the raylet, because less works without it."""
+        """Return the daemon that has died, or None. If raylet and gcs_server died, return the raylet."""
         ended = [daemon for daemon in self.daemons if daemon.ended()]
         return min(ended, key=lambda daemon: daemon.name == GCS, default=None)
 
     def check(self, *, at_rest: bool = False) -> None:
         """Raise ClusterLost if a daemon has died.
 
-        During a step of a `patient` run, the death of gcs_server is only logged for the first `GRACE_S` seconds.
+        If the run is `patient` and in the middle of a step, the death of gcs_server is at first only logged, and is an
+        error after `GRACE_S` seconds.
 
         Args:
             at_rest: Whether the run is between two steps, so that a checkpoint can be saved.
@@ -138,7 +140,7 @@ class Daemons:
 
 
 def find() -> tuple[Path, list[Daemon]]:
-    """Return the directory of Ray's logs and sockets, and the daemons that this process's connection needs."""
+    """Return the directory of Ray's logs and sockets, and the daemons that this process's connection to Ray needs."""
     import ray
 
     context = ray.get_runtime_context()
@@ -163,7 +165,7 @@ def _local(name: str, node: str, pids: Sequence[int]) -> Sequence[Daemon]:
 def _listener(path: str) -> int:
     """Return the pid of the process that listens at a Unix socket.
 
-    Returns 0 if the process is in a pid namespace that is not visible here, or if the connection fails.
+    Returns 0 if the process is in a pid namespace that is invisible to this process, or if the connection fails.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -177,7 +179,7 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether a process is the gcs_server of the connected Ray cluster.
 
-    The check is necessary because another Ray cluster may also run below this process.
+    The check is necessary because this process may have descendants that belong to another Ray cluster.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

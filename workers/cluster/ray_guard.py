@@ -1,9 +1,9 @@
 """Guard process that outlives the driver of a run.
 
-When Ray loses a daemon, Ray's C++ code may end the driver with `_Exit`, without an error message. When the driver is
-killed, Ray's helper processes may remain. The guard waits until the driver ends, for whatever reason. If the death of a
-daemon ended the driver, the guard prints the name of the daemon. The guard then kills all processes of a Ray cluster
-that the driver had started.
+When one of Ray's daemons dies, Ray's C++ code may end the driver with `_Exit`, without an error message. When the
+driver is killed, Ray's helper processes may remain. The guard waits until the driver ends, for whatever reason. If the
+death of a daemon ended the driver, the guard prints an error message that names the daemon. If the driver had started
+the Ray cluster itself, the guard then kills all remaining processes of the cluster.
 """
 
 import contextlib
@@ -25,17 +25,18 @@ from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
 _CLOSE_S = 15.0  # seconds that the guard gets to kill all remaining processes
-_SHOWN_S = 1.0  # seconds in which the death of a daemon becomes visible after it has ended the driver
-_LAST_WORDS = 4096  # bytes read from the end of a log
+_SHOWN_S = 1.0  # after Ray has ended the driver: seconds to wait for the evidence that a daemon died
+_LAST_WORDS = 4096  # bytes to read from the end of the driver's Ray log
 # Phrases that Ray's C++ code logs before it ends its own process.
 _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
 
 
 class Guard:
-    """The driver's handle of the guard process.
+    """The driver's handle to the guard process.
 
     Args:
-        mark: Value of `leftovers.MARK` in the environment of the processes that the guard kills. "": it kills none.
+        mark: Value of `leftovers.MARK` in the environment of the processes that the guard kills. If the mark is "", the
+            guard kills no process.
     """
 
     def __init__(self, mark: str) -> None:
@@ -45,9 +46,9 @@ class Guard:
             [sys.executable, "-S", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # signals of the terminal must reach the driver alone
+            start_new_session=True,  # signals of the terminal must not reach the guard
         )
-        assert self.process.stdin is not None, "asked for above"
+        assert self.process.stdin is not None, "the process was started with a pipe"
         self._pipe = self.process.stdin
 
     @contextlib.contextmanager
@@ -71,7 +72,7 @@ class Guard:
         self._write({"session": str(session), "daemons": known})
 
     def close(self) -> None:
-        """Tell the guard to kill the remaining processes without a report, and wait until it has done so.
+        """Make the guard kill the remaining processes without printing an error, and wait until the guard ends.
 
         The driver calls this method when it ends normally or reports its error itself.
         """
@@ -92,9 +93,9 @@ def serve(driver: int, mark: str) -> None:
 
     Args:
         driver: Pid of the process that started the guard.
-        mark: See `Guard`.
+        mark: Argument of `Guard`.
     """
-    # When a whole service is stopped, these signals also reach the guard.
+    # If a service manager stops all processes of a service, it also sends these signals to the guard.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     began = time.time()
@@ -109,16 +110,16 @@ def serve(driver: int, mark: str) -> None:
 
 
 def _wait(driver: int) -> dict[str, Any]:
-    """Wait until the driver says goodbye or dies. Returns the merged messages that it has sent."""
+    """Wait until the driver says goodbye or dies. Return all messages from the driver, merged into one."""
     heard: dict[str, Any] = {"goodbye": False, "session": "", "daemons": []}
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    # The pidfd shows the end of the driver even if a child of the driver holds the pipe open.
+    # The pidfd shows that the driver has ended even if a child of the driver still holds the pipe open.
     with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # also read what a dead driver had sent
+        ready = poll.poll(None if os.getppid() == driver else 0)  # if the driver is dead, still read what it had sent
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):
@@ -130,7 +131,7 @@ def _wait(driver: int) -> dict[str, Any]:
 
 
 def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, str]]) -> str:
-    """Return the error message for a driver that Ray has ended. Returns "" if Ray did not end the driver.
+    """Return an error message that says why Ray has ended the driver, or "" if Ray did not end the driver.
 
     Args:
         session: Directory where Ray keeps the logs of this cluster.
@@ -155,7 +156,7 @@ def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, st
 
 
 def _started(driver: int, since: float) -> Path | None:
-    """Return the directory of a Ray cluster that the driver has begun to start but has not reported to the guard.
+    """Return the directory of a Ray cluster that the driver had begun to start but not yet reported to the guard.
 
     Args:
         driver: Pid of the driver.

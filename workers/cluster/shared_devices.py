@@ -1,4 +1,4 @@
-"""Devices that training ranks and engines share: training rank i and replica i get half of the same GPU each."""
+"""GPUs that training ranks and engines share: training rank i and rollout replica i each reserve half of GPU i."""
 
 import contextlib
 from collections import Counter
@@ -10,13 +10,13 @@ from rltrain.base.errors import WorkerError
 class SharedDevices:
     """GPUs that are reserved for a run. Each GPU is a bundle of one Ray placement group.
 
-    Without a placement group, Ray could put two engines or two training ranks on the same GPU, because it serves
-    requests for half a GPU in order of arrival.
+    Without a placement group, Ray could put two engines or two training ranks on the same GPU, because Ray serves
+    requests for half a GPU in their order of arrival.
 
     Args:
         count: Number of GPUs. The GPUs of one machine have consecutive numbers.
         cpus: Number of CPUs that all processes on one GPU request together.
-        limit_s: Seconds in which the GPUs must become free.
+        limit_s: Seconds within which the GPUs must become free.
 
     Raises:
         WorkerError: The GPUs did not become free in time.
@@ -42,17 +42,17 @@ class SharedDevices:
         self.bundles = sorted(nodes, key=lambda bundle: (-held[nodes[bundle]], nodes[bundle], bundle))
 
     def options(self, number: int) -> dict[str, Any]:
-        """Return the Ray options that place an actor on device `number`.
+        """Return the Ray options that place an actor on GPU `number` of the run.
 
-        If the device's machine is lost, Ray uses a free device of another machine.
+        If the machine with the GPU is lost, Ray reserves a free GPU on another machine instead.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[number])}
 
     def free(self) -> None:
-        """Release the devices. This ends the actors that use them."""
+        """Release the GPUs. Ray then ends the actors that use the GPUs."""
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):  # the cluster may be gone
+        with contextlib.suppress(ray.exceptions.RayError):  # the Ray cluster may be gone already
             ray.util.remove_placement_group(self.group)

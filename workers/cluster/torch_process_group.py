@@ -1,4 +1,4 @@
-"""torch.distributed process group of the training ranks."""
+"""Setup of the torch.distributed process group of the training ranks."""
 
 import os
 import socket
@@ -17,12 +17,13 @@ def join(
     *,
     listener: socket.socket | None = None,
 ) -> None:
-    """Initialise torch.distributed for this rank, unless this process has done so before.
+    """Initialise torch.distributed for this rank, unless this process has initialised it before.
 
     Args:
         rank: Rank of this process, 0 to world_size - 1.
         world_size: Number of ranks.
-        address: Host and port at which rank 0 serves the rendezvous. None: a group of one rank, which opens no socket.
+        address: Host and port at which rank 0 serves the rendezvous. If `address` is None, the group has one rank and
+            opens no socket.
         timeout_s: Timeout in seconds of the rendezvous and of each collective.
         listener: On rank 0, the socket that listens at the address.
     """
@@ -36,7 +37,7 @@ def join(
     if address is None:
         store: Store = HashStore()
     else:
-        serving = None if listener is None else listener.detach()  # a store's own socket listens on every address
+        serving = None if listener is None else listener.detach()  # the store's own socket listens everywhere
         store = TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -1,7 +1,7 @@
-"""One worker process and the roles in it. A worker process is a training rank or a rollout replica, for example.
+"""The code that runs in a worker process, such as a training rank or a rollout replica, and holds the process's roles.
 
-This module imports no heavy packages. The class of a role is imported when the role is built, after the threads and
-the environment of the process are configured.
+This module imports no heavy packages. The class of a role is imported when the role is built, after the number of
+threads and the environment of the process are configured.
 """
 
 import contextlib
@@ -24,17 +24,22 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mal
 
 @dataclass(frozen=True)
 class Join:
-    """How many arguments of a call are parts of one batch, and which of their columns the method gets."""
+    """How to join several arguments of a call, which hold different columns of one batch, into one argument.
+
+    Attributes:
+        parts: Number of arguments to join.
+        columns: Names of the columns that the joined batch keeps.
+    """
 
     parts: int
     columns: Sequence[str]
 
 
 class Host:
-    """Builds roles by import path and calls their methods by name.
+    """Builds the roles of this process by import path, and calls their methods by name.
 
     Args:
-        environment: Environment variables that are set before any heavy import.
+        environment: Environment variables, which are set before any heavy import.
         verbose: Whether libraries may log.
     """
 
@@ -49,7 +54,7 @@ class Host:
             quiet()
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
-        """Create an object of the class `path` ("module:Class") with these arguments, and register it as `role`."""
+        """Create an object of the class `path` ("module:Class") with `args` and `kwargs`, as the role named `role`."""
         module, _, name = path.partition(":")
         with progress.call():
             self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -60,13 +65,14 @@ class Host:
             return getattr(self.roles[role], method)(*args, **kwargs)
 
     def call_joined(self, role: str, method: str, joins: Sequence[Join | None], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a role, some of whose arguments arrive in parts.
+        """Call a method of a role. Some arguments of the method are batches that arrive in several parts.
 
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: For each argument of the method, how it is joined from the next of `args`; None: it is one of `args`.
-            args: The arguments and parts.
+            joins: For each argument of the method, how to join it from the next elements of `args`. If an element
+                of `joins` is None, the argument is the next element of `args`.
+            args: The arguments, and the parts of arguments.
             kwargs: Keyword arguments of the method.
         """
         rest, joined = list(args), []
@@ -84,8 +90,8 @@ class Host:
     def address(self, *, loopback: bool) -> tuple[str, int]:
         """Open a socket for the rendezvous of the ranks, and return its host and port.
 
-        The socket listens only at the node's address in the cluster, or at the loopback address. It does not listen at
-        all addresses of the machine, because a program that reaches the port can read and write the ranks' messages.
+        The socket listens only at the node's address in the cluster or at the loopback address, and not at all
+        addresses of the machine, because a program that reaches the port can read and write the ranks' messages.
         """
         host = "127.0.0.1"
         if not loopback:
@@ -96,9 +102,10 @@ class Host:
         return host, self.listener.getsockname()[1]
 
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
-        """Join the process group of these ranks (gloo, with nccl for GPUs). Without an address, the group has one rank.
+        """Join the torch.distributed process group of the training ranks (gloo, with nccl for GPUs).
 
-        Rank 0 must be the process whose `address` method returned the address.
+        Rank 0 must be the process whose `address` method returned the address. If `address` is None, the group has one
+        rank.
         """
         from workers.cluster.torch_process_group import join
 
@@ -107,10 +114,10 @@ class Host:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for reuse, because each step allocates the same sizes again.
+    """Make glibc keep freed memory for reuse, because each training step allocates the same sizes again.
 
-    Each page that is returned to the system costs a page fault at its next use. These faults took a third of a small
-    model's forward pass.
+    Each page that glibc returns to the system costs a page fault when it is used again. Page faults took a third of the
+    time of a small model's forward pass.
     """
     with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -119,7 +126,7 @@ def keep_freed_memory() -> None:
 
 
 def quiet() -> None:
-    """Let libraries print only errors to the terminal of this process."""
+    """Configure libraries so that they print only errors to the terminal of this process."""
     os.environ.update(
         TRANSFORMERS_VERBOSITY="error",
         VLLM_LOGGING_LEVEL="ERROR",

@@ -1,1 +1,1 @@
-"""Model code that the roles share: packed forward passes, sharding, adapters and weight files."""
+"""Model code that all training roles use: packed forward passes, sharding, adapters and files of weights."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters as tensors: adapter names, the base weights in a model's files, and the merge of both."""
+"""Low-rank adapters as tensors: their names, the base weights in a model's files, and the merge of both."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.base.errors import ConfigError
 from rltrain.data.model_weights import SAFETENSORS, open_safetensors, weight_files
 
-A, B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the layer name
+A, B = ".lora_A.weight", ".lora_B.weight"  # what follows the layer's name in the names of the matrices A and B
 
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
@@ -21,7 +21,7 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 class BaseWeights:
     """Access by name to the tensors in a model directory.
 
-    Tensors are read directly from the safetensors files. The files stay open as long as this object lives.
+    Tensors are read directly from the safetensors files. An opened file stays open as long as this object exists.
 
     Args:
         path: model directory with safetensors files.
@@ -56,10 +56,10 @@ class BaseWeights:
         return self.opened[file]
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless the files contain all of these tensors."""
+        """Raise ConfigError unless the files contain tensors with all of the given names."""
         missing = [name for name in names if name not in self.files]
         if missing:
             raise ConfigError(
-                f"model.path={self.path}: its safetensors files hold no '{missing[0]}', from which engines make the "
-                "weights that model.lora adapts; save the model again with save_pretrained, or use model.lora=null"
+                f"model.path={self.path}: its safetensors files hold no '{missing[0]}', which engines need to merge "
+                "the adapters of model.lora; save the model again with save_pretrained, or use model.lora=null"
             )

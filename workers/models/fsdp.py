@@ -1,4 +1,4 @@
-"""FSDP2 sharding, the optimizer with its learning-rate schedule, and the gathering of full tensors from shards."""
+"""FSDP2 sharding of models, the gathering of full tensors from shards, and the optimizer."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
     ranks = dist.get_world_size()
     if shard_ranks is None or shard_ranks == ranks:
         return init_device_mesh(device().type, (ranks,))
-    assert ranks % shard_ranks == 0, "checked with the config"
+    assert ranks % shard_ranks == 0, "the config's validation requires whole groups"
     return init_device_mesh(device().type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
@@ -42,8 +42,8 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
     The settings come from `config.model` and `config.placement`. Master weights, gradients and the gradient reduction
-    stay in float32. If `model.dtype` is bfloat16, matrix products use bfloat16. If ranks split the tokens of a pack,
-    `model.sequence` is set to their sequence group.
+    stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. If several ranks split the
+    tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
 
     Raises:
         ConfigError: the config asks for CPU offload or compilation, but these ranks have no GPU.
@@ -51,7 +51,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     compute = getattr(torch, config.model.dtype)
     for key in ("cpu_offload", "compile"):
         if getattr(config.model, key) and device().type == "cpu":
-            raise ConfigError(f"model.{key}=true: it is for GPUs, and these ranks have none; use false")
+            raise ConfigError(f"model.{key}=true: needs GPUs, and these ranks have none; use false")
     vars(model)["sequence"] = sequence_group(config.placement.sequence_ranks)
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -75,7 +75,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Freeze and shard a model that is never trained, in place, and put it into evaluation mode.
 
-    The weights are converted to the dtype in which the model computes.
+    The frozen weights are converted to the dtype in which the model computes.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -88,9 +88,9 @@ def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the block without gradients, then return a sharded model to its sharded state.
 
-    After a forward pass, FSDP keeps parameters outside the layers (embeddings, head) gathered, in the compute dtype,
-    for a later backward pass. Without a backward pass, these copies would take memory. They would also replace the
-    shards from which the weights are saved.
+    After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
+    dtype, for a later backward pass. If no backward pass follows, the gathered copies would waste memory, and would
+    take the place of the float32 shards from which the weights are saved.
     """
     with torch.no_grad():
         yield
@@ -101,8 +101,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
     """Compile a layer's forward pass and enable activation checkpointing, as the config says.
 
-    FSDP's hooks stay outside of both. Checkpointing wraps the compiled function, because code inside a checkpoint would
-    otherwise not be compiled.
+    FSDP's hooks run outside both the compiled function and the checkpoint. The checkpoint wraps the compiled function,
+    because `torch.compile` does not compile the code inside a checkpoint.
     """
     if config.compile:
         layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -111,14 +111,17 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the additional names of tied parameters, each mapped to the first name of the parameter."""
+    """Return the further names of parameters that have several names, each mapped to the parameter's first name."""
     first: dict[int, str] = {}
     every = list(model.named_parameters(remove_duplicate=False))
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded tensor, and any other tensor unchanged. This is a collective for DTensors."""
+    """Gather a sharded tensor from all ranks, and return any other tensor unchanged.
+
+    For a sharded tensor, all ranks must call this function.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -142,9 +145,9 @@ class Optimizer:
         )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return AdamW's state of a parameter, by name.
+        """Return AdamW's state of a parameter (step count and moments), by name.
 
-        Before the parameter's first step, this method creates the zeros that AdamW itself would create.
+        If the parameter has no state yet, this method first creates the zeros with which AdamW itself would start.
         """
         state = self.adamw.state[parameter]
         if not state:
@@ -155,7 +158,8 @@ class Optimizer:
     def lr(self) -> float:
         """Return the learning rate of the next step.
 
-        The rate warms up linearly to `lr`. Then it stays constant, or decays to 0 linearly or by a half cosine.
+        The rate first increases linearly to `config.lr`. After this warmup, the rate is constant, or decays to 0
+        linearly or along half a cosine wave.
         """
         config, step = self.config, self.steps
         if step < config.lr_warmup_steps:
@@ -165,11 +169,11 @@ class Optimizer:
         return config.lr * max(0.0, factor[config.lr_schedule])
 
     def step(self, *, trained: bool = True, finite: bool = True) -> dict[str, float]:
-        """Clip the gradient, take an optimizer step and clear the gradient. This is a collective.
+        """Clip the gradient, take an optimizer step and clear the gradient. All ranks must call this method.
 
-        If nothing was trained, AdamW takes no step, because its momentum would still move the weights. If the gradient
-        or any rank's loss is not finite, all ranks skip the step and the weights stay unchanged. The schedule always
-        advances.
+        If no token was trained, AdamW takes no step, because its momentum would move the weights. If the gradient or
+        any rank's loss is not finite, all ranks skip the step, and the weights stay unchanged. The learning-rate
+        schedule advances in each case.
 
         Args:
             trained: whether this step has any trained tokens.
@@ -201,7 +205,7 @@ class Optimizer:
 
 
 def _on_all_ranks(good: bool) -> bool:
-    """Return whether the condition holds on every rank. This is a collective."""
+    """Return whether the condition holds on every rank. All ranks must call this function."""
     if dist.get_world_size() == 1:
         return good
     flag = torch.tensor(good, dtype=torch.int32)

@@ -1,8 +1,8 @@
-"""A fused last layer: it computes log-probs, entropies and the exact KL of tokens without holding all logits.
+"""A fused last layer, which computes log-probs, entropies and the exact KL of tokens without holding all logits.
 
 With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. An implementation
 without chunks holds several tensors of that size in the backward pass. The fused layer holds only a few chunks of
-bounded size at a time, and recomputes them in the backward pass.
+bounded size at a time, and recomputes the chunks in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,10 +42,11 @@ def token_log_probs(
     A vocabulary entry with probability 0, such as one whose logit is -inf, adds exactly 0 to the entropy and has no
     gradient.
 
-    If the logits do not fit into one chunk, only a few chunks are in memory at a time, besides inputs and outputs. The
-    backward pass then recomputes the chunks. If the logits fit into one chunk, they are kept for the backward pass.
+    If the logits do not fit into one chunk, only a few chunks are in memory at a time, besides inputs and outputs, and
+    the backward pass recomputes the chunks. If the logits fit into one chunk, they are kept for the backward pass.
 
-    The logits have the dtype of hidden and head, for example bfloat16. All later computation uses at least float32.
+    The logits have the dtype of hidden and head, for example bfloat16. All computation after the logits uses at least
+    float32.
 
     Args:
         hidden: (R, H) hidden states.
@@ -57,8 +58,8 @@ def token_log_probs(
         chunk_size: maximum number of logits in a chunk; the default depends on the device.
 
     Returns:
-        Log-probs (R,), and entropies (R,) or None. Both are at least float32 and have gradients with respect to hidden,
-        head and bias.
+        Log-probs (R,), and entropies (R,) or None. Log-probs and entropies are at least float32 and have gradients
+        with respect to hidden, head and bias.
     """
     size = chunk_size or default_chunk_size(hidden.device)
     if len(hidden) * len(head) > size:
@@ -79,7 +80,7 @@ def _entropy(log_pi: Tensor) -> Tensor:
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *knobs: Any) -> Any:
-        """Compute the outputs chunk by chunk, and save only one or two numbers for each token instead of its logits."""
+        """Compute the outputs in chunks. For the backward pass, save one or two numbers per token instead of logits."""
         temperature, entropies, size = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)
         chosen = torch.full_like(softmax.top, torch.nan)  # NaN remains for a target outside the vocabulary
@@ -97,7 +98,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, head and bias, summed over recomputed chunks of logits."""
+        """Recompute the chunks of logits, and return the gradients with respect to hidden, head and bias."""
         if of_log_probs is None and of_entropies is None:
             return (None,) * 7
         hidden, head, bias, targets, log_sum, entropy = ctx.saved_tensors
@@ -120,12 +121,12 @@ def _minus_softmax(
 ) -> Tensor:
     """Return -pi (g + e (log pi + entropy)) for one chunk, and overwrite `log_pi`.
 
-    g is the upstream gradient of the log-probs, and e is the upstream gradient of the entropies.
+    g is the gradient of the loss with respect to the log-probs, and e with respect to the entropies.
     """
     if of_entropies is None:
-        assert of_log_probs is not None, "one of two outputs has a gradient"
+        assert of_log_probs is not None, "at least one of the two outputs has a gradient"
         return log_pi.exp_().mul_(-of_log_probs[:, None])
-    assert entropy is not None, "known wherever it has a gradient"
+    assert entropy is not None, "the forward pass saves the entropy if it is an output"
     factor = log_pi.clamp(min=LEAST_LOG).add_(entropy[:, None]).mul_(-of_entropies[:, None])
     if of_log_probs is not None:
         factor.sub_(of_log_probs[:, None])
@@ -133,9 +134,9 @@ def _minus_softmax(
 
 
 def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which targets (rows,) lie in these columns, and their positions (rows, 1) within the columns.
+    """Return which targets lie in a range of vocabulary columns (rows,), and their positions in it (rows, 1).
 
-    The position of a target outside the columns is clamped to the first or last column.
+    The position of a target outside the range is clamped to the first or last column of the range.
     """
     at = targets - columns.start
     width = columns.stop - columns.start
@@ -147,7 +148,7 @@ def _part(tensor: Tensor | None, at: slice) -> Tensor | None:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """Return the factor by which this model multiplies the output of its last layer."""
+    """Return the factor by which a model multiplies the output of its last layer, according to the model's config."""
     config = model.config.get_text_config()
     return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
 
@@ -156,9 +157,9 @@ def logit_scale(model: PreTrainedModel) -> float:
 def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[None]:
     """Make a causal language model return `function(hidden, weight, bias)` as its logits while the block runs.
 
-    hidden is (1, R, H), and the result may have any shape. The function is called inside the model's own forward pass,
-    where the weights of a sharded model are gathered. The result leaves through the model's output, where FSDP's hooks
-    wait for its gradient.
+    `hidden` has shape (1, R, H), and the function's result may have any shape. The function is called inside the
+    model's own forward pass, during which the weights of a sharded model are gathered. The result is returned as the
+    model's output, so that FSDP's hooks on the output see its gradient.
 
     Raises:
         ValueError: the model's last layer is not a plain nn.Linear.
@@ -166,8 +167,8 @@ def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[No
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(
-            f"{type(model).__name__}: its last layer is {type(head).__name__}, and log-probs are computed from a plain "
-            "nn.Linear; use a model that ends in one, without an adapter on it"
+            f"{type(model).__name__}: its last layer is {type(head).__name__}, but log-probs can be computed only from "
+            "a plain nn.Linear; use a model that ends in an nn.Linear, without an adapter on this layer"
         )
     vars(head)["forward"] = lambda hidden: function(hidden, head.weight, head.bias)
     try:
@@ -180,11 +181,13 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the model transforms its logits in an unknown way.
 
     Args:
-        probes: the logits that the model returns if its last layer outputs PROBE / scale. Each must equal PROBE.
+        probes: the logits that the model returns if its last layer outputs PROBE / scale, where scale is the result of
+            `logit_scale`. Each of the logits must equal PROBE.
         model: the model, which the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):
         raise ValueError(
             f"{type(model).__name__} turns a logit of {PROBE:g} into {float(probes.detach()[0]):g} after its last "
-            "layer (a soft cap, say), and training does not: its log-probs would be another model's; use another model"
+            "layer (for example by a soft cap), which training does not support: its log-probs would be wrong; use "
+            "another model"
         )

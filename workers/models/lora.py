@@ -1,7 +1,7 @@
-"""Low-rank adapters on the actor's linear layers, through peft. Only adapters are trained and sent to the engines.
+"""Low-rank adapters, made by peft, on the actor's linear layers. Only adapters are trained and sent to the engines.
 
-peft replaces each adapted layer by its own layer, which computes W x + alpha / rank B (A x) (arXiv 2106.09685,
-section 4.1). In this module, `X.weight` is the name of the matrix of layer X, with or without an adapter.
+peft replaces each adapted layer by a layer that computes W x + alpha / rank B (A x) (arXiv 2106.09685, section 4.1).
+In this module, `X.weight` is the name of the matrix W of layer X, whether or not the layer has an adapter.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
-NAME = "default"  # peft's default adapter name, used for the only adapter
+NAME = "default"  # peft's default name for an adapter; a model has only this one
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
@@ -41,18 +41,18 @@ class Adapter:
 def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTrainedModel:
     """Freeze a causal language model and add adapters to its target layers, in place.
 
-    A is drawn from `seed` and is the same on every rank. B starts at 0, so the adapters do not change the outputs at
-    first.
+    The matrix A of each adapter is drawn at random from `seed`, and is the same on every rank. The matrix B starts at
+    0, so the adapters do not change the model's outputs before training.
 
     Raises:
-        ConfigError: the targets are invalid, as in `adapted_layers`.
+        ConfigError: `adapted_layers` rejects the targets.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = adapted_layers(model, config)
     whole = config.alpha.is_integer()
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
-    alpha: Any = int(config.alpha) if whole else config.alpha  # peft accepts fractional values too
+    alpha: Any = int(config.alpha) if whole else config.alpha  # despite its annotation, peft accepts fractions
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=alpha,
@@ -64,7 +64,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model)  # in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
-    assert found == set(layers), f"peft adapted {found ^ set(layers)} otherwise than was checked"
+    assert found == set(layers), f"peft adapted other layers than the checked ones: {found ^ set(layers)}"
     return model
 
 
@@ -72,7 +72,7 @@ def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Return the names of the layers that get an adapter.
 
     Raises:
-        ConfigError: a target is not a plain linear layer of this model, or is its last layer.
+        ConfigError: a target is not a plain linear layer of this model, or is the model's last layer.
     """
     head = model.get_output_embeddings()
     modules = {name: module for name, module in model.named_modules() if name}
@@ -116,8 +116,8 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
     """Return the number of trained parameters: rank times (inputs + outputs), summed over all target layers.
 
     Raises:
-        ConfigError: a target is invalid, as in `adapted_layers`, or the model's safetensors files lack an adapted
-            matrix that the engines need.
+        ConfigError: `adapted_layers` rejects a target, or the model's safetensors files lack a matrix that gets an
+            adapter.
     """
     model = skeleton(path)
     names = adapted_layers(model, config)
@@ -128,7 +128,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters by the names of their matrices. The result is empty for a model without adapters."""
+    """Return the adapters by the names of the matrices that they adapt, or {} for a model without adapters."""
     return {
         f"{name}.weight": Adapter(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
         for name, module in model.named_modules()
@@ -137,7 +137,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return A and B of every adapter, possibly sharded, under the names that the weight sync uses."""
+    """Return the matrices A and B of every adapter, possibly sharded, under the names that the weight sync uses."""
     halves = ((name.removesuffix(".weight"), adapter) for name, adapter in adapters_of(model).items())
     return {
         name + half: tensor.detach() for name, adapter in halves for half, tensor in ((A, adapter.a), (B, adapter.b))

@@ -1,9 +1,10 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-A pack concatenates rows into one sequence of N tokens. This module registers its own attention function with
-transformers under the name `PACKED`. On GPUs with 16-bit dtypes, one kernel computes the attention of all rows. In all
-other cases, rows of similar length form a batch, and each batch is one causal sdpa call over a small right-padded
-view. No attention mask is ever built, and no row can attend to another row. All other layers work on the N real tokens.
+A pack concatenates rows into one sequence of N tokens. For packs, this module registers its own attention function with
+transformers, under the name `PACKED`. On GPUs with 16-bit dtypes, one kernel computes the attention of all rows. In all
+other cases, rows of similar length form an attention batch, which is padded on the right and computed by one causal
+sdpa call. No attention mask is ever built, and no row can attend to another row. All layers other than attention
+process the N tokens without padding.
 """
 
 import functools
@@ -34,7 +35,7 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are used in packed form and never padded
+PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are used without padding, as one value per token
 SLACK = 0.75  # the shortest row of an attention batch has at least this fraction of the longest row's tokens
 
 
@@ -43,8 +44,8 @@ class AttentionBatch:
     """Rows whose attention is computed in one sdpa call.
 
     Attributes:
-        index: (rows, L) token positions in the pack.
-        real: (rows, L) bool, False where `index` is filler.
+        index: (rows, L) position in the pack of each token, where L is the length of the longest row.
+        real: (rows, L) bool, False where the entry of `index` is padding.
     """
 
     index: Tensor
@@ -52,9 +53,9 @@ class AttentionBatch:
 
 
 class RowLayout:
-    """The row lengths of a pack, and the attention batches that follow from them.
+    """The row lengths of a pack, and the attention batches that are computed from the lengths.
 
-    This class is not a dataclass, because FSDP would copy a dataclass for each layer.
+    `RowLayout` is not a dataclass, because FSDP would copy a dataclass for each layer.
 
     Args:
         lengths: (rows,) number of tokens in each row, on the CPU.
@@ -66,7 +67,7 @@ class RowLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, which are used if no kernel handles all rows. Computed on first access."""
+        """Return the attention batches, which are computed on first access and needed only if no kernel is usable."""
         return _attention_batches(self.lengths, self.device)
 
 
@@ -75,15 +76,16 @@ class Pack:
     """Rows that are concatenated into one sequence.
 
     Attributes:
-        input_ids: (1, N) prompt and response ids. The last response token is left out because it predicts nothing.
-        position_ids: (1, N) positions, which restart in each row.
-        rows: row lengths, and the attention batches for the case without a kernel.
+        input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because no token is
+            predicted from it.
+        position_ids: (1, N) positions, which restart at 0 in each row.
+        rows: row lengths, and the attention batches, which are needed if no kernel is usable.
         longest: number of tokens in the longest row.
         offsets: (rows + 1,) int32, the start of each row, then the end of the last row.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
         targets: (R,) ids of the response tokens.
-        sequence: the sequence group that splits the tokens, or None. With a group, all other attributes except `rows`,
-            `longest` and `offsets` hold this rank's slice only.
+        sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. With a group, all
+            other attributes except `rows`, `longest` and `offsets` hold this rank's slice only.
     """
 
     input_ids: Tensor
@@ -163,20 +165,21 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,  # transformers also passes arguments for other attention functions
+    **_: Any,  # transformers also passes arguments that only other attention functions use
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each row of a pack.
 
     Shapes: query is (1, H, N, D). Key and value are (1, K, N, D), where K divides H. The output is (1, N, H, D).
 
     Raises:
-        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row. None of these
-            is supported.
+        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row, which this
+            function does not support.
     """
-    assert attention_mask is None, "a packed forward must not be given a mask"
+    assert attention_mask is None, "a packed forward pass must not be given an attention mask"
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
         raise ValueError(
-            "this model's attention uses a soft cap, sinks or a window shorter than its rows: not supported"
+            "this model's attention uses a soft cap, sinks, or a window shorter than the longest row of the batch, "
+            "which is not supported"
         )
     if packed.sequence is not None:
         query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
@@ -189,11 +192,11 @@ def packed_attention(
     return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile would recompile for every batch count
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile would recompile for every number of batches
 def _in_attention_batches(
     q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Compute attention (N, H, D) with one sdpa call for each batch of rows of similar length."""
+    """Compute attention (N, H, D) with one sdpa call for each attention batch."""
     tokens, heads = q.shape[:2]
     out = q.new_zeros(tokens, heads, v.size(-1))
     for batch in packed.rows.attention_batches:
@@ -202,7 +205,8 @@ def _in_attention_batches(
         own, keys, values = (
             t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v)
         )
-        if q.is_cuda and k.size(1) != heads:  # for float32 grouped heads, CUDA sdpa would hold all attention scores
+        # If query heads share key heads in float32, sdpa on CUDA would materialize all attention scores.
+        if q.is_cuda and k.size(1) != heads:
             keys, values = (t.repeat_interleave(heads // t.size(1), dim=1) for t in (keys, values))
         attended = F.scaled_dot_product_attention(
             own, keys, values, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=keys.size(1) != heads
@@ -234,12 +238,12 @@ def load_model(
     Args:
         kind: one of transformers' Auto classes.
         path: the model directory.
-        where: config key and path, with which error messages start; `model.path=PATH` by default.
-        new_head: whether the model gets a new head, as in `load_whole`.
+        where: config key and path with which error messages start, `model.path=PATH` by default.
+        new_head: whether `load_whole` gives the model a new head.
         **kwargs: further arguments for `load_whole`.
 
     Raises:
-        ConfigError: the weights are not the whole model, or the model's attention function cannot be replaced.
+        ConfigError: the weights are incomplete, or the model's attention function cannot be replaced.
     """
     where = where or f"model.path={path}"
     try:
@@ -251,20 +255,20 @@ def load_model(
         if PACKED not in error.args:
             raise
         raise ConfigError(
-            f"{where}: this model has attention of its own, which is not that of packed rows; "
+            f"{where}: this model has attention of its own, which is not replaceable by attention over packed rows; "
             "use a model of another architecture"
         ) from error
 
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """Outputs of a policy for the R response tokens of a pack, in float32, or in float64 for a float64 model.
+    """Outputs of a policy for the R response tokens of a pack, in float32, or float64 if the model is in float64.
 
     Attributes:
         log_probs: (R,) log-prob of each token under the policy's distribution softmax(logits / temperature), in nats.
         entropies: (R,) entropy of the policy's distribution, or None if not requested.
         full_kl: (R,) exact KL from the policy's distribution to the reference's, or None if not requested.
-        hidden: (R, H) hidden states from which the last layer predicts the tokens, or None if not requested.
+        hidden: (R, H) hidden states from which the last layer predicts the response tokens, or None if not requested.
     """
 
     log_probs: Tensor
@@ -284,8 +288,8 @@ def policy_output(
 ) -> PolicyOutput:
     """Run one forward pass of a causal language model over a pack.
 
-    Optional outputs cost extra time and are computed only on request. All outputs are computed in chunks, in place of
-    the model's last layer, so that large logits are never in memory as a whole.
+    Optional outputs cost extra time and are computed only on request. A function that works in chunks replaces the
+    model's last layer, so that large logits are never in memory as a whole.
 
     Args:
         model: the language model, possibly sharded.
@@ -328,7 +332,7 @@ def policy_output(
 
 
 def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
-    """Return the critic's value (R,), in float32, of the state in which each response token was chosen."""
+    """Return the critic's values (R,) in float32, one for the state before each response token."""
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
         packed, _ = split(whole, sequence)
@@ -344,24 +348,24 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Write response values (R,) into the padded view (B, T); the operation is differentiable.
+    """Pad the values (R,) of response tokens to one row per response (B, T), differentiably.
 
-    `mask` marks the real slots of the view. All other slots are 0.
+    `mask` (B, T) is True at response tokens. The padding in the result is 0.
     """
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return the stand-in row for a rank without rows: the index of the row with the fewest tokens, in a list."""
+    """Return a list with the index of the shortest row, which a rank processes if it has no rows of its own."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """Return the rows, their pack, and their response columns in the padded view (B, T).
+    """Return the given rows of a batch, their pack, and their response columns, padded to (B, T).
 
     The pack and the columns are on this rank's device. The columns include `mask`, which is True at response tokens,
-    and `response_mask`, which is True at trained tokens. If `rows` is empty, one stand-in row without trained tokens
-    takes their place. This rank then takes part in the collectives and contributes exactly zero.
+    and `response_mask`, which is True at trained tokens. If `rows` is empty, the result is one stand-in row without
+    trained tokens, so that this rank takes part in the collectives and contributes exactly zero.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -383,16 +387,16 @@ def row_pass(
     batch: DataProto,
     microbatches: list[list[int]],
 ) -> DataProto:
-    """Run a function on each micro-batch without gradients and collect the columns that it returns.
+    """Run a function on each micro-batch without gradients, and collect the columns that the function returns.
 
     Args:
         model: the model that the function runs.
         function: maps rows and their pack to columns (R, ...) with one value for each response token.
         batch: the batch that contains the rows.
-        microbatches: row indices of each forward pass. An empty list runs a stand-in row whose values are dropped.
+        microbatches: row indices of each forward pass. An empty list runs a stand-in row whose results are dropped.
 
     Returns:
-        A batch with these columns only, and with rows in the order of the micro-batches.
+        A batch with the columns that the function returned, and with rows in the order of `microbatches`.
     """
     parts, names = [], set[str]()
     with forward_only(model):

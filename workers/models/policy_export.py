@@ -1,11 +1,12 @@
-"""Export of a checkpoint's policy in Hugging Face form, from the checkpoint's files.
+"""Export of a checkpoint's policy in Hugging Face format, from the checkpoint's files.
 
 The export holds one tensor in memory at a time and needs no collective. The model's config and the tokenizer's files
 are small and are collected before the weights are written. The weights are streamed from the checkpoint into
 safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's format.
 
-The safetensors library takes all tensors of a file at once and writes to local paths only. PyTorch's consolidation of
-safetensors files also needs local paths, and it writes every tensor twice.
+This module writes safetensors files itself, because the safetensors library takes all tensors of a file at once and
+writes to local paths only. PyTorch's consolidation of safetensors files also needs local paths, and writes every tensor
+twice.
 """
 
 import copy
@@ -51,7 +52,7 @@ class _Part:
     Attributes:
         name: name of the tensor in the export.
         size: shape of the tensor in the export.
-        make: function that computes the tensor.
+        make: function that reads or computes the tensor.
     """
 
     name: str
@@ -70,8 +71,8 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # A generation_config.json in `base` later replaces this file unchanged: transformers refuses to write some
-        # generation defaults.
+        # If `base` has a generation_config.json, its unchanged copy replaces this file below, because transformers
+        # refuses to write some generation defaults.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -85,13 +86,13 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
 
 
 def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, folder: Folder) -> list[str]:
-    """Write the policy in Hugging Face form.
+    """Write the policy in Hugging Face format.
 
     Args:
         state: checkpoint files of the actor.
         small: result of `small_files`.
-        model: the policy. Only its names are used. They determine how to revert the changes of weight names and shapes
-            that transformers makes on loading.
+        model: the policy. Only the names in the model are used, to revert the changes of weight names and shapes that
+            transformers makes when it loads a model.
         folder: target folder, which need not exist.
 
     Returns:
@@ -122,7 +123,10 @@ def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
 
 
 def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
-    """Yield the tensors that represent a parameter in model files, where names and the number of tensors may differ."""
+    """Yield the tensors that represent a parameter in Hugging Face files.
+
+    In the files, a parameter may have another name, or be split into several tensors.
+    """
 
     def reverted(tensor: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
@@ -136,7 +140,7 @@ def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
 
 
 def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
-    """Yield all tensors of the base model, with the adapters merged into the adapted ones."""
+    """Yield all tensors of the base model, with each adapter merged into the matrix that it adapts."""
     base, scale = BaseWeights(settings["base_model_name_or_path"]), settings["lora_alpha"] / settings["r"]
     names = {name.replace(f".{NAME}.", "."): name for name in state.names("model") if is_adapter(name)}
     layers = {name.partition(half)[0] for name in names.values() for half in HALVES if half in name}
@@ -156,7 +160,7 @@ def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
 def _write_tensors(folder: Folder, stem: str, parts: list[_Part]) -> list[str]:
     """Write tensors in order into safetensors files of at most `SHARD_BYTES`, and return the file names.
 
-    A larger tensor gets its own file. If there are several files, an index file is written too.
+    A tensor larger than `SHARD_BYTES` gets its own file. If there are several files, an index file is written too.
     """
     shards: list[list[_Part]] = [[]]
     room = SHARD_BYTES

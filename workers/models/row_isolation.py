@@ -1,9 +1,9 @@
-"""Check, by running a model, that it keeps the rows of a pack separate.
+"""Check that a model computes each row of a pack independently of the other rows.
 
-The check runs the model because no list of supported architectures is complete. Packed forward passes
-(`workers.models.packed_forward`) are correct only for models that meet two conditions. Tokens interact only through
-the registered packed attention, and positions come only from `position_ids`. A convolution, a recurrent state or a
-custom attention would leak one row into the next without raising an error.
+Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact through the
+registered packed attention alone, and positions come from `position_ids` alone. In other models, a convolution, a
+recurrent state or a custom attention would leak one row into the next without raising an error. The check runs the
+model, because no list of supported architectures is complete.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from rltrain.batch.data_proto import DataProto, jagged
 from workers.models.packed_forward import Pack, load_model, pack, policy_output
 
 LENGTHS = (4, 3, 4, 3)  # tokens in each row
-# Largest accepted change, relative to the norm of a last hidden state. Rounding stays below 1e-5. Small random models
-# that mix rows leak 2e-4 to 1.
+# Largest accepted change of a last hidden state, relative to the state's norm. Rounding causes changes below 1e-5. In
+# small random models that mix rows, the changes are 2e-4 to 1.
 TOLERANCE = 1e-4
 
 
 def load_policy(path: str) -> PreTrainedModel:
-    """Load a causal language model and check that it keeps packed rows separate.
+    """Load a causal language model, and check that packed rows do not influence each other.
 
     Args:
-        path: model directory in Hugging Face form.
+        path: model directory in Hugging Face format.
 
     Raises:
-        ConfigError: the model cannot be loaded, or it lets packed rows see each other.
+        ConfigError: the model cannot be loaded, or it lets packed rows influence each other.
     """
     model = load_model(AutoModelForCausalLM, path)
     check_rows_apart(
@@ -44,42 +44,41 @@ def load_policy(path: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
-    """Raise ConfigError if packed rows see each other, or if the model fails in a packed forward pass.
+    """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    The check runs two forward passes over 11 random tokens each, without gradients. Models are loaded on a CPU in
-    float32, where the check takes a few seconds for 10^10 parameters. The check changes neither the model nor the
-    global random state.
+    The check runs two forward passes over 11 random tokens each, without gradients. For a model with 10^10 parameters
+    in float32 on a CPU, the check takes a few seconds. The check changes neither the model nor the global random state.
 
     Args:
         model: the model in evaluation mode, before sharding.
-        head: the model's last layer, whose inputs are compared. The inputs are (1, N, H), either for all tokens or only
-            for the tokens that predict a response token. In this check, every token predicts one.
+        head: the model's last layer, whose inputs (1, N, H) are compared. The inputs may be for all tokens, or only for
+            the tokens that predict a response token: in this check, every token predicts a response token.
         run: the forward pass that the calling worker makes with a pack.
-        where: config key and path, with which the error message starts.
+        where: config key and path with which the error message starts.
 
     Raises:
-        ConfigError: the message names the architecture.
+        ConfigError: the check failed. The message names the architecture.
     """
-    # Rounding can make a mixture-of-experts model choose another expert when two have almost equal scores. The check
-    # therefore fails only if a second seed confirms the leak.
+    # Rounding can make a mixture-of-experts model choose another expert when two experts have almost equal scores. The
+    # check therefore fails only if a second random seed confirms that rows influence each other.
     for seed in (0, 1):
         apart = _apart(model, head, run, seed, where)
         if apart <= TOLERANCE:
             return
     raise ConfigError(
-        f"{where}: {type(model).__name__} lets rows that are packed together see each other (last hidden states change "
-        f"by {apart:.2g} of their length when another row does); use a model of another architecture"
+        f"{where}: {type(model).__name__} lets rows that are packed together see each other (the last hidden states of "
+        f"a row change by {apart:.2g} of their norm when another row changes); use a model of another architecture"
     )
 
 
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
-    """Return the largest relative change in the hidden states of two rows when the third row of their pack changes.
+    """Return how much the hidden states of two rows change when the third row of their pack is replaced.
 
-    The first pack holds the rows 0, 1 and 2. The second pack holds the rows 3, 0 and 2. The hidden states of the rows 0
-    and 2 are compared.
+    The first pack holds rows 0, 1 and 2, and the second pack holds rows 3, 0 and 2. The result is the largest change of
+    a token's last hidden state in rows 0 and 2, relative to the state's norm.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
-    assert isinstance(embeddings, nn.Embedding), f"{type(embeddings).__name__} in the place of an embedding"
+    assert isinstance(embeddings, nn.Embedding), f"the input embedding is of type {type(embeddings).__name__}"
     rows = _rows(embeddings.weight.size(0), seed)
     try:
         with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0])):

@@ -1,8 +1,8 @@
 """Sequence parallelism: the ranks of a sequence group split the tokens of each pack (Ulysses, arXiv:2309.14509).
 
-Every rank of the group holds the whole pack. Each rank computes the token-wise layers for its own slice of the tokens.
-Attention needs all tokens of a row. An all-to-all before attention turns a slice of the tokens with all heads into all
-tokens with a slice of the heads. A second all-to-all after attention reverses this exchange.
+Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens.
+Attention needs all tokens of a row. Before attention, an all-to-all therefore exchanges a slice of the tokens with all
+heads for all tokens with a slice of the heads. A second all-to-all after attention reverses the exchange.
 
 The model's outputs for the response tokens are gathered, so that every rank of the group computes the same loss. The
 backward pass of each rank covers only that rank's slice. The gradients of all ranks therefore sum to the full gradient,
@@ -30,7 +30,7 @@ class Sequence:
         group: the process group.
         size: number of ranks in the group.
         rank: rank of this process within the group.
-        tokens: number of tokens in the current pack, without filler; 0 if there is no current pack.
+        tokens: number of tokens in the current pack, without padding, or 0 if there is no current pack.
     """
 
     group: Any
@@ -40,7 +40,7 @@ class Sequence:
 
     @property
     def slice(self) -> int:
-        """Return the number of tokens in one rank's slice. Filler tokens make all slices equally long."""
+        """Return the number of tokens in one rank's slice, which is equal on all ranks because the pack is padded."""
         return max(1, -(-self.tokens // self.size))
 
 
@@ -48,7 +48,7 @@ class Sequence:
 def sequence_group(size: int) -> Sequence | None:
     """Return the group of `size` neighbouring ranks that includes this rank, or None if `size` is 1.
 
-    The first call is a collective: all ranks must make it.
+    All ranks must make the first call with a given `size` together.
     """
     if size == 1:
         return None
@@ -64,8 +64,8 @@ def sequence_group_of(model: nn.Module) -> Sequence | None:
 def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
     """Return this rank's slice of a pack, and a mask of the response tokens that are predicted in the slice.
 
-    The mask is (R,) bool over the R response tokens of the whole pack. The slice keeps the row boundaries of the whole
-    pack, because attention works on whole rows.
+    The mask (R,) covers the R response tokens of the whole pack. The slice keeps the row boundaries of the whole pack,
+    because attention works on whole rows.
     """
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice
@@ -114,13 +114,13 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     Args:
         values: (r, ...) values of the r response tokens that are predicted in this rank's slice.
         whole: the whole pack.
-        sequence: the sequence group, with the token count of the pack.
+        sequence: the sequence group, with the number of tokens of the pack.
 
     Returns:
         (R, ...) values of all R response tokens of the whole pack, in order.
     """
     counts = torch.bincount(whole.predicting // sequence.slice, minlength=sequence.size).tolist()
-    assert counts[sequence.rank] == len(values), "the slice is that of the pack"
+    assert counts[sequence.rank] == len(values), "one value per response token of this rank's slice"
     gathered: Tensor = _Gather.apply(values, counts, sequence)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -139,7 +139,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    parts = parts.contiguous()  # the exchange requires contiguous memory, whatever the strides of the input
+    parts = parts.contiguous()  # all_to_all_single requires contiguous memory
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
@@ -148,8 +148,8 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 class _Gather(torch.autograd.Function):
     """Concatenate the values of all ranks.
 
-    The backward pass returns the gradient of this rank's own values in this rank's loss. Every rank computes the full
-    loss.
+    Every rank computes the full loss. The backward pass therefore returns only the gradient of this rank's loss with
+    respect to this rank's own values.
     """
 
     @staticmethod

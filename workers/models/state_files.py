@@ -1,11 +1,11 @@
-"""Reading of checkpoint tensors without executing code from the checkpoint, whose files may be untrusted.
+"""Reading of tensors from untrusted checkpoints, without executing code from a checkpoint.
 
-PyTorch's distributed checkpoint format stores its index, `.metadata`, as a pickle. This module unpickles only the
-classes of which such an index consists, and validates the contents of the index. The tensors are read with
+PyTorch's distributed checkpoint format stores its index of tensors, the file `.metadata`, as a pickle. This module
+unpickles only the classes that an index needs, and validates the contents of the index. The tensors are read with
 `weights_only=True`.
 
-PyTorch's own reader unpickles any class. PyTorch's `HuggingFaceStorageWriter` has no pickle, but it writes to local
-paths only, and takes 2.4 times as long (0.57 s instead of 0.24 s for 50 MB from two ranks).
+PyTorch's own reader is not safe, because it unpickles any class. PyTorch's `HuggingFaceStorageWriter` needs no pickle,
+but it writes to local paths only, and takes 2.4 times as long (0.57 s instead of 0.24 s for 50 MB from two ranks).
 """
 
 import io
@@ -39,12 +39,12 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
-    """Return the enum member `name`.
+    """Return the enum member `name`. The unpickler calls this function in place of `getattr`.
 
-    Python 3.11, before its fourth release, pickles an enum member as getattr(kind, name).
+    Python 3.11 before 3.11.4 pickles an enum member as `getattr(kind, name)`.
     """
     if kind is not dcp._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("it asks for an attribute, which no index of tensors needs")
+        raise pickle.UnpicklingError("it asks for an attribute, which an index of tensors never needs")
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
@@ -56,22 +56,22 @@ _CLASSES |= {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that creates only the classes of a tensor index."""
+    """Unpickler that refuses all classes other than those of a tensor index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of tensors needs")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an index of tensors never needs")
 
 
 def read_index(folder: Folder) -> dcp.Metadata:
     """Read and validate the index of the tensors in a folder.
 
     Raises:
-        CheckpointError: the index cannot be read, is no tensor index, or refers to anything but tensors in files of the
-            same folder.
+        CheckpointError: the index cannot be read, is not an index of tensors, or refers to anything other than tensors
+            in files of the same folder.
     """
     try:
         index: dcp.Metadata = _Unpickler(io.BytesIO(folder.read(INDEX))).load()
@@ -81,28 +81,28 @@ def read_index(folder: Folder) -> dcp.Metadata:
     except Exception as error:  # an untrusted pickle can raise any exception
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
-            f"{folder}/{INDEX}: refused, {reason}; take a checkpoint that rltrain has written"
+            f"{folder}/{INDEX}: refused, {reason}; use a checkpoint that rltrain has written"
         ) from None
     index.storage_meta = dcp.StorageMeta()
     return index
 
 
 def _check(index: Any) -> None:
-    """Raise ValueError unless the object is an index of tensors only, in files of the same folder."""
+    """Raise ValueError unless the object is an index that refers only to tensors in files of the same folder."""
     _demand(isinstance(index, dcp.Metadata), "not an index of tensors")
-    _demand(isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "no tables in it")
+    _demand(isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "it has no tables")
     for name, entry in index.state_dict_metadata.items():
         good = isinstance(name, str) and type(entry) is dcp.TensorStorageMetadata
-        _demand(good and isinstance(entry.properties.dtype, torch.dtype), f"entry {name!r} is no tensor")
+        _demand(good and isinstance(entry.properties.dtype, torch.dtype), f"entry {name!r} is not a tensor")
         _demand(type(entry.size) is torch.Size and isinstance(entry.chunks, list), f"entry {name!r} has no size")
         for chunk in entry.chunks:
-            _demand(type(chunk) is dcp.ChunkStorageMetadata, f"entry {name!r} has a part of an unknown kind")
-            _demand(dcp.MetadataIndex(name, chunk.offsets) in index.storage_data, f"entry {name!r} lies nowhere")
+            _demand(type(chunk) is dcp.ChunkStorageMetadata, f"entry {name!r} has a part of unknown type")
+            _demand(dcp.MetadataIndex(name, chunk.offsets) in index.storage_data, f"entry {name!r} is in no file")
     for place in index.storage_data.values():
-        _demand(type(place) is _StorageInfo and isinstance(place.relative_path, str), "a place of an unknown kind")
+        _demand(type(place) is _StorageInfo and isinstance(place.relative_path, str), "a place has an unknown type")
         _demand(not getattr(place, "transform_descriptors", None), "its files are transformed")
-        _demand(PurePosixPath(place.relative_path).name == place.relative_path, "a file outside of its folder")
-        _demand(all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a place that is no number")
+        _demand(PurePosixPath(place.relative_path).name == place.relative_path, "a file is outside the folder")
+        _demand(all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a place is not a number")
 
 
 def _demand(condition: bool, otherwise: str) -> None:
@@ -111,7 +111,7 @@ def _demand(condition: bool, otherwise: str) -> None:
 
 
 class StateReader(FsspecReader):
-    """Storage reader through which ranks load tensors. It validates the index of the checkpoint.
+    """Storage reader with which ranks load tensors from a checkpoint, after validating the checkpoint's index.
 
     Args:
         folder: folder with the tensors of one role.
@@ -122,12 +122,12 @@ class StateReader(FsspecReader):
         self.folder = folder
 
     def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """Read and validate the index."""
+        """Read and validate the checkpoint's index."""
         return read_index(self.folder)
 
 
 class StateFiles:
-    """The tensors of one role, read whole and one at a time, without a process group.
+    """Access to the saved tensors of one role, which are read whole, one at a time, and without a process group.
 
     Args:
         folder: folder with the tensors of one role.
@@ -137,7 +137,7 @@ class StateFiles:
         self.folder, self.index = folder, read_index(folder)
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of all tensors of a kind, without the prefix of the kind, in the order of saving.
+        """Return the names of all tensors of a kind, without the prefix that marks the kind, in the order of saving.
 
         Args:
             kind: the prefix of the full names, such as "model" or "exp_avg".
@@ -152,10 +152,10 @@ class StateFiles:
         """Read a tensor, given its full name, and assemble it from its chunks.
 
         Raises:
-            CheckpointError: a file holds a different tensor than the index says.
+            CheckpointError: a file holds a tensor with another shape than the index says.
         """
         entry = self.index.state_dict_metadata[name]
-        assert isinstance(entry, dcp.TensorStorageMetadata), "checked when the index was read"
+        assert isinstance(entry, dcp.TensorStorageMetadata), "`read_index` accepts tensors only"
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for chunk in entry.chunks:
             place = self.index.storage_data[dcp.MetadataIndex(name, chunk.offsets)]

@@ -1,7 +1,8 @@
-"""Causal attention within concatenated rows in one kernel, from flash-attn if it is installed, otherwise from torch.
+"""Kernels for causal attention within each of several concatenated rows.
 
-Both kernels need a GPU of compute capability 8.0 or newer, and 16-bit dtypes. In all other cases,
-`workers.models.packed_forward` computes attention in buckets of rows of similar length.
+The kernel of flash-attn is used if that package is installed, otherwise the kernel of torch. Both kernels need a GPU of
+compute capability 8.0 or higher, and 16-bit dtypes. If no kernel is usable, `workers.models.packed_forward` computes
+attention in batches of rows of similar length.
 """
 
 import functools
@@ -14,13 +15,16 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-WIDEST, STEP = 256, 8  # the kernels need a head width of at most WIDEST that is a multiple of STEP
+WIDEST, STEP = 256, 8  # the kernels need a head width that is a multiple of STEP and at most WIDEST
 # (queries (N, H, D), keys and values (N, K, D), offsets (R + 1,) int32, longest row, scale or None) -> (N, H, D)
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
-    """Return the kernel for the forward and backward attention of these heads (N, H, D), or None if no kernel fits."""
+    """Return the kernel for attention, forward and backward, with these queries and values, or None if no kernel fits.
+
+    Shapes: query (N, H, D), value (N, K, D).
+    """
     width = query.size(-1)
     if query.device.type != "cuda" or query.dtype not in HALF or value.size(-1) != width:
         return None
@@ -51,7 +55,9 @@ def of_flash_attn(module: Any) -> Kernel:
 
 
 def of_torch(module: Any) -> Kernel:
-    """Wrap the kernel of torch 2.11 or newer; its support for fewer key heads than query heads depends on the version.
+    """Wrap the kernel of torch 2.11 or newer.
+
+    If the installed version does not support fewer key heads than query heads, the wrapper repeats the key heads.
 
     Raises:
         AttributeError, NotImplementedError: the installed torch is too old.
@@ -59,7 +65,7 @@ def of_torch(module: Any) -> Kernel:
     function = module.varlen_attn
     accepted = inspect.signature(function).parameters
     if not {"window_size", "scale"} <= accepted.keys():
-        raise NotImplementedError("this torch's varlen_attn takes no window and no scale")
+        raise NotImplementedError("this torch's varlen_attn has no arguments `window_size` and `scale`")
     shares = "enable_gqa" in accepted
 
     def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:

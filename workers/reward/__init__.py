@@ -1,1 +1,1 @@
-"""Processes that run reward functions. Importing this package imports nothing else, and never torch."""
+"""Processes that run reward functions. Importing this package imports no other module, and in particular not torch."""

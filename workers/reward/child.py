@@ -1,6 +1,6 @@
-"""Child process that runs the reward functions.
+"""The child process in which reward functions run.
 
-`workers.reward.guard` starts this process and communicates with it through a socket.
+`workers.reward.guard` starts the child process and communicates with it through a socket.
 """
 
 import os
@@ -21,15 +21,16 @@ READY = "ready"
 def serve(descriptor: int, parent: int) -> None:
     """Load the reward functions and answer scoring calls until the guard closes the socket.
 
-    After loading, this process sends READY. If loading fails, it sends the error message and returns.
+    After loading, the child process sends READY. If loading fails, the child process sends the error message instead
+    and returns.
 
     Args:
         descriptor: File descriptor of the socket. The first message on the socket is (functions, options of
             `RewardWorker`, memory_mb).
-        parent: Pid of the process that started this one. This process is killed when the parent ends.
+        parent: Pid of the process that started the child. The child is killed when the parent ends.
     """
     process_tree.end_with_parent(parent)
-    # With the default action of SIGINT, only a reward function can raise KeyboardInterrupt.
+    # With the default action of SIGINT, Ctrl-C raises no KeyboardInterrupt, so that only reward functions can raise it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
     connection, own = Connection(descriptor), os.getpid()
@@ -39,7 +40,7 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # processes that were started during the imports are kept
+    helpers = process_tree.descendants(own)  # processes started by the imports are never killed
     limit_memory(memory_mb)
     connection.send(READY)
     while True:
@@ -54,7 +55,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
-    """Return a callback that sends each result to the guard at once, so that the guard knows which call is running."""
+    """Return a callback that sends a result to the guard at once, so that the guard knows which sample is next."""
 
     def report(result: SampleScores) -> None:
         if os.getpid() != own:  # the function forked, and this is the forked process
@@ -73,7 +74,7 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
 
 
 def _clean_up(own: int, helpers: Sequence[int]) -> None:
-    """Kill the processes that calls have left running, with all their descendants. Spare the processes in `helpers`."""
+    """Kill the processes that reward functions have left running, and their descendants, but not those in `helpers`."""
     if not process_tree.descendants(own, spare=helpers):
         return
     process_tree.end_descendants(own, spare=helpers)

@@ -1,8 +1,8 @@
-"""Supervises the processes that run reward functions. The guard answers in time even if such a process hangs or dies.
+"""Supervision of the child processes that run reward functions.
 
-The Ray actor of a reward worker is a `Guard`. The reward functions run in child processes of the guard. Replacing a
-child process takes a tenth of a second. A child process has none of Ray's threads or files. A child process can also be
-given resource limits that would kill a Ray actor.
+The Ray actor of a reward worker is a `Guard`. The reward functions run in child processes of the guard, which answers
+in time even if a child process hangs or dies. Unlike a Ray actor, a child process can be replaced in a tenth of a
+second, has no threads or files of Ray, and can run under resource limits that would kill a Ray actor.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from workers.cluster.progress import Process, announce, began_of, state_of
 from workers.reward.child import READY
 from workers.reward.messages import RewardRequest, SampleScores
 
-_LOOK_S = 0.05  # interval of the checks that the child process is alive; an answer ends the wait at once
-_PIECE_S = 10.0  # longest gap in seconds within a message that has no deadline
-_GARBLED = "wrote where its process's answers go"
+_LOOK_S = 0.05  # while waiting for an answer: seconds between two checks that the child process is alive
+_PIECE_S = 10.0  # for a message without a deadline: longest gap in seconds between two pieces of the message
+_GARBLED = "wrote into the socket for its process's results"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The child process has ended, and its call is lost.
+    """Result of a call whose child process has ended, so that the call is lost.
 
     Attributes:
         timed_out: Whether the guard killed the process because it exceeded its deadline.
         reason: Text that completes the sentence "reward function 'name' ...".
-        outside: Whether a signal (SIGKILL, SIGSTOP) ended the process. The function is probably not the cause then.
+        outside: Whether SIGKILL or SIGSTOP ended the process, so that a function is probably not the cause.
         results: Results so far, as in `workers.reward.transport.Lost`.
     """
 
@@ -53,7 +53,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """A call that has exceeded `hold_s`. `GuardedWorker.rest` continues to wait for it.
+    """Result of a call that has exceeded `hold_s`. `GuardedWorker.rest` continues to wait for the call.
 
     Attributes:
         results: Results so far, as in `workers.reward.transport.Held`.
@@ -63,10 +63,10 @@ class Overdue:
 
 
 class _LostError(Exception):
-    """The child process is no longer usable. The error text has the form of `Ended.reason`."""
+    """The child process is no longer usable. The error's text becomes `Ended.reason`."""
 
 
-# Pids of all child processes of this guard. Ending one child also kills its orphans, but must spare the other children.
+# Pids of all child processes of this guard, which must survive when the orphans of one child are killed.
 _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 
@@ -80,8 +80,8 @@ class _Call:
     stepwise: bool
     since: float  # time of the latest result, or of the call's start
     results: list[SampleScores] = field(default_factory=list)
-    given: int = 0  # number of samples whose results were returned before
-    held: bool = False  # only the sample being scored still counts; the samples after it are scored elsewhere
+    given: int = 0  # number of samples whose results were already returned
+    held: bool = False  # whether `hold` was called; then the samples after the current one are scored in another call
 
     @property
     def whole(self) -> int:
@@ -90,7 +90,7 @@ class _Call:
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
-        """Record the next result. Returns whether the result belongs to this call."""
+        """Record the next result. Return whether the result belongs to this call."""
         if self.whole < len(self.results):
             self.results.pop()
         self.results.append(result)
@@ -99,13 +99,13 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the results that were not returned before. A held stepwise call returns at most one."""
+        """Return the results that were not returned before, and at most one of them if a stepwise call is held."""
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
-        """Put the call on hold. Returns the results so far, or None if the call is not stepwise.
+        """Put the call on hold. Return the results so far, or None if the call is not stepwise.
 
-        Later calls of `new` do not include these results.
+        After this call, `new` returns none of the complete results again.
         """
         new = self.new(self.results) if self.stepwise else None
         self.given, self.held = self.whole, True
@@ -113,7 +113,7 @@ class _Call:
 
 
 class GuardedWorker:
-    """A `RewardWorker` in its own child process. The process is replaced when it ends or takes too long."""
+    """A `RewardWorker` in a separate child process, which is replaced when it ends or takes too long."""
 
     def __init__(
         self, functions: Sequence[RewardFunctionConfig], *, memory_mb: int, directory: str | None = None, **options: Any
@@ -122,8 +122,8 @@ class GuardedWorker:
 
         Args:
             functions: Reward functions, in the order of the scores.
-            memory_mb: Memory in MB that the child may allocate beyond its memory after the imports.
-            directory: Working directory of the child. None: the working directory of this process.
+            memory_mb: Memory in MB that the child may allocate in addition to its memory after the imports.
+            directory: Working directory of the child. By default, that of this process.
             options: Keyword arguments of `RewardWorker`.
         """
         self._first = (list(functions), options, memory_mb)
@@ -163,15 +163,18 @@ class GuardedWorker:
     ) -> list[SampleScores] | Overdue | Ended:
         """Score samples in the child process with `RewardWorker.score`.
 
-        A child that exceeds its deadline is killed, with all processes that it started.
+        If the child exceeds its deadline, the child and all processes that it started are killed.
 
         Args:
             requests: Samples to score.
             deadline_s: Seconds without a result after which the child is killed.
             hold_s: Seconds without a result after which this method returns Overdue.
-            stepwise: Whether the child sends each result at once. Possible for plain functions only.
-            function: As in `RewardWorker.score`.
+            stepwise: Whether the child sends each result at once. Only plain functions can be called stepwise.
+            function: Index of the only function to call, as in `RewardWorker.score`.
             limits: Further keyword arguments of `RewardWorker.score`.
+
+        Returns:
+            The results, or Overdue if the call takes long, or Ended if the child has ended.
         """
         functions = 1 if function is not None else len(self._first[0])
         self._call = _Call(requests, functions, deadline_s, stepwise, _now())
@@ -183,7 +186,7 @@ class GuardedWorker:
         return self._answer(hold_s)
 
     def rest(self) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for an overdue call. Returns only results that were not returned before."""
+        """Continue to wait for an overdue call. Return only results that were not returned before."""
         return self._answer(math.inf)
 
     def _answer(self, hold_s: float) -> list[SampleScores] | Overdue | Ended:
@@ -205,10 +208,10 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """End the child process whose call is lost, and start a new one.
+        """Kill the child process, whose call is lost, and start a new one.
 
         Args:
-            said: Why the child is no longer usable. "" if it ended or timed out.
+            said: Why the child is no longer usable, or "" if the child ended or timed out.
         """
         status, began = self._process.poll(), began_of(self._process.pid)
         stopped = status is None and began is not None and state_of(self._process.pid, began) == "T"
@@ -221,7 +224,7 @@ class GuardedWorker:
         return Ended(timed_out, reason, outside=stopped or status == -signal.SIGKILL, results=results)
 
     def stop(self) -> None:
-        """End the child process, even while another thread waits for it. No new child is started afterwards."""
+        """Kill the child process, even while another thread waits for it, and never start a new one."""
         with _LOCK:
             self._stopped = True
             self._kill()
@@ -241,7 +244,7 @@ class GuardedWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a function that signals its process group must not reach the guard
+                start_new_session=True,  # if a function signals its process group, the guard must not get the signal
             )
             _GUARDED.add(self._process.pid)
             theirs.close()
@@ -253,15 +256,15 @@ class GuardedWorker:
         """Return the next message of the child process.
 
         Args:
-            deadline: Time at which the message must be complete. None: no deadline.
-            until: Time at which the message must have begun.
+            deadline: Time by which the message must be complete. If `deadline` is None, there is no deadline.
+            until: Time by which the message must have begun.
 
         Returns:
-            The message. None if the child ended, or if the message began or ended too late.
+            The message, or None if the child ended, or if the message began or ended too late.
 
         Raises:
-            _LostError: The data is not a valid message, because reward functions can write to the socket too. Or the
-                child uses too much shared memory.
+            _LostError: The data is not a valid message (reward functions can write to the socket too), or the child
+                uses too much shared memory.
         """
         while not self._connection.poll(max(0.0, min(_LOOK_S, until - _now()))):
             if self._process.poll() is not None or _now() >= until:
@@ -282,7 +285,7 @@ class GuardedWorker:
         return message
 
     def _end(self) -> str:
-        """Kill the child process and all its descendants. Returns a text that says how the child had ended."""
+        """Kill the child process and all its descendants. Return a text that says how the child had ended."""
         with _LOCK:
             status = self._process.poll()
             self._kill()
@@ -302,14 +305,15 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        process_tree.end_descendants(os.getpid(), spare=_GUARDED)  # this process has adopted the child's orphans
+        # The orphans of the child are now children of this process.
+        process_tree.end_descendants(os.getpid(), spare=_GUARDED)
 
 
 class Guard:
-    """Ray actor class of a reward worker: one process for reward functions, and spare processes.
+    """Ray actor class of a reward worker: one child process for reward functions, and spare child processes.
 
-    A spare process scores other samples while a call takes long. It starts at its first ping and is then kept. A lane
-    is the number of a process within its guard.
+    A spare process scores other samples while a call takes long. A spare process starts at its first ping, and then
+    stays alive. The number of a child process within its guard is called its lane.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -318,17 +322,17 @@ class Guard:
         self._lanes = {0: self._new()}
 
     def ping(self, lane: int) -> bool:
-        """Start the process of this lane if necessary, and wait for its imports. See `GuardedWorker.ping`."""
+        """Start the child process of a lane if necessary, and wait for its imports. See `GuardedWorker.ping`."""
         if lane not in self._lanes:
             self._lanes[lane] = self._new()
         return self._lanes[lane].ping()
 
     def score(self, lane: int, *arguments: Any, **options: Any) -> list[SampleScores] | Overdue | Ended:
-        """Score samples in the process of this lane. See `GuardedWorker.score`."""
+        """Score samples in the child process of a lane. See `GuardedWorker.score`."""
         return self._lanes[lane].score(*arguments, **options)
 
     def rest(self, lane: int) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for the overdue call of this lane. See `GuardedWorker.rest`."""
+        """Continue to wait for the overdue call of a lane. See `GuardedWorker.rest`."""
         return self._lanes[lane].rest()
 
     def introduce(self) -> Process | None:
@@ -338,7 +342,7 @@ class Guard:
         return announce(ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
-        """End all child processes, even while other threads wait for them. No new ones are started afterwards."""
+        """Kill all child processes, even while other threads wait for them, and never start new ones."""
         for worker in list(self._lanes.values()):
             worker.stop()
 

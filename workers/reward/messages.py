@@ -1,4 +1,4 @@
-"""Messages to and from reward workers: plain data that pickles fast."""
+"""Messages to and from reward workers, which are plain data so that they pickle fast."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,10 @@ class RewardRequest:
     """One sample to score.
 
     Attributes:
-        key: (uid of the prompt group, number of the sample in the group). Unique among the pending requests.
+        key: (uid of the prompt group, number of the sample in the group). The key is unique among pending requests.
         prompt: Prompt text without special tokens.
         response: Response text without special tokens.
-        columns: The sample's data columns by name, plus `finish_reason`.
+        columns: The values of the sample's data columns by name, plus `finish_reason`.
     """
 
     key: Key
@@ -29,12 +29,12 @@ class SampleScores:
 
     Attributes:
         key: Key of the request.
-        scores: One score per function, in the config's order. A score is None where the function does not apply. All
-            scores of a failed sample are None.
+        scores: One score per reward function, in the config's order. A score is None where the function does not apply.
+            All scores of a failed sample are None.
         failed: Whether a function raised, returned an invalid score, took too long or ended its process. A failed
-            sample must never count as a score of 0.
-        error: One line that says which function failed and how; empty if none failed.
-        failed_function: Index of the function that failed; -1 if none failed.
+            sample must never count as a sample with score 0.
+        error: One line that says which function failed and how, or "" if none failed.
+        failed_function: Index of the function that failed, or -1 if none failed.
     """
 
     key: Key

@@ -1,7 +1,7 @@
 """Pool of reward workers that scores samples as they arrive.
 
-The pool sends samples in chunks for speed. After the loss of a worker, it sends the affected samples one at a time. All
-calls of Ray are in `workers.reward.ray_transport`.
+The pool sends samples to the workers in chunks for speed. After the loss of a worker, the pool sends the samples of the
+lost chunk one at a time. All code that uses Ray is in `workers.reward.ray_transport`.
 """
 
 import logging
@@ -20,9 +20,9 @@ from workers.reward.worker import failed
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 0.2  # approximate seconds after which a worker returns a chunk, however slow the functions are
+_BUDGET_S = 0.2  # approximate seconds after which a worker returns results, even if its chunk is not finished
 _GRACE_S = 1.0
-_HOLD_SHARE = 0.1  # share of a call's time limit after which a spare process takes the other samples
+_HOLD_SHARE = 0.1  # share of a call's time limit after which a spare process scores the other samples of the chunk
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
@@ -31,25 +31,26 @@ _AGAIN = 2
 
 @dataclass(frozen=True)
 class _Alone:
-    """A sample whose remaining functions are called one by one, because it was slow or its chunk was lost."""
+    """A sample whose remaining reward functions are called one by one, because it was slow or its chunk was lost."""
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
-    again: int = 0  # number of lost workers for which no reward function is to blame
+    again: int = 0  # number of times that this sample's worker was lost for a reason outside the reward functions
 
 
 class RewardPool:
     """Workers that score samples. `submit` takes requests, and `poll` returns results in the order of completion.
 
-    If a worker dies or takes too long, its chunk is tried again, sample by sample and function by function. A sample
-    whose worker is lost in such a single call fails with an error message. All other samples get their scores.
+    If a worker dies or takes too long, the samples of its chunk are scored again, sample by sample and function by
+    function. A sample fails, with an error message, if its worker is lost while it calls a single function for this
+    sample alone. All other samples get their scores.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
-        """Create a pool on a transport. Callers use `in_process` or `on_ray` instead.
+        """Create a pool on a transport. Users call `in_process` or `on_ray` instead.
 
         Args:
-            transport: Connection to the workers.
+            transport: Interface to the workers' processes.
             reward: Reward functions, in the order of the scores, and their limits.
         """
         self._transport, self._timeout_s = transport, reward.timeout_s
@@ -57,19 +58,21 @@ class RewardPool:
         self._kinds = [_kind(function.path) for function in reward.functions]
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
-        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # by slot; None: aborted
+        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # work by slot, None if it was aborted
         self._held: set[int] = set()  # slots whose call is held (see `Held`)
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
-        # A worker runs `concurrency` async calls at once. A chunk holds more calls, so that the next call can begin as
-        # soon as one ends.
+        # A worker runs `concurrency` async calls at once. A chunk has more samples than `concurrency`, so that the
+        # worker can begin another call as soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
 
     @classmethod
     def in_process(cls, reward: RewardConfig) -> Self:
-        """Create a pool that scores in this process, during `poll`. Only async functions can be stopped at their limit.
+        """Create a pool that scores samples in the current process, during `poll`.
+
+        Only async functions can be stopped at their time limit.
 
         Raises:
             ConfigError: A function cannot be loaded.
@@ -87,15 +90,16 @@ class RewardPool:
         runtime_env: dict[str, Any] | None = None,
         liveness: Liveness | None = None,
     ) -> Self:
-        """Create a pool that scores in Ray actors. Ray must be initialised.
+        """Create a pool that scores samples in Ray actors. Ray must be initialised.
 
-        This method starts the actors without waiting for them.
+        This method starts the actors without waiting until they are ready.
 
         Args:
-            reward: Reward functions. Their file paths may be relative to this process's working directory.
+            reward: Reward functions and limits. File paths of functions may be relative to this process's working
+                directory.
             workers: Number of actors.
             spares: Number of spare processes per actor, which score other samples while a call takes long.
-            start_timeout_s: Seconds in which an actor must start and import the functions.
+            start_timeout_s: Seconds within which an actor must start and import the reward functions.
             runtime_env: Ray runtime environment of the actors.
             liveness: Observes the actors' processes.
         """
@@ -113,11 +117,11 @@ class RewardPool:
 
     @property
     def pending(self) -> int:
-        """Return the number of submitted requests whose results `poll` has not returned."""
+        """Return the number of submitted requests whose results `poll` has not returned yet."""
         return len(self._keys)
 
     def submit(self, requests: Iterable[RewardRequest]) -> None:
-        """Queue samples and start to score them. Returns at once.
+        """Queue samples, and start to score them without waiting for results.
 
         Raises:
             ValueError: A request has the key of another request that is still pending.
@@ -135,7 +139,7 @@ class RewardPool:
     async def poll(self) -> list[SampleScores]:
         """Wait for finished results, and return them. Returns [] at once if no request is pending.
 
-        Workers get further samples only while a coroutine waits here.
+        Idle workers get further samples only during calls of `poll` and `submit`.
 
         Raises:
             WorkerError: A worker cannot be started.
@@ -150,13 +154,16 @@ class RewardPool:
         return results
 
     def abort(self) -> None:
-        """Drop all pending requests. The results of running calls are discarded, even for samples submitted again."""
+        """Drop all pending requests.
+
+        The results of running calls will be discarded, even if samples with the same keys are submitted again.
+        """
         for queue in (self._fresh, self._alone, self._finished, self._keys):
             queue.clear()
         self._running = dict.fromkeys(self._running)
 
     def close(self) -> None:
-        """Stop the workers and drop all pending requests. Closing twice is safe."""
+        """Stop the workers and drop all pending requests. If the pool is already closed, do nothing."""
         self._transport.close()
         for queue in (self._fresh, self._alone, self._running, self._held, self._finished, self._keys):
             queue.clear()
@@ -185,9 +192,10 @@ class RewardPool:
             self._answered(work, event, adapt=not was_held)
 
     def _begun(self, work: Any, results: Sequence[SampleScores] | None) -> Any:
-        """Record the results that a chunk has so far, and queue the samples that it has not begun.
+        """Record the results so far of a chunk, and queue the chunk's samples that its worker has not begun to score.
 
-        Returns the part of the chunk that is still being scored. Returns `work` unchanged if `results` is None.
+        Returns:
+            The part of the chunk that is still being scored, or `work` unchanged if `results` is None.
         """
         if results is None or not isinstance(work, tuple):
             return work
@@ -198,7 +206,7 @@ class RewardPool:
         return work[len(whole) : len(whole) + 1]
 
     def _feed(self) -> None:
-        """Give work to every idle worker. Samples that are scored alone go first, so that none waits forever."""
+        """Give samples to every idle worker. Samples to be scored alone go first, so that they do not wait forever."""
         for slot in self._transport.idle():
             if self._alone:
                 suspect = self._alone.popleft()
@@ -212,31 +220,32 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # Longest duration, in call time limits: plain functions end within the budget plus one limit. Each batched
-        # function adds one limit. Async functions add one limit for every `concurrency` calls.
+        # The longest possible duration, in multiples of a call's time limit: plain functions end within the budget plus
+        # one limit. Each batched function adds one limit. Async functions add one limit per `concurrency` calls.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
-        grace = _GRACE_S if "async" in kinds else 0.0  # time to cancel an async call and to report that
+        grace = _GRACE_S if "async" in kinds else 0.0  # time to cancel an async call and to report the failure
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least the budget, so that a held worker begins none of the samples that are queued again. Async
-        # calls are never held: they are cancelled in time, and calls beside them would exceed `reward.concurrency`.
+        # `hold_s` is at least the budget, so that the worker of a held call begins none of the samples that are queued
+        # again. Async calls are never held, because they are cancelled in time, and because another call at the same
+        # time would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
 
     def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer, *, adapt: bool) -> None:
         done = len(answer.results)
-        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "a worker answered out of order"
+        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(self._names):  # the budget ended before its other functions were called
+            if len(result.scores) < len(self._names):  # the budget ran out before the other functions were called
                 self._alone.append(_Alone(request, result.scores))
             else:
                 self._finish(result)
         self._fresh.extendleft(reversed(requests[done:]))
         if not adapt:
             return
-        # If the worker scored the whole chunk in time, the next chunk may be larger. Otherwise the next chunk has at
-        # most twice as many samples as were scored, so that few samples are sent in vain.
+        # If the worker scored the whole chunk in time, the next chunk may be larger. If not, the next chunk has at most
+        # twice as many samples as were scored, so that few samples are sent without being scored.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:
@@ -253,16 +262,16 @@ class RewardPool:
         reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
         if isinstance(work, tuple) and event.results is not None:
             under_way = self._begun(work, event.results)
-            if not under_way:  # all samples of the chunk were scored before
+            if not under_way:  # all samples of the chunk were already scored
                 return
             partial = {result.key: result.scores for result in event.results}
             suspect = _Alone(under_way[0], partial.get(under_way[0].key, ()))
-            if not event.timed_out:  # this function may not be the reason why the process ended
+            if not event.timed_out:  # the process may have ended for a reason other than the running function
                 self._alone.append(suspect)
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk was a single call, so its function has timed out. A worker's death could have another cause.
+            # The chunk was a single call, so its function has timed out. The death of a worker could have other causes.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))
@@ -270,7 +279,7 @@ class RewardPool:
             error = f"reward function '{self._names[len(work.scores)]}' {reason}"
             self._finish(failed(work.request, len(self._names), error, len(work.scores)))
         else:
-            logger.info("a reward worker %s; its %d samples are tried one by one", reason, len(work))
+            logger.info("a reward worker %s; its %d samples are scored again, one by one", reason, len(work))
             self._alone.extend(_Alone(request) for request in work)
 
     def _finish(self, result: SampleScores) -> None:

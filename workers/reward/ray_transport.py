@@ -1,4 +1,4 @@
-"""Reward workers as Ray actors. Each actor is a guard with child processes, and is replaced when it is gone."""
+"""Transport to reward workers in Ray actors. Each actor is a guard with child processes. Lost actors are replaced."""
 
 import asyncio
 import contextlib
@@ -24,40 +24,40 @@ from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
-_MARGIN_S = 10.0  # the guard enforces a call's deadline; after this margin the guard itself counts as stuck
+_MARGIN_S = 10.0  # seconds after a call's deadline, which the guard enforces, when the guard itself counts as stuck
 _STOP_S = 2.0
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
 @dataclass
 class _Slot:
-    """One process of an actor, with its pending first ping (`starting`) or its pending call.
+    """One child process of an actor, with its pending first ping (if `starting` is true) or its pending call.
 
-    A spare process that has not been needed yet has `pending` None and `starting` True.
+    If a spare process has not been started yet, `pending` is None and `starting` is True.
     """
 
     actor: Any
     process: WatchedProcess
     pending: asyncio.Future[Any] | None  # result of the ping or call
     deadline: float
-    attempts: int  # attempts to start the process since its last successful start, including the current one
+    attempts: int  # number of attempts to start the process since its last successful start
     starting: bool = True
     held: bool = False
     limit_s: float = 0.0  # seconds without a result after which the running call is lost
 
     @property
     def idle(self) -> bool:
-        """Return whether a call may begin."""
+        """Return whether a call may begin in this process."""
         return self.pending is None and not self.starting
 
     @property
     def has_news(self) -> bool:
-        """Return whether the pending ping or call has ended, or never will."""
+        """Return whether the pending ping or call has ended, or will never end because the actor is lost."""
         return self.pending is not None and (self.pending.done() or bool(self.process.how_lost))
 
 
 class RayTransport:
-    """Transport to reward workers in Ray actors. See `workers.reward.transport.Transport`.
+    """Transport to reward workers in Ray actors, as `workers.reward.transport.Transport` describes.
 
     Each actor has at most one running call that is not held. Slots 0 to size - 1 are the first processes of the actors.
     The next `size` slots are the first spare processes of the actors, and so on.
@@ -73,10 +73,19 @@ class RayTransport:
         runtime_env: dict[str, Any] | None,
         liveness: Liveness | None = None,
     ) -> None:
-        """Start `size` actors without waiting for them. `liveness` detects actors that are stopped or gone."""
+        """Start `size` actors without waiting until they are ready.
+
+        Args:
+            reward: Reward functions and their limits.
+            size: Number of actors.
+            spares: Number of spare processes per actor.
+            start_timeout_s: Seconds within which an actor must start and import the reward functions.
+            runtime_env: Ray runtime environment of the actors.
+            liveness: Detects actors that are stopped or gone.
+        """
         self.size, self._spares = size, spares
         self._liveness, self._changes, self._calls = liveness, Changes(), 0
-        # Actors have another working directory, so relative paths would not work there.
+        # Relative paths are made absolute, because the actors have another working directory.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
             "concurrency": reward.concurrency,
@@ -84,8 +93,8 @@ class RayTransport:
             "settings": settings(reward),
         }
         self._start_timeout_s = start_timeout_s
-        # Actors reserve no CPUs, so that they fit beside engines and training ranks. Ray must not retry a call, because
-        # that would run a sample again that kills its worker.
+        # Actors reserve no CPUs, so that Ray can start them although engines and training ranks reserve CPUs. Ray must
+        # not retry a call, because a retry would score again a sample that kills its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         options["max_concurrency"] = spares + 2  # one call per process, plus `stop`
         if runtime_env := _without_torch(runtime_env or {}):
@@ -125,7 +134,7 @@ class RayTransport:
         """Wait for events of the running calls, and return them. See `Transport.events`.
 
         Raises:
-            WorkerError: An actor does not start.
+            WorkerError: An actor could not be started in `_START_ATTEMPTS` attempts.
         """
         busy = [slot for slot in self._slots if slot.pending is not None]
         deadline = min((slot.deadline for slot in busy), default=math.inf)
@@ -149,11 +158,14 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """Return the slots of the actor that has this slot. The first slot is the actor's first process."""
+        """Return all slots of the actor to which a slot belongs, of which the first is the actor's first process."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
-        """Return the future result of a ping or call. Its start and its result both end the wait of `events`."""
+        """Return the future result of a ping or call.
+
+        `events` returns from its wait when the ping or call is started, and again when its result arrives.
+        """
         result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
         result.add_done_callback(self._arrived)
         self._calls += 1
@@ -162,11 +174,11 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # marks an error as seen: after `close`, nothing else reads it
+            result.exception()  # marks an error as seen, because after `close` nothing else reads it
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
-        """Return the events of a slot's call. A slot whose actor is gone gets a new actor."""
+        """Return the events of a slot's call. If the slot's actor is gone, start a new actor."""
         worker = number % self.size
         if slot.pending is not None and slot.pending.done():
             try:
@@ -186,11 +198,11 @@ class RayTransport:
         if slot.process.how_lost:
             return self._gone(worker, slot.process.how_lost)
         if slot.pending is not None and time.monotonic() >= slot.deadline:
-            return self._gone(number, "did not answer in time, nor did what guards it")
+            return self._gone(number, "did not answer in time, nor did its guard process")
         return []
 
     def _use_a_spare(self, worker: int) -> None:
-        """Start another spare process of a worker whose call is held, unless one of its processes is idle."""
+        """Start another spare process of a worker whose call is held, unless one of the worker's processes is idle."""
         spare = [(number, self._slots[number]) for number in self._lanes(worker)]
         if not any(slot.idle for _, slot in spare):
             for number, slot in spare:
@@ -199,13 +211,13 @@ class RayTransport:
                     return
 
     def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
-        """Replace an actor and return its running calls as lost.
+        """Replace an actor, and return a Lost event for each of its running calls.
 
-        If a spare process fails to start with a WorkerError, only that process is given up.
+        If only a spare process fails to start, with a WorkerError, the actor continues without that spare process.
         """
         slot, worker = self._slots[number], number % self.size
         if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):
-            logger.warning("reward worker %d: a spare process does not start, it is done without: %s", worker, reason)
+            logger.warning("reward worker %d: a spare process does not start, and is not used: %s", worker, reason)
             slot.pending = None
             return []
         lost: list[Event] = [
@@ -220,7 +232,7 @@ class RayTransport:
         return lost
 
     def _replace(self, number: int, slot: _Slot, reason: str) -> None:
-        """Start a new actor in the place of this one. Raises WorkerError after `_START_ATTEMPTS` failed starts."""
+        """Kill a slot's actor and start a new one. Raise WorkerError after `_START_ATTEMPTS` failed starts."""
         if slot.process.how_lost:  # the actor can no longer answer a call of `stop`
             with contextlib.suppress(Exception):
                 ray.kill(slot.actor, no_restart=True)
@@ -240,21 +252,25 @@ class RayTransport:
         return self._waiting(_Slot(actor, process, None, 0.0, attempts=0), 0, attempts=attempts)
 
     def _unused(self, worker: int) -> _Slot:
-        """Return a slot for a spare process of this worker that has not been started."""
+        """Return a slot for a spare process of a worker, without starting the process."""
         first = self._slots[worker]
         return _Slot(first.actor, first.process, None, 0.0, attempts=0)
 
     def _waiting(self, slot: _Slot, lane: int, *, attempts: int) -> _Slot:
-        """Return a slot that becomes idle once its process answers a ping. Imports never count as a call's time."""
+        """Return a slot that becomes idle once its process answers a ping.
+
+        The ping waits for the imports, so the time for the imports is never part of a call's time.
+        """
         deadline = time.monotonic() + self._start_timeout_s
         pending = self._result(slot.actor.ping.remote(lane))
         return _Slot(slot.actor, slot.process, pending, deadline, attempts=attempts)
 
 
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Return the runtime environment with Ray's zero-copy tensors switched off if the driver has set that option.
+    """Return the runtime environment, with Ray's option for zero-copy tensors turned off if the driver has set it.
 
-    The option makes Ray import torch in every process. If the driver has set it, the cluster may have set it too.
+    The option makes Ray import torch in every process. If the driver has set the option, the cluster may have set it
+    too, so it must be turned off explicitly.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env
@@ -262,7 +278,7 @@ def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kill(actors: Sequence[Any]) -> None:
-    """Kill the actors' processes and all processes below them. This also works while an actor runs C code."""
+    """Kill the actors' processes and all their descendants, even while an actor runs C code."""
     with contextlib.suppress(Exception):  # the actors, or Ray itself, may be gone already
         stopped = [actor.stop.remote() for actor in actors]
         ray.wait(stopped, num_returns=len(stopped), timeout=_STOP_S)
@@ -272,10 +288,10 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _reason(error: Exception, *, starting: bool) -> str:
-    """Return a text that says what happened.
+    """Return a text that says how an actor failed.
 
-    The text contains the last line of Ray's long error message. For a dead process the text is fixed, because Ray's
-    message does not tell the cause.
+    The text contains the last line of Ray's long error message. If a process has died during a call, the text is fixed,
+    because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"

@@ -1,4 +1,4 @@
-"""Transport of calls to reward workers: the interface, and the implementation with a worker in this process."""
+"""Transport of calls to reward workers: the interface, and an implementation for a worker in the current process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from workers.reward.worker import RewardWorker
 
 @dataclass(frozen=True)
 class Call:
-    """Work for one worker.
+    """A call that makes one worker score samples.
 
     Attributes:
         requests: Samples to score, in this order.
-        function: Index of the only function to call. None: call all functions.
+        function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
         budget_s: Seconds after which the worker calls no further plain function and returns its results.
-        limit_s: Seconds that one call of a function may take.
-        deadline_s: Seconds without a result after which the worker is stopped and the call is lost.
+        limit_s: Seconds that one call of a reward function may take.
+        deadline_s: Seconds without a result after which the process is killed and the call is lost.
         hold_s: Seconds without a result after which the call is held, so that its worker may begin another call.
-        stepwise: Whether the worker reports results one by one. Possible for plain functions only.
+        stepwise: Whether the worker reports each result at once. Only plain functions can be called stepwise.
     """
 
     requests: tuple[RewardRequest, ...]
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Results of the first requests of a call, as `RewardWorker.score` returns them."""
+    """Event: a call has ended. The results are those of the call's first requests, as from `RewardWorker.score`."""
 
     slot: int
     results: list[SampleScores]
@@ -44,14 +44,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Held:
-    """A call takes long, so that other calls may begin on its worker. A later event reports the end of this call.
+    """Event: a call takes long, so its worker may begin another call in a spare process.
 
-    In a stepwise call, the slot continues to score only the first request without a complete result. It drops the
-    requests after that one. The later event concerns that one request alone.
+    A later event reports the end of the held call. If the call is stepwise, its process continues to score only the
+    first request without a complete result, and the later event concerns this request alone. The call's further
+    requests must be scored in another call.
 
     Attributes:
         slot: Number of the process.
-        results: Results so far of a stepwise call. The last one may lack some of its scores. None for any other call.
+        results: Results so far of a stepwise call, of which the last may lack some scores. None for other calls.
     """
 
     slot: int
@@ -60,15 +61,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Lost:
-    """A call that will never be answered.
+    """Event: a call has ended without an answer.
 
     Attributes:
         slot: Number of the process.
         timed_out: Whether the process took too long.
-        reason: What ended the call, unless it timed out.
-        outside: Whether a reward function is probably not the cause. This holds if the whole worker was lost, or if
+        reason: What ended the call, if it did not time out.
+        outside: Whether the cause is probably not a reward function, because the whole worker was lost, or because
             SIGKILL or SIGSTOP ended the process.
-        results: Results so far, as in `Held`. None if they are unknown.
+        results: Results so far, as in `Held`, or None if the results are unknown.
     """
 
     slot: int
@@ -82,10 +83,10 @@ Event = Answer | Held | Lost
 
 
 class Transport(Protocol):
-    """Processes of reward workers, numbered by slot. Each process takes one call at a time.
+    """Interface to the processes of reward workers. Each process has a number, its slot, and runs one call at a time.
 
     Attributes:
-        size: Number of workers. Each worker has one process and possibly spare processes.
+        size: Number of workers. Each worker has one process, and possibly spare processes.
     """
 
     size: int
@@ -94,12 +95,13 @@ class Transport(Protocol):
         """Return the slots on which a call may begin. A worker with a running call that is not held has none."""
 
     def start(self, slot: int, call: Call) -> None:
-        """Begin a call on an idle slot. Returns at once."""
+        """Begin a call on an idle slot, without waiting for its result."""
 
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return them.
 
-        Also returns, possibly without events, when a worker has started or a call was started meanwhile.
+        This method also returns, possibly without events, when a worker has become ready, or when `start` is called
+        while it waits.
         """
 
     def close(self) -> None:
@@ -107,7 +109,7 @@ class Transport(Protocol):
 
 
 class InProcessTransport:
-    """One worker in this process. Calls run inside `events`, and their deadlines are not enforced."""
+    """Transport to one worker in the current process. `events` runs the calls, and does not enforce their deadlines."""
 
     size = 1
 
@@ -120,12 +122,12 @@ class InProcessTransport:
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:
-        """Store a call for the next `events`. See `Transport.start`."""
+        """Store a call, which the next call of `events` runs. See `Transport.start`."""
         self._call = call
 
     async def events(self) -> Sequence[Event]:
         """Run the stored call and return its answer. See `Transport.events`."""
-        await asyncio.sleep(0)  # lets other tasks run between two calls
+        await asyncio.sleep(0)  # let other tasks run between two calls
         call, self._call = self._call, None
         if call is None:
             return []
@@ -141,5 +143,5 @@ class InProcessTransport:
 
 
 def settings(reward: RewardConfig) -> dict[str, Any]:
-    """Return the run settings that a reward function receives if it has parameters of these names."""
+    """Return the run settings that a reward function receives if it has parameters with the names of the settings."""
     return {"sandbox": reward.sandbox, "reward_timeout_s": reward.timeout_s}

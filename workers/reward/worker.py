@@ -1,4 +1,7 @@
-"""Runs reward functions in the current process: the driver, or a child process of a guard. Never imports torch."""
+"""Calls of reward functions in the current process, which is the driver or a child process of a guard.
+
+This module never imports torch.
+"""
 
 import asyncio
 import inspect
@@ -25,7 +28,7 @@ from rltrain.rewards.loading import (
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
 
-_CANCEL_S = 2.0  # seconds that a cancelled call may take to end; a guard replaces its child process earlier
+_CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard kills its child process earlier)
 Outcome = float | None | BaseException
 
 
@@ -39,7 +42,7 @@ class _Function:
         self.batched, self.asynchronous = is_batched(function), is_async(function)
 
     def call(self, request: RewardRequest) -> Outcome:
-        """Score one sample. Returns the exception if the function raises."""
+        """Score one sample. If the function raises an exception, return the exception."""
         try:
             if self.batched:
                 return as_score(as_scores(self._called([request]), 1)[0])
@@ -48,7 +51,7 @@ class _Function:
             return _unless_ctrl_c(error)
 
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Score samples with one call of a batched function. If that call raises, score the samples one by one."""
+        """Score samples with one call of a batched function. If the call raises, score the samples one by one."""
         try:
             results = self._called(requests)
         except BaseException as error:
@@ -56,7 +59,7 @@ class _Function:
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
-        except BaseException as error:  # without one score per sample, no score can be assigned to its sample
+        except BaseException as error:  # if the number of scores is wrong, no score can be assigned to a sample
             return [_unless_ctrl_c(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
@@ -77,7 +80,7 @@ class _Function:
     async def _awaited(self, request: RewardRequest) -> Outcome:
         try:
             return as_score(await self.bound(request.prompt, request.response, request.columns))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt would end the event loop
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too, which would end the event loop
             return error
 
     def _called(self, requests: Sequence[RewardRequest]) -> Any:
@@ -90,7 +93,7 @@ class _Function:
 class RewardWorker:
     """The reward functions of a run, loaded and ready to be called.
 
-    Plain functions, which score one sample and are not async, are called one after another in the current thread. Async
+    Plain functions (neither batched nor async) are called for one sample after another in the current thread. Async
     functions are called for up to `concurrency` samples at once. Batched functions are called once for all samples.
     """
 
@@ -101,13 +104,13 @@ class RewardWorker:
         concurrency: int = 64,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Import every function.
+        """Import all reward functions.
 
         Args:
             functions: Reward functions, in the order of the scores.
             concurrency: Maximum number of simultaneous calls of async functions.
-            settings: Run settings by name. A function receives those that it has parameters for, unless its kwargs
-                set them.
+            settings: Run settings by name. A function receives the settings that it has parameters for, unless the
+                function's kwargs set the same parameters.
 
         Raises:
             ConfigError: A function cannot be loaded.
@@ -116,7 +119,7 @@ class RewardWorker:
         self._concurrency = concurrency
 
     def ping(self) -> bool:
-        """Return True. A process can answer this call once it has started and imported everything."""
+        """Return True, which shows that this process has started and imported everything."""
         return True
 
     def score(
@@ -128,18 +131,19 @@ class RewardWorker:
         limit_s: float = math.inf,
         report: Callable[[SampleScores], None] | None = None,
     ) -> list[SampleScores]:
-        """Score samples in order. If a function raises, its sample fails; the sample never gets a score of 0 instead.
+        """Score samples in order. If a function raises, the sample fails; it never gets a score of 0 instead.
 
         Args:
             requests: Samples to score.
-            function: Index of the only function to call; scores then hold one value. None: call all functions.
+            function: Index of the only function to call, so that each result has one score. If `function` is None, all
+                functions are called.
             budget_s: Seconds after which no further plain function is called. The first call is always made.
             limit_s: Seconds after which a call of an async function is cancelled and its sample fails.
-            report: Callback that gets a sample's result so far after each function call. For plain functions only.
+            report: Callback that gets a sample's result so far after each call of a plain function.
 
         Returns:
-            One result per request, for the first requests. These are all requests unless the budget ran out. If it ran
-            out, the last result may hold the scores of the first functions only.
+            One result per request. If the budget runs out, only the first requests have results, and the last result
+            may have only the scores of the first functions.
         """
         chosen = self._functions if function is None else [self._functions[function]]
         outcomes: list[dict[int, Outcome]] = [{} for _ in requests]
@@ -165,7 +169,7 @@ def _call_each(
     If a function raises, its sample fails, and the sample's other plain functions are not called.
 
     Returns:
-        The number of samples that were begun.
+        The number of samples for which at least one function was called.
     """
     plain = [(number, f) for number, f in enumerate(functions) if not f.batched and not f.asynchronous]
     for row, request in enumerate(requests if plain else ()):
@@ -189,7 +193,7 @@ def _await_each(
     limit_s: float,
     concurrency: int,
 ) -> None:
-    """Call the async functions, at most `concurrency` at once. When one call ends, the next begins."""
+    """Call the async functions for all samples, with at most `concurrency` calls at once."""
     wanted = [
         (row, number, one, request)
         for number, one in enumerate(functions)
@@ -224,7 +228,7 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
 
 
 def failed(request: RewardRequest, functions: int, error: str, function: int) -> SampleScores:
-    """Return the result of a sample that one function could not score.
+    """Return the result of a sample that one reward function failed to score.
 
     Args:
         request: Request of the sample.
@@ -243,9 +247,10 @@ def _outcome(result: Any) -> Outcome:
 
 
 def _unless_ctrl_c(error: BaseException) -> BaseException:
-    """Return an exception that a function raised, but re-raise the KeyboardInterrupt of the user's Ctrl-C.
+    """Return an exception that a reward function raised, but re-raise a KeyboardInterrupt from the user's Ctrl-C.
 
-    A KeyboardInterrupt counts as the user's in the main thread if SIGINT does not have its default action.
+    A KeyboardInterrupt is taken for the user's if it arrives in the main thread and SIGINT does not have its default
+    action.
     """
     here = threading.current_thread() is threading.main_thread()
     if here and isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
@@ -258,11 +263,11 @@ def _finished(result: Any) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """Return one line that says what was raised, in which file and at which line."""
+    """Return one line that says which exception was raised, in which file and at which line."""
     text = described(error)
     if isinstance(error, ScoreError):
         return text.removeprefix("ScoreError: ")
-    # `walk_tb` reads no source files: a function's code may name a file that the system cannot open.
+    # `walk_tb` is used because it reads no source files. A function's code may name a file that cannot be opened.
     frames = list(traceback.walk_tb(error.__traceback__))
     place = f" ({one_line(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
     return f"raised {text}{place}"

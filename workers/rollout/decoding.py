@@ -1,4 +1,4 @@
-"""Running batch of the transformers engine: unfinished answers and their key-value cache."""
+"""The running batch of the transformers engine: unfinished answers and their key-value cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from transformers.masking_utils import sdpa_mask
 from workers.rollout.messages import Completion, Request
 
 GROUPED = "rltrain_grouped"
-ROOM = 32  # spare columns that a cache gets when it grows
+ROOM = 32  # spare columns (token positions) that a key-value cache gets when it grows
 
 
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the sdpa attention of transformers, but do not copy keys and values if each row has one query (Q = 1).
+    """Compute attention as transformers' sdpa function does, but without copying keys and values for one query per row.
 
-    For Q = 1, the query heads that share a key head are treated as H / K queries of that head. No causal mask is needed
-    for Q = 1.
+    With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
+    head, and no causal mask is needed.
 
-    Shapes: query (B, H, Q, D), key and value (B, K, W, D) with K dividing H; returns (B, Q, H, D).
+    Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The result has shape (B, Q, H, D).
     """
     batch, heads, queries, _ = query.shape
     one_mask = attention_mask is None or attention_mask.size(1) == 1
@@ -48,7 +48,7 @@ class RoomyLayer(DynamicLayer):
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append columns on the right. Returns all keys and values."""
+        """Append the keys and values of new tokens on the right. Return all keys and values."""
         width = self.get_seq_length()
         end = width + key_states.size(2)
         if not self.is_initialized:
@@ -62,19 +62,19 @@ class RoomyLayer(DynamicLayer):
         return self._use(end)
 
     def batch_select_indices(self, indices: Tensor, first: int = 0) -> None:
-        """Keep these rows, in this order, and drop the columns before `first`."""
+        """Keep only the rows at `indices`, in the order of `indices`, and drop the columns before `first`."""
         width = self.get_seq_length() - first
         self.stores = [store[:, :, first:][indices] for store in self.stores]
         self._use(width)
 
     def _columns(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of this layer."""
-        assert self.keys is not None, "rows were put in"
-        assert self.values is not None, "rows were put in"
+        assert self.keys is not None, "the cache must contain rows"
+        assert self.values is not None, "the cache must contain rows"
         return self.keys, self.values
 
     def join(self, other: "RoomyLayer") -> None:
-        """Append the rows of another layer below these rows. All rows end in the same column."""
+        """Append the rows of another layer below the rows of this one. All rows then end in the same column."""
         width = max(self.get_seq_length(), other.get_seq_length())
         own, others = self._columns(), other._columns()
         self.stores = [_stacked(above, below, axis=2, room=ROOM) for above, below in zip(own, others, strict=True)]
@@ -87,9 +87,10 @@ class RoomyLayer(DynamicLayer):
 
 @dataclass
 class Batch:
-    """B answers over W columns. All rows end in the same column, so padding is on the left.
+    """A batch of B rows, one per answer, and W columns, one per token position.
 
-    Finished rows stay until `take` drops them. Until then the model computes them too, and the results are ignored.
+    All rows end in the same column, so shorter rows are padded on the left. A finished row stays in the batch until
+    `take` drops it; meanwhile, the model still computes the row, and the results are ignored.
 
     Attributes:
         requests: One request per row.
@@ -97,7 +98,7 @@ class Batch:
         log_probs: (B, W) float32 log-probabilities of sampled tokens, 0 elsewhere.
         versions: Weight version of each column. All tokens of a column are sampled in the same step.
         rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
-        temperatures: (B,) float32.
+        temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False where an answer is finished.
         cache: Keys and values of all columns, or of all but the last column.
         padded: Whether any row begins right of the first column.
@@ -119,9 +120,9 @@ class Batch:
         return len(self.versions)
 
     def mask(self, first: int) -> Tensor | None:
-        """Return the mask of real tokens, or None without padding.
+        """Return the attention mask, which is true for tokens and false for padding, or None if no row is padded.
 
-        The shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
+        The mask's shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
         """
         if not self.padded:
             return None
@@ -131,7 +132,7 @@ class Batch:
     def positions(self, first: int) -> Tensor:
         """Return the position ids of the columns from `first` on.
 
-        The shape is (B, W - first), or (1, W - first) without padding.
+        The position ids have shape (B, W - first), or (1, W - first) if no row is padded.
         """
         columns = torch.arange(first, self.width, device=self.ids.device)[None]
         if not self.padded:
@@ -146,7 +147,10 @@ class Batch:
         self.versions.append(version)
 
     def finish(self, stops: Tensor) -> list[Completion]:
-        """Mark and return the answers that end in the last column, by a token in `stops` (S,) or by their limit."""
+        """Mark as finished, and return, the answers that end in the last column.
+
+        An answer ends in the last column if its token there is in `stops` (S,), or if its maximum length is reached.
+        """
         last, limits = self.ids[:, -1], self.rows[:, 1] + self.rows[:, 2]
         stopped = torch.isin(last, stops)
         ended = (self.live & (stopped | (limits == self.width))).nonzero()[:, 0]
@@ -168,7 +172,7 @@ class Batch:
         ]
 
     def take(self, rows: Tensor) -> None:
-        """Keep these rows (N,), in this order, and the columns that they need."""
+        """Keep only the rows with the indices `rows` (N,), in this order, and drop the columns that are all padding."""
         first = int(self.rows[rows, 0].min())
         self.requests = [self.requests[row] for row in rows.tolist()]
         self.ids, self.log_probs = self.ids[rows, first:], self.log_probs[rows, first:]
@@ -180,7 +184,7 @@ class Batch:
             layer.batch_select_indices(rows, first)
 
     def join(self, other: "Batch") -> None:
-        """Append another batch below this one. The caches of both must hold all columns."""
+        """Append the rows of another batch below the rows of this one. The caches of both must hold all columns."""
         self.padded = self.padded or other.padded or self.width != other.width
         width = max(self.width, other.width)
         rows = [batch.rows.clone() for batch in (self, other)]
@@ -197,7 +201,7 @@ class Batch:
 
 
 def new_cache() -> Any:
-    """Return an empty cache. Layers are added as a model fills the cache."""
+    """Return an empty key-value cache, to which the model's first forward pass adds the layers."""
     return Cache(layer_class_to_replicate=RoomyLayer)
 
 
@@ -224,7 +228,7 @@ def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
 
 
 def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """Return one request per distinct prompt, and for each request the index of its prompt in that list."""
+    """Return a list with one request per distinct prompt, and each request's index into that list."""
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
     firsts = dict(zip(reversed(which), reversed(requests), strict=True))
@@ -234,7 +238,7 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, right-aligned along `axis`.
 
-    The narrower tensor is padded with 0 on the left. Both get `room` further columns of 0 on the right.
+    The narrower tensor is padded with 0 on the left. Both tensors get `room` further columns of 0 on the right.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)

@@ -1,8 +1,9 @@
-"""Generation with transformers alone: for machines without vLLM, for `placement=inprocess`, and for exact reproduction.
+"""Rollout engine that uses transformers alone.
 
-The tokens of an answer depend only on its prompt, its seed and the weights. The other requests of a batch change them
-only through the rounding of batched matrix products. With `deterministic`, a batch is one prompt group, and answers are
-bitwise reproducible.
+The engine is for machines without vLLM, for `placement=inprocess`, and for bitwise reproducible runs. The tokens of an
+answer depend only on the answer's prompt, its seed and the weights. Other requests in the batch can change the tokens
+only through the rounding of batched matrix products. With `deterministic`, each batch is one prompt group, and answers
+are bitwise reproducible.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +27,10 @@ from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
-# Dropping and adding rows both copy the cache of the batch, so they wait for a minimum share of rows. Rows that begin
-# later than the others also make the batch wider and padded.
-SLACK = 0.1  # share of finished rows above which they are dropped
-JOIN = 0.5  # minimum share of free places for adding waiting requests, unless all of them fit
+# Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers. Rows
+# that join a running batch also make the batch wider and padded.
+SLACK = 0.1  # share of finished rows in the batch above which the finished rows are dropped
+JOIN = 0.5  # share of places that must be free before waiting requests are added, unless all waiting requests fit
 
 
 class HFEngine:
@@ -72,9 +73,9 @@ class HFEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Sample one token for every running answer. Returns the answers that finished.
+        """Sample one token for every running answer. Return the answers that finished.
 
-        Waiting requests start first if there is room for them.
+        Before the token is sampled, waiting requests join the batch if there is room for them.
         """
         tick()
         batch, logits = self.batch, []
@@ -92,7 +93,7 @@ class HFEngine:
                 batch.join(new)
             else:
                 batch = new
-        assert batch, "a step needs work"
+        assert batch, "a step needs a running or waiting request"
         draws = stream_draws(batch.rows[:, 3], batch.width - batch.rows[:, 1])
         batch.append(*sample(torch.cat(logits).float(), batch.temperatures, draws), self.version)
         done = batch.finish(self.stops)
@@ -100,10 +101,11 @@ class HFEngine:
         return done
 
     def _admitted(self) -> list[Request]:
-        """Remove the requests that start now from the queue and return them.
+        """Remove the requests that can start now from the queue, and return them.
 
-        All waiting requests start if there is room for all. Otherwise some of them start once enough places are free.
-        With `deterministic`, the next prompt group starts once no answer is running.
+        If there is room for all waiting requests, all of them start. If there is room only for some, they start once
+        the share `JOIN` of all places is free. With `deterministic`, the next prompt group starts once no answer is
+        running.
         """
         if not self.waiting:
             return []
@@ -118,7 +120,11 @@ class HFEngine:
         return taken
 
     def _prefill(self, requests: Sequence[Request]) -> tuple[Batch, Tensor]:
-        """Start new answers, and run each distinct prompt once. Returns their batch and the next tokens' logits."""
+        """Run the model once on each distinct prompt of new requests.
+
+        Returns:
+            The batch of the new requests, and the logits (B, V) of their first tokens.
+        """
         prompts, which = different_prompts(requests)
         computed, batch, index = new_batch(prompts, self.device), new_batch(requests, self.device), torch.tensor(which)
         logits = self._forward(computed, 0)
@@ -127,14 +133,14 @@ class HFEngine:
         return batch, logits[index]
 
     def _again(self, batch: Batch) -> Tensor:
-        """Recompute the cache of the running answers from their tokens. Returns the logits of their next tokens."""
+        """Recompute a batch's key-value cache from the tokens. Return the logits (B, V) of the next tokens."""
         batch.cache = new_cache()
         return self._forward(batch, 0)
 
     def _forward(self, batch: Batch, first: int) -> Tensor:
         """Run the model on the columns from `first` on, which the cache lacks.
 
-        Returns the logits (B, V) after the last column.
+        Returns the logits (B, V) of the next tokens after the last column.
         """
         output = self.model(
             input_ids=batch.ids[:, first:],
@@ -157,7 +163,7 @@ class HFEngine:
 
     @torch.no_grad()
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
         data = self.reader.data(bucket)
         verify(bucket, data)
         self.probes |= bucket.probes()
@@ -173,7 +179,7 @@ class HFEngine:
 
     @torch.no_grad()
     def finish_load(self, version: int) -> None:
-        """Check the new weights. Unfinished answers continue with them, and their cache is recomputed."""
+        """Check the new weights. Unfinished answers continue with the new weights, and the KV cache is recomputed."""
         self.reader.close()
         self._copy(self.adapters.merged())
         self.version, self.stale = version, True
@@ -181,7 +187,10 @@ class HFEngine:
             check_outputs(layer_outputs(self.model), self.probes, version=version, dtype=self.dtype)
 
     def sleep(self) -> bool:
-        """Return False: this engine keeps its weights. It is for machines where no other process needs their memory."""
+        """Return False, because this engine keeps its weights.
+
+        The transformers engine is for machines on which no other process needs the memory of the weights.
+        """
         return False
 
     def close(self) -> None:
@@ -194,7 +203,7 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     Args:
         logits: (B, V) float32.
         temperatures: (B,). A temperature of 0 selects the most likely token, with its log-prob at temperature 1.
-        uniforms: (B,) float64 random numbers in [0, 1).
+        uniforms: (B,) float64 uniform random numbers in [0, 1).
 
     Returns:
         tokens (B,) int64, and log_probs (B,) float32 under the distribution that was sampled from.
@@ -209,9 +218,9 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
 
 
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Compute W v in float32 for each matrix W of the model, with its probe vector v.
+    """Return W v, converted to float32, for each matrix W of the model, where v is the probe vector of W.
 
-    One-dimensional parameters are returned unchanged, in float32.
+    One-dimensional parameters are returned as they are, converted to float32.
     """
     outputs = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -224,7 +233,7 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
-    """Return the engine for a config."""
+    """Return the transformers engine for a config."""
     return HFEngine(config.rollout, path, config.model.dtype, stop_ids, deterministic=config.trainer.deterministic)
 
 
@@ -236,7 +245,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # transformers raises this for an architecture with its own attention
+    except ValueError as error:  # transformers raises ValueError if an architecture has its own attention
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

@@ -9,10 +9,10 @@ class Request:
 
     Attributes:
         key: (prompt group uid, number of the sample in its group).
-        prompt_ids: Token ids of the prompt. The engine uses them unchanged.
+        prompt_ids: Token ids of the prompt, which the engine uses unchanged.
         temperature: Sampling temperature; 0 decodes greedily.
-        max_tokens: Maximum number of tokens of the answer. An answer that is cut there has `finish_reason` "length".
-        seed: Seed of this answer's random stream.
+        max_tokens: Maximum number of tokens of the answer. An answer cut at `max_tokens` has `finish_reason` "length".
+        seed: Seed of the random stream that samples the answer.
     """
 
     key: tuple[int, int]
@@ -27,11 +27,11 @@ class Completion:
     """One sampled answer.
 
     Attributes:
-        key: Key of the request.
+        key: Key of the request that the answer belongs to.
         token_ids: Token ids as the engine returned them, including the end token if it was sampled.
         log_probs: Log-probability of each token in nats, under the distribution that was sampled from.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
-        versions: Weight version of each token.
+        versions: For each token, the version of the weights that sampled it.
         text: The answer decoded without special tokens.
     """
 
@@ -46,5 +46,5 @@ class Completion:
         if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
             raise ValueError(
                 f"sample {self.key}: {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs, "
-                f"{len(self.versions)} versions; an engine must return one of each"
+                f"{len(self.versions)} versions; an engine must return one log-prob and one version per token"
             )

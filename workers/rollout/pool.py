@@ -1,8 +1,8 @@
-"""Pool of rollout replicas: routes requests to replicas, and brings the actor's weights to them.
+"""Pool of rollout replicas, which routes requests to the replicas and sends them the actor's weights.
 
-A replica is dead if its process is gone, is stopped or hangs. A dead replica is replaced while the others continue. The
-replacement gets the weights of the current version, and then takes work. The prompt groups that the dead replica had
-not finished are `lost`: the caller of the pool must submit them again.
+A replica is dead if its process is gone, is stopped or hangs. A dead replica is replaced while the other replicas
+continue to work. The process that replaces a dead replica first gets the current weights, and then requests. The
+prompt groups that a dead replica had not finished are lost, and the caller of the pool must submit them again.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from workers.sync.weight_sync import Sends, sync
 
 logger = logging.getLogger(__name__)
 
-REPLACEMENTS = 3  # deaths per replica, without an answer from any replica in between, before the pool gives up
+REPLACEMENTS = 3  # The pool gives up after more than 3 deaths per replica with no answer from any replica in between.
 
 
 class RolloutPool:
@@ -28,14 +28,15 @@ class RolloutPool:
 
     Args:
         replicas: The replicas, whose engines may still be under construction.
-        tasks: The run's background tasks. Each replica lives in one of them.
-        sleeps: Whether idle engines may release the memory of their devices.
-        replaces: Whether a dead replica is replaced. Otherwise, the first death raises WorkerError.
+        tasks: The run's background tasks, to which the pool adds one task per replica.
+        sleeps: Whether idle engines may release their device memory.
+        replaces: Whether a dead replica is replaced. If `replaces` is False, the first death of a replica raises
+            WorkerError.
 
     Attributes:
-        changes: Signals a change of anything that the pool's or the replicas' coroutines wait for.
+        changes: Wakes the coroutines of the pool and of the replicas after any change that they may wait for.
         started: Whether `start` has returned.
-        asleep: Whether the engines have released their memory. `load` wakes them.
+        asleep: Whether the engines have released their device memory. `load` wakes the engines.
     """
 
     def __init__(
@@ -45,16 +46,16 @@ class RolloutPool:
         self.changes, self.started, self.asleep = Changes(), False, False
         self._tasks = tasks
         self._lives = [tasks.start(one.live(self), f"rollout replica {one.number}") for one in self.replicas]
-        self._queue: list[Sequence[Request]] = []  # groups that wait until a replica can take them
+        self._queue: list[Sequence[Request]] = []  # groups for which no replica was ready yet
         self._answers: list[Completion] = []
         self._lost: set[int] = set()  # uids of groups that lost answers when a replica died
-        self._deaths = 0  # since the last answer
-        # The ranks and arguments of the last `load`; None while the actor may have other weights than the engines.
+        self._deaths = 0  # deaths of replicas since the last answer
+        # Arguments of the last `load`, or None if the actor's weights may have changed since that `load`.
         self._source: tuple[Sequence[Role[Sends]], int, bool] | None = None
         self._syncing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Wait until all replicas are ready for weights. Raises WorkerError if an engine cannot be built."""
+        """Wait until all engines are built and can receive weights. Raises WorkerError if an engine cannot be built."""
         await self._tasks.until(self._all_built())
         self.started = True
 
@@ -62,11 +63,11 @@ class RolloutPool:
         await self.changes.until(lambda: all(replica.ready for replica in self.replicas))
 
     def submit(self, groups: Sequence[Sequence[Request]]) -> None:
-        """Start to answer these groups. Returns at once.
+        """Send groups of requests to the replicas, without waiting for the answers.
 
-        All samples of a group go to the same replica, the one with the fewest unfinished answers.
+        All requests of a group go to the same replica, the one with the fewest unfinished answers.
         """
-        assert not self.asleep, "engines that sleep have no weights to answer with: load first"
+        assert not self.asleep, "sleeping engines have no weights to answer requests with: call `load` first"
         serving = [one for one in self.replicas if one.state is ReplicaState.SERVING and one.ready]
         if not serving:
             self._queue += groups
@@ -84,41 +85,44 @@ class RolloutPool:
 
     @property
     def pending(self) -> int:
-        """Return the number of answers not yet returned, plus the number of lost groups."""
+        """Return the number of answers that `poll` has not returned yet, plus the number of lost groups."""
         running = sum(len(replica.running) for replica in self.replicas)
         return running + sum(map(len, self._queue)) + len(self._lost) + len(self._answers)
 
     async def poll(self) -> list[Completion]:
-        """Wait for finished answers or lost groups, and return the answers. They are in the order of their arrival."""
+        """Wait for finished answers or lost groups, and return the answers in the order of their arrival."""
         await self.changes.until(lambda: self._answers or self._lost)
         found, self._answers = self._answers, []
         return found
 
     def take_lost(self) -> set[int]:
-        """Return the uids of groups that lost answers when replicas died, and clear the list.
+        """Return and forget the uids of the prompt groups that lost answers when replicas died.
 
-        The caller must submit these groups again.
+        The caller must submit the returned groups again.
         """
         taken, self._lost = self._lost, set()
         return taken
 
     async def abort(self) -> None:
-        """Drop all unfinished requests. Their answers are never returned, even if a request is submitted again."""
+        """Drop all unfinished requests, all answers that `poll` has not returned yet, and the record of lost groups.
+
+        No answer to a dropped request is ever returned, even if a request with the same key is submitted later.
+        """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            replica.drop()  # all before the first wait, during which answers and deaths of other replicas may come
+            replica.drop()  # drop for all replicas before the first await, during which replicas may answer or die
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:
-        """Release the engines' device memory to the training ranks until `load`, if the engines support that.
+        """Release the engines' device memory to the training ranks until the next `load`, if the engines can sleep.
 
-        This method waits for replacements that are being built. While the training ranks compute, a replacement might
-        not find enough memory.
+        This method first waits until all replacement engines are built, because an engine that is built while the
+        training ranks compute might not find enough memory.
         """
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        async with self._syncing:  # until `load`, no replacement gets weights, which would wake it
+        async with self._syncing:  # no replacement gets weights until `load`, because weights wake an engine
             source, self._source = self._source, None
         while True:
             await self._tasks.until(self._all_built())
@@ -126,25 +130,27 @@ class RolloutPool:
             if not awake:
                 break
             slept = await asyncio.gather(*(replica.sleep() for replica in awake))
-            if False in slept:  # on a CPU no engine sleeps: do not try again
+            if False in slept:  # on a CPU no engine can sleep: do not try again
                 self.sleeps, self._source = False, source
                 self.changes.notify()
                 return
         self.asleep = True
 
     async def hold_weights(self) -> None:
-        """Declare that the actor's weights will change. Until the next `load`, no replacement gets weights.
+        """Declare that the actor's weights will change. Until the next `load`, no replacement replica gets weights.
 
-        This method waits for a replacement that is getting weights now.
+        If a replacement replica is receiving weights now, this method waits until the transfer ends.
         """
         async with self._syncing:
             self._source = None
 
     async def load(self, ranks: Sequence[Role[Sends]], version: int, *, check: bool) -> None:
-        """Send the actor's weights to all ready replicas and wake them. Other replicas get the weights once ready.
+        """Send the actor's weights to all ready replicas, and wake their engines.
+
+        A replica that is not ready yet gets the weights as soon as it is ready.
 
         Raises:
-            SyncError: An engine does not compute with these weights.
+            SyncError: An engine does not compute with the weights that were sent.
             WorkerLost: A rank of the actor is lost.
         """
         async with self._syncing:
@@ -157,7 +163,10 @@ class RolloutPool:
         self._resume()
 
     async def give_weights(self, replica: Replica) -> None:
-        """Send the weights of the last load to a replica that lacks them, unless a load does it first."""
+        """Send the weights of the last `load` to a replica that waits for weights, unless a new `load` serves it first.
+
+        After `hold_weights`, this method waits for the next `load`.
+        """
         while replica.state is ReplicaState.WAITING:
             due = self.changes.until(lambda: self._source or replica.state is not ReplicaState.WAITING)
             await replica.role.process.unless_lost(due)
@@ -171,16 +180,16 @@ class RolloutPool:
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
                         raise
-                    self._source = None  # the actor is lost; the next load sends the weights of its successor
+                    self._source = None  # the next `load` sends the weights of the restarted actor
         self._resume()
 
     async def replacement_allowed(self, replica: Replica, how: str) -> None:
         """Record the death of a replica, and wait until another process may take its place.
 
-        While engines sleep, no process starts, because the training ranks may need all memory.
+        While the engines sleep, no process may start, because the training ranks may need all device memory.
 
         Raises:
-            WorkerError: The pool does not replace replicas, or too many have died.
+            WorkerError: The pool does not replace replicas, or too many replicas have died since the last answer.
         """
         self._deaths += 1
         self._lost.update(uid for uid, _ in replica.running)
@@ -188,23 +197,24 @@ class RolloutPool:
         limit = REPLACEMENTS * len(self.replicas)
         if not self.replaces or self._deaths > limit:
             raise WorkerError(
-                f"rollout replica {replica.number} {how}; {self._deaths} died without an answer in between, and "
-                f"{limit} may: look at verbose=true, its memory, and the room in the cluster"
+                f"rollout replica {replica.number} {how}; {self._deaths} replicas died without an answer in between, "
+                f"and at most {limit} may: run with verbose=true, and look at the replica's memory and the cluster's "
+                "free resources"
             )
         when = " after the update" if self.asleep else ""
-        logger.warning("rollout replica %d %s: another is started in its place%s", replica.number, how, when)
+        logger.warning("rollout replica %d %s: another process replaces it%s", replica.number, how, when)
         self.changes.notify()
         await self.changes.until(lambda: not self.asleep)
 
     def deliver(self, answers: Sequence[Completion]) -> None:
-        """Take finished answers of a replica. `poll` returns them."""
+        """Receive finished answers from a replica, to be returned by `poll`."""
         if answers:
             self._deaths = 0
             self._answers += answers
             self.changes.notify()
 
     async def close(self) -> None:
-        """End the engines."""
+        """End the replicas' tasks, and close all engines that are built."""
         await cancelled(*self._lives)
         ready = [replica.role for replica in self.replicas if replica.ready]
         with contextlib.suppress(RLTrainError):
@@ -213,9 +223,9 @@ class RolloutPool:
     async def _sync(
         self, replicas: Sequence[Replica], ranks: Sequence[Role[Sends]], version: int, *, check: bool
     ) -> bool:
-        """Sync weights to these replicas once. Returns False if a replica died during the sync.
+        """Send the actor's weights to replicas once. Return False if one of the replicas died during the transfer.
 
-        After such a death, the other replicas answer nothing until another sync succeeds.
+        If a replica died during the transfer, the other replicas generate nothing until another transfer succeeds.
         """
         roles = {replica: replica.role for replica in replicas}
         for replica in replicas:
@@ -229,12 +239,12 @@ class RolloutPool:
                 raise
             return False
         for replica, role in roles.items():
-            if replica.role is role and replica.ready:  # it was not replaced meanwhile
+            if replica.role is role and replica.ready:  # the process was not replaced meanwhile
                 replica.state, replica.asleep = ReplicaState.SERVING, False
         return True
 
     def _resume(self) -> None:
-        """Wake the replicas' tasks, and route the groups that have waited for a replica."""
+        """Wake the tasks of the replicas, and submit the groups for which no replica was ready before."""
         self.changes.notify()
         if self._queue:
             queued, self._queue = self._queue, []

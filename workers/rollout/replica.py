@@ -1,6 +1,7 @@
-"""The life of one rollout replica.
+"""The life cycle of one rollout replica.
 
-Its engine is built, gets weights and answers requests. When its process dies, another process takes its place.
+A replica builds its engine, receives weights and answers requests. When the replica's process dies, another process
+takes its place.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds after which a replica answers a poll even without finished answers. A replica in the driver's process answers
-# sooner, because nothing else in that process runs meanwhile.
+# Seconds after which a call of `poll` returns even without finished answers. The time is shorter for a replica in the
+# driver's process, because `poll` blocks that process.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
@@ -37,7 +38,7 @@ class Building:
 
     Attributes:
         role: The engine's role in the process.
-        built: Pending calls after which the engine is ready.
+        built: Pending calls that build the engine.
     """
 
     role: Role[RolloutWorker]
@@ -51,22 +52,26 @@ class Owner(Protocol):
     started: bool
 
     def deliver(self, answers: Sequence[Completion]) -> None:
-        """Take finished answers."""
+        """Receive finished answers from a replica."""
 
     async def replacement_allowed(self, replica: "Replica", how: str) -> None:
-        """Record the death of a replica, and wait until another process may start. Raises WorkerError if none may."""
+        """Record the death of a replica, and wait until another process may take its place.
+
+        Raises:
+            WorkerError: No other process may take the replica's place.
+        """
 
     async def give_weights(self, replica: "Replica") -> None:
-        """Wait until the replica has the weights of the last load."""
+        """Wait until the replica has the weights that the pool sent last."""
 
 
 class Replica:
-    """One rollout replica, over all processes that run it one after the other.
+    """One rollout replica. If its process dies, the replica continues in a new process.
 
     Args:
         number: Number of the replica.
-        start: Starts a process for the replica, and the construction of its engine.
-        start_timeout_s: Seconds in which the engine must be ready.
+        start: Starts a process for the replica, and begins to build the engine in the process.
+        start_timeout_s: Seconds within which the engine must be ready.
 
     Attributes:
         running: Keys of the requests that have no answer yet.
@@ -83,7 +88,7 @@ class Replica:
         building = self._start()
         self.role, self._built, self.began = building.role, building.built, time.monotonic()
         self.state, self.asleep = ReplicaState.STARTING, False
-        self._sent: list[Pending[None]] = []  # `submit` calls whose arrival is not confirmed
+        self._sent: list[Pending[None]] = []  # `submit` calls that the engine has not yet confirmed
         self._open: list[Pending[list[Completion]]] = []  # the `poll` call without a result, if there is one
 
     @property
@@ -92,7 +97,7 @@ class Replica:
         return self.state in (ReplicaState.WAITING, ReplicaState.SERVING) and not self.role.process.how_lost
 
     async def live(self, pool: Owner) -> None:
-        """Serve until the task is cancelled. Each lost process is replaced, as long as the pool allows it."""
+        """Answer requests until the task is cancelled. Replace each process that is lost, if the pool allows it."""
         while True:
             try:
                 await self._serve(pool)
@@ -103,36 +108,36 @@ class Replica:
                 self._begin()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start to answer these requests. Returns at once; an error of the engine ends the replica's task."""
+        """Send requests to the engine, without waiting for it. An error of the engine ends the replica's task."""
         self.running.update(request.key for request in requests)
         self._sent.append(self.role.start(RolloutWorker.submit, requests))
 
     def drop(self) -> None:
-        """Forget all unfinished requests. Their answers are never delivered."""
+        """Forget all unfinished requests, so that answers to them are never delivered to the pool."""
         self.running.clear()
         self._aborts += 1
 
     async def abort(self) -> None:
-        """Make the engine drop all requests, after `drop`."""
+        """Make the engine abort all its requests. Call `drop` first, so that their answers are never delivered."""
         if self.ready:
             try:
-                await results(self._sent)  # otherwise these requests could reach the engine after the abort
+                await results(self._sent)  # wait, so that no earlier request reaches the engine after the abort
                 await self.role.call(RolloutWorker.abort)
-                await results(self._open)  # otherwise this poll could take answers of later requests
+                await results(self._open)  # wait, so that the running poll takes no answers of later requests
             except WorkerLost:
-                return  # the replica's own task replaces it
-            except SyncError:  # from a failed sync, whose caller has seen the error already
+                return  # the task that runs `live` replaces the lost process
+            except SyncError:  # a weight sync has failed, and the error was already raised to the caller of the sync
                 if self.state is ReplicaState.SERVING:
                     raise
 
     async def sleep(self) -> bool | None:
-        """Release the engine's device memory. Returns False if the engine keeps it, and None if the replica died."""
+        """Release the engine's device memory. Return False if the engine keeps its memory, None if the engine died."""
         role = self.role
         try:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # it was not replaced meanwhile
+        if self.role is role:  # the process was not replaced meanwhile
             self.asleep = slept
         return slept
 
@@ -146,10 +151,12 @@ class Replica:
             await self._answer(pool)
 
     async def _build(self, pool: Owner) -> None:
-        """Wait until the engine is ready for weights.
+        """Wait until the engine is built and can receive weights.
 
-        An engine that cannot be built counts as a death of the replica. At the start of a run, the error is raised as
-        it is, unless the process has died.
+        Raises:
+            WorkerLost: The process died, the engine was not ready in time, or, after the pool's start, the engine
+                could not be built. `live` catches WorkerLost and replaces the process.
+            WorkerError: During the pool's start, the engine could not be built.
         """
         try:
             async with asyncio.timeout(None if self.start_timeout_s == math.inf else self.start_timeout_s):
@@ -167,7 +174,7 @@ class Replica:
         pool.changes.notify()
 
     async def _answer(self, pool: Owner) -> None:
-        """Deliver answers as long as requests are unfinished and the replica has the current weights."""
+        """Deliver the engine's answers to the pool while requests are unfinished and the replica's state is SERVING."""
         process = self.role.process
         with progress_required([process]) as scope:
             while self.running and self.state is ReplicaState.SERVING:
@@ -180,7 +187,7 @@ class Replica:
                 except SyncError:
                     if self.state is ReplicaState.SERVING:
                         raise
-                    return  # from a failed sync, whose caller has seen the error already
+                    return  # a weight sync has failed, and the error was already raised to the caller of the sync
                 finally:
                     self._open = []
                 self._sent = self._sent[len(sent) :]
@@ -188,4 +195,4 @@ class Replica:
                     wanted = [answer for answer in answers if answer.key in self.running]
                     self.running -= {answer.key for answer in wanted}
                     pool.deliver(wanted)
-                await asyncio.sleep(0)  # an engine in this process must let other tasks run
+                await asyncio.sleep(0)  # let other tasks run, which a poll blocks if the engine is in this process

@@ -1,4 +1,4 @@
-"""vLLM behind the engine interface: in this process on a CPU, or with AsyncLLM for GPUs and tensor parallelism.
+"""Rollout engines that use vLLM: in this process on a CPU, or through AsyncLLM for GPUs and tensor parallelism.
 
 This module needs vLLM 0.25 to 0.33, because the weight-transfer calls used here exist in that range.
 """
@@ -39,12 +39,13 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# Sampling parameters belong to one request and are never modified. vLLM versions with `skip_clone` need not copy them.
+# Each request has its own sampling parameters, which are never modified, so vLLM need not copy them. Only some versions
+# of vLLM have the option `skip_clone`, which avoids the copy.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
-CPU_PREFILL_TOKENS = 8192  # prompt tokens of one engine step on CPU
+CPU_PREFILL_TOKENS = 8192  # tokens per engine step on a CPU, unless prompt and answer can be longer together
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that a sleeping engine releases
-LOOK_S = 1.0  # interval of the checks that the engine's processes are alive, while a call waits for the engine
-PROOF_S = 0.5  # seconds to wait for the sign that a process died, after a call of vLLM has failed
+LOOK_S = 1.0  # while a call waits for the engine: seconds between two checks that the engine's processes are alive
+PROOF_S = 0.5  # after a vLLM call has failed: seconds to wait for evidence that a process died
 TO_HOST, DROPPED = 1, 2  # vLLM's sleep levels: the weights are moved to the host's memory, or dropped
 CPU_BLOCK = 32  # tokens of a KV block on CPU; with vLLM's 128, short prompts get no prefix-cache hits
 
@@ -52,7 +53,7 @@ CPU_BLOCK = 32  # tokens of a KV block on CPU; with vLLM's 128, short prompts ge
 def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False) -> dict[str, Any]:
     """Return vLLM's arguments for this config.
 
-    No sampling default comes from the model. Log-probs are those of the distribution that is sampled from.
+    The model's own sampling defaults are ignored. vLLM returns log-probs of the distribution that it samples from.
 
     Args:
         config: Rollout settings.
@@ -60,7 +61,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         dtype: Data type of the weights, "float32" or "bfloat16".
         sleeps: Whether the engine can release its memory on a GPU.
     """
-    assert config.vllm is not None, "vllm settings are there when the engine is vllm"
+    assert config.vllm is not None, "a config with the vllm engine has settings for it"
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": False,
@@ -91,7 +92,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
 
 
 def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's sampling parameters for one request. Everything that could filter the distribution is off."""
+    """Return vLLM's sampling parameters for one request, with all filters of the distribution turned off."""
     return SamplingParams(
         temperature=request.temperature,
         top_p=1.0,
@@ -109,7 +110,7 @@ def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams
 
 
 def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
-    """Convert a finished vLLM output to a `Completion`. Weights that were never updated have version 0."""
+    """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first sync have version 0."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)
     steps: Sequence[Any] = answer.logprobs or []
@@ -122,15 +123,15 @@ def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
 
 
 class InProcessVLLM:
-    """vLLM's engine in the current process. On a CPU, it starts fastest and has the lowest communication cost.
+    """vLLM's engine in the current process, which on a CPU starts faster and communicates at lower cost than AsyncLLM.
 
     Args:
         config: Rollout settings.
         path: Model directory.
         dtype: Data type of the weights, "float32" or "bfloat16".
         stop_ids: Ids of the model's end tokens.
-        sleep_level: What the engine releases on a GPU when it sleeps, as returned by the function `sleep_level`. 0: the
-            engine never sleeps.
+        sleep_level: Result of the function `sleep_level`, which says what the engine releases on a GPU when it sleeps.
+            If `sleep_level` is 0, the engine never sleeps.
     """
 
     def __init__(
@@ -160,10 +161,10 @@ class InProcessVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Sample one token for every running request. Returns the answers that finished."""
+        """Sample one token for every running request. Return the answers that finished."""
         finished = [output for output in self.engine.step() if output.finished]
         done = [output for output in finished if isinstance(output, RequestOutput)]
-        assert len(done) == len(finished), "nothing but text is asked for"
+        assert len(done) == len(finished), "all requests ask for generated text"
         tick()
         return [completion_of(output, self.keys.pop(output.request_id)) for output in done]
 
@@ -173,7 +174,7 @@ class InProcessVLLM:
         self.keys.clear()
 
     def sleep(self) -> bool:
-        """Release weights and caches until weights are loaded. Returns False if the engine was built not to sleep."""
+        """Release weights and caches until the next weight sync. Return False if the engine was built not to sleep."""
         if self.sleep_level:
             assert not self.busy, "an engine with unfinished answers must not sleep"
             self.engine.sleep(level=self.sleep_level)
@@ -186,17 +187,20 @@ class InProcessVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Prepare to receive new weights. A sleeping engine gets back only the memory of its weights."""
+        """Prepare to receive new weights. A sleeping engine wakes its weights only, not its KV cache."""
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
         self.engine.collective_rpc("start_weight_update")
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
         self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
     def finish_load(self, version: int) -> None:
-        """Check the new weights and drop all caches of the old ones, including those of unfinished answers."""
+        """Check the new weights, and drop all cached keys and values of the old weights.
+
+        The cached keys and values of unfinished answers are dropped too, and recomputed when generation continues.
+        """
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.collective_rpc("rltrain_check")
@@ -209,35 +213,35 @@ class InProcessVLLM:
 
 
 class Family:
-    """Monitor of the processes that an engine has started. It records which process dies first.
+    """Monitor of the processes that an engine has started, which records the process that dies first.
 
     Attributes:
-        lost: Description of the process that died first. "" while all processes live.
-        dismissed: Whether the processes may end. `lost` then stays "".
+        lost: Description of the process that died first, or "" while all processes live.
+        dismissed: Whether the processes may end. If `dismissed` is True, `lost` stays "" when a process ends.
     """
 
     def __init__(self) -> None:
         self.lost, self.dismissed = "", False
-        self.members: dict[int, str] = {}  # name of each process, by its pidfd, which becomes readable at its end
+        self.members: dict[int, str] = {}  # name of each process by pidfd, which becomes readable when the process ends
         for process in psutil.Process().children(recursive=True):
             # The process may have ended, or the system may lack pidfds.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                if "resource_tracker" not in name:  # Python's own helper process
+                if "resource_tracker" not in name:  # leave out Python's own helper process
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
         if self.members:
             threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
 
     def _watch(self) -> None:
         first = wait(list(self.members))[0]
-        assert isinstance(first, int), "one of the descriptors above"
+        assert isinstance(first, int), "`wait` returns some of the given descriptors"
         if not self.dismissed:
             self.lost = f"{self.members[first]} is gone (killed, crashed or out of memory)"
         for descriptor in self.members:
             os.close(descriptor)
 
     def error(self) -> WorkerLost:
-        """Return the error of an engine that is no longer usable. The rollout pool then replaces this process."""
+        """Return the WorkerLost error that makes the rollout pool replace this process and its unusable engine."""
         error = WorkerLost(f"lost its engine: {self.lost or 'the core of vLLM ended'}")
         error.process = announced()
         return error
@@ -245,7 +249,8 @@ class Family:
     def reason(self, raised: Exception) -> Exception:
         """Return why a call to the engine failed: the death of a process if one has died, otherwise `raised`.
 
-        vLLM raises EngineDeadError once it has noticed the death. An earlier call fails with some other exception.
+        vLLM raises EngineDeadError only once it has noticed a process's death; until then, its calls fail with other
+        exceptions.
         """
         deadline = time.monotonic() + PROOF_S
         while not self.lost and time.monotonic() < deadline:
@@ -254,7 +259,7 @@ class Family:
 
 
 class AsyncVLLM:
-    """vLLM's AsyncLLM, for GPUs and large models. Its engine core and tensor-parallel workers are separate processes.
+    """vLLM's AsyncLLM, for GPUs and large models. The engine core and the workers of AsyncLLM are separate processes.
 
     The arguments are those of `InProcessVLLM`. Answers arrive on an event loop in a thread, and `step` returns them.
     """
@@ -275,8 +280,8 @@ class AsyncVLLM:
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
-        # All processes have opened their shared files by now, so the names can be removed. vLLM itself never removes
-        # some of these files, and removes none of them if its processes are killed.
+        # All processes have opened their shared files by now, so the names of the files can be removed. vLLM itself
+        # never removes some of its shared files, and removes none of them if its processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 
@@ -325,7 +330,7 @@ class AsyncVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Return the answers that have finished. Waits up to 0.05 s for the first. Raises the engine's own errors."""
+        """Return finished answers, after waiting up to 0.05 s for the first one. Raise the engine's own errors."""
         found: list[Completion] = []
         if self.family and self.family.lost:
             raise self.family.error()
@@ -338,7 +343,7 @@ class AsyncVLLM:
             while True:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
-                if self.keys.pop(name, None):  # unknown names are aborted requests, for which vLLM also sends answers
+                if self.keys.pop(name, None):  # vLLM also sends answers for aborted requests, whose names are unknown
                     if isinstance(item, Exception):
                         raise self._reason(item)
                     found.append(item)
@@ -353,7 +358,7 @@ class AsyncVLLM:
         self.aborts += 1
 
     def sleep(self) -> bool:
-        """Release weights and caches until weights are loaded. Returns False if the engine was built not to sleep."""
+        """Release weights and caches until the next weight sync. Return False if the engine was built not to sleep."""
         if self.sleep_level:
             assert not self.busy, "an engine with unfinished answers must not sleep"
             self._run(self.engine.sleep(level=self.sleep_level))
@@ -366,19 +371,19 @@ class AsyncVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Pause generation and prepare to receive weights. A sleeping engine gets back only its weights' memory."""
+        """Pause generation and prepare to receive weights. A sleeping engine wakes its weights only."""
         self._sync(self._start_load())
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if their bytes differ from the sender's."""
+        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
         with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # without the weights, which are in a shared file
+            pickled = pickle.dumps(shared)  # the pickle does not contain the weights, which are in a shared file
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
-        """Check the new weights, drop all caches of the old ones, and resume generation.
+        """Check the new weights, drop all cached keys and values of the old weights, and resume generation.
 
-        The caches of unfinished answers are dropped too.
+        The cached keys and values of unfinished answers are dropped too.
         """
         self._sync(self._finish_load(version))
 
@@ -402,7 +407,7 @@ class AsyncVLLM:
         await self.engine.resume_generation()
 
     def close(self) -> None:
-        """End the engine's processes."""
+        """End the engine's processes and its event loop."""
         if self.family:
             self.family.dismissed = True
         self.engine.shutdown()
@@ -410,7 +415,7 @@ class AsyncVLLM:
 
 
 def sleep_level(config: Config) -> int:
-    """Return vLLM's sleep level: what the engine releases while the training ranks compute.
+    """Return vLLM's sleep level, which says what the engine releases while the training ranks compute.
 
     The level is 0 if the training ranks have their own devices. Without adapters, the engine drops its weights, because
     the sync that wakes the engine sends every weight. With adapters, the sync sends only the adapters, so the weights
@@ -427,11 +432,11 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     """Return the engine for a config: in this process on a CPU, or AsyncLLM for GPUs and tensor parallelism.
 
     Raises:
-        ConfigError: The weights are incomplete, or vLLM does not start on them. vLLM itself does not report a missing
-            layer.
+        ConfigError: The weights are incomplete, or vLLM does not start with them. The weights are checked here, because
+            vLLM itself does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
-    assert config.rollout.vllm is not None, "vllm settings are there when the engine is vllm"
+    assert config.rollout.vllm is not None, "a config with the vllm engine has settings for it"
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()
@@ -439,7 +444,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # for example, vLLM knows fewer tensor names than transformers
+    except (KeyError, ValueError) as error:  # for example, vLLM does not know a tensor name that transformers knows
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start on it ({reason}); save the model again with save_pretrained, in "

@@ -1,7 +1,7 @@
-"""Extension of vLLM's worker: receives weights through vLLM's weight-transfer protocol and checks them.
+"""Extension of vLLM's worker, which receives weights through vLLM's weight-transfer protocol and checks them.
 
-vLLM imports this module by name (`worker_extension_cls`) before it loads the model. The import registers the transfer
-backend.
+vLLM imports this module by name (`worker_extension_cls`) before it loads the model. Importing this module registers the
+weight-transfer backend.
 """
 
 import pickle
@@ -38,47 +38,51 @@ from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
-EMBEDDING_ROWS = 2048  # embedding rows per lookup in a weight check
+EMBEDDING_ROWS = 2048  # number of embedding rows per lookup, when the embedding's weights are checked
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Empty setup message: nothing must be agreed on, because every bucket describes itself."""
+    """Setup message of the weight transfer, which is empty because every bucket describes its own contents."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: the object itself within one process, or its pickle, with the bytes of the weights in a file."""
+    """Message with one bucket of weights.
+
+    Within one process, the message has the bucket itself. Between processes, the message has the pickled bucket, and
+    the bytes of the weights are in a shared file.
+    """
 
     bucket: Bucket | None = None
     pickled: bytes | None = None
 
     def read(self) -> Bucket:
-        """Return the bucket."""
+        """Return the bucket of this message."""
         if self.bucket is not None:
             return self.bucket
-        assert self.pickled is not None, "a bucket, or its pickle"
+        assert self.pickled is not None, "a message has a bucket or the pickle of one"
         bucket: Bucket = pickle.loads(self.pickled)  # trusted, because the parent process has sent it
         return bucket
 
 
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets, loads them layer by layer through vLLM's reload, and checks the outputs of the layers.
+    """Receive buckets of weights, load them through vLLM's layerwise reload, and check the outputs of the layers.
 
-    On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run there:
-    they share scratch memory, and two kernels at the same time silently give wrong numbers.
+    On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run in the
+    second thread, because they share scratch memory: two of them at the same time silently compute wrong numbers.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Create the reader and the helper thread. No rendezvous is necessary."""
+        """Create the reader of the buckets and the helper thread. No rendezvous with the sender is necessary."""
         self.reader = Reader()
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
-        """Put the layers into their loading form. Discard what an interrupted update has left in them."""
+        """Start vLLM's layerwise reload of all layers. Discard what an interrupted update has left in the layers."""
         self.probes: dict[str, np.ndarray] = {}
         self.lookups: Future[dict[str, Tensor]] | None = None
         self.adapters = Adapters(self.model_config.model)
@@ -101,7 +105,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # the bytes may be overwritten after this method returns
+            verified.result()  # after this method returns, the sender may overwrite the bytes
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -111,13 +115,14 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         load((name, tensor.to(self.device)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
-        """Bring the layers into their inference form, including the output heads.
+        """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
 
-        vLLM's reload skips a head that is tied to the embedding. On a CPU, a head computes with a packed copy of its
-        weights. `repack_heads` therefore renews the copy; otherwise the head would keep the old weights.
+        On a CPU, an output head computes with a packed copy of its weights. vLLM's reload does not renew the copy if
+        the head is tied to the embedding, so `repack_heads` renews the copy.
         """
         self.reader.close()
-        if self.adapters.parts:  # after a sleep, the engine also lacks the weights without adapters
+        if self.adapters.parts:
+            # All weights are loaded, because an engine that has slept also lacks the weights without adapters.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
@@ -127,16 +132,16 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check_layers(self) -> None:
         """Raise SyncError unless every layer computes with the weights of the last update.
 
-        Without probes in the update, this method checks nothing.
+        If the update contained no probes, this method checks nothing.
         """
         if self.probes:
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # the model has a kind of layer that the check does not support
+            except Exception as error:  # the check does not support some kind of layer of this model
                 raise SyncError(
-                    f"weight sync {self.version}: a layer of this model could not be run by itself to be checked "
-                    f"({described(error)}); rollout.verify_sync=false turns the check off"
+                    f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
+                    f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
                 ) from error
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
@@ -152,9 +157,9 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy the tensors that a fused layer keeps until its other parts arrive.
+    """Copy the tensors of a bucket that fused layers hold until their other parts arrive.
 
-    These tensors lie in the memory of the bucket, which later buckets overwrite.
+    Without a copy, the tensors would lie in the memory of the bucket, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -165,7 +170,10 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
 
 
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the engine's name of each checkpoint tensor. The parts of fused layers keep separate names."""
+    """Return vLLM's name for each checkpoint tensor. The parts of fused layers keep separate names.
+
+    Tensors that vLLM's name mapping drops are left out.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {name: name for name in names}
@@ -179,20 +187,23 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Methods that are added to vLLM's worker, which has the attributes below.
+    """Methods that vLLM adds to its worker class, which has the attributes declared here.
 
-    vLLM's worker imports this module because the engine arguments name this class.
+    vLLM finds this class because the engine argument `worker_extension_cls` names it.
     """
 
     vllm_config: Any
     weight_transfer_engine: Any
 
     def rltrain_reset(self) -> None:
-        """Discard an interrupted update. Otherwise vLLM would refuse to start another."""
+        """Discard an interrupted weight update, because vLLM refuses to start an update while another one is active."""
         self._weight_update_active = False
 
     def rltrain_check(self) -> None:
-        """Check the last update on this rank. Under tensor parallelism, all ranks must call this method."""
+        """Check that the layers of this rank compute with the weights of the last sync.
+
+        Under tensor parallelism, all ranks must call this method.
+        """
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.check_layers()
 
@@ -201,15 +212,16 @@ class WorkerExtension:
 def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
     """Compute W v for the layers of the model, where v is the probe vector of the matrix W.
 
-    Under tensor parallelism, all ranks must call this function. Each rank gets the outputs of the whole layers.
+    Under tensor parallelism, all ranks must call this function, and each rank gets the outputs of the whole layers.
 
     Args:
         model: The model.
-        products: True runs the linear layers and output heads. False looks up all rows of the embeddings, and also
-            returns the one-dimensional parameters of other layers.
+        products: If True, run the linear layers and the output heads. If False, look up all rows of the embeddings,
+            and also return the one-dimensional parameters of other layers.
 
     Returns:
-        W v in float32 per checkpoint name. Fused layers are split into their parts. Biases and norms are unchanged.
+        W v in float32 by checkpoint name, with one entry for each part of a fused layer. Biases and norm weights are
+        returned as they are, in float32.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
@@ -236,7 +248,7 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 
 
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return W v and the biases of the linear layers that are fused in this layer, by checkpoint name."""
+    """Return W v and the bias, by checkpoint name, of each of the checkpoint's layers that vLLM fused in this layer."""
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
     wholes = {"weight": _linear(module, _apply(module))}
@@ -244,33 +256,36 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the checkpoint stores this layer fused
+        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the checkpoint also stores one tensor
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
 
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
-    """Convert a layer's output (or bias) on this rank to the whole outputs of its fused parts."""
+    """Combine a layer's output (or bias) over all ranks. Return one whole output (or bias) per fused part."""
     size = module.tp_size
-    if isinstance(module, RowParallelLinear):  # each rank has a part of the inputs; the bias is whole
+    if isinstance(module, RowParallelLinear):  # each rank has a part of the inputs, but the whole bias
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
         return [output]
     parts = list(output.split(_part_sizes(module)))
     whole = gather(parts, size)
     if isinstance(module, QKVParallelLinear) and (copies := module.num_kv_head_replicas) > 1:
-        # Ranks that share a key-value head hold copies of it; keep one of each.
+        # Ranks that share a key-value head hold copies of it; keep one copy of each head.
         whole[1:] = [part.unflatten(0, (size // copies, copies, -1))[:, 0].flatten() for part in whole[1:]]
     return whole
 
 
 def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Return each part, concatenated over all ranks."""
+    """Concatenate each part over all tensor-parallel ranks."""
     return list(parts) if size == 1 else [tensor_model_parallel_all_gather(part.contiguous(), dim=0) for part in parts]
 
 
 def _apply(module: Any) -> Tensor:
-    """Return this rank's part of the layer's W v without bias, computed by the kernel that inference uses."""
+    """Multiply this rank's part of a layer's matrix by the probe vector, with the kernel that inference uses.
+
+    The layer's bias is not added.
+    """
     is_head = isinstance(module, ParallelLMHead)
     whole = module.embedding_dim if is_head else module.input_size
     size = whole if is_head else getattr(module, "input_size_per_partition", whole)

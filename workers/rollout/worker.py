@@ -1,4 +1,4 @@
-"""One rollout replica: an engine, and the thread that steps it while requests arrive and answers leave."""
+"""One rollout replica: an engine, and the thread that runs the engine's generation steps."""
 
 import importlib
 import queue
@@ -14,14 +14,14 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-# Seconds that a busy engine gets to finish more answers before `poll` returns the first ones: a fiftieth of the time
-# since the last request arrived, within these bounds.
+# After the first finished answer, `poll` waits for further answers of a busy engine. The wait is LINGER_SHARE of the
+# time since the last request arrived, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
 T = TypeVar("T")
 
 
 class Engine(Loads, Protocol):
-    """Interface of an engine for a rollout worker. All calls come from one thread."""
+    """Interface that a rollout worker needs of its engine. The worker makes all calls from one thread."""
 
     busy: bool
 
@@ -29,23 +29,27 @@ class Engine(Loads, Protocol):
         """Queue requests."""
 
     def step(self) -> list[Completion]:
-        """Advance generation. Returns the answers that finished."""
+        """Advance generation by one step. Return the answers that finished."""
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
 
     def sleep(self) -> bool:
-        """Release device memory (weights and caches) until weights are loaded. Returns False if the engine keeps it."""
+        """Release the device memory of weights and caches until the next weight sync.
+
+        Returns:
+            False if the engine keeps its memory, otherwise True.
+        """
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's resources and end its processes."""
 
 
 class RolloutWorker:
     """One rollout replica.
 
-    A threaded engine has its own thread, which steps the engine whenever there is work. Other calls of the engine run
-    in that thread between two steps. An engine without a thread is stepped by `poll`.
+    A threaded engine has its own thread, which steps the engine whenever there is work. All other calls to the engine
+    run in the engine's thread, between two steps. An engine without a thread makes steps only during `poll`.
 
     Args:
         config: The whole config.
@@ -75,19 +79,23 @@ class RolloutWorker:
         self._run(build)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start to answer these requests. Returns at once.
+        """Add requests to the engine's queue, without waiting for the answers.
 
-        After a failed weight sync, generation begins once another sync succeeds.
+        If the last weight sync failed, the engine generates nothing until another sync succeeds.
         """
-        assert not self.receiver.asleep, "an engine that sleeps was asked for answers"
+        assert not self.receiver.asleep, "a sleeping engine must not get requests"
         self.began = time.monotonic()
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return the answers finished since the last call. Waits up to `timeout_s` seconds for the first.
+        """Return the answers that finished since the last call. Wait up to `timeout_s` seconds for the first answer.
 
-        While a threaded engine has more work, this method waits briefly for further answers and returns them together.
-        The engine's last answers are returned at once. Raises the engine's error if there is one.
+        If a threaded engine has more work after its first answer, this method waits briefly for further answers and
+        returns all of them together. Once the engine has no more work, this method returns without delay.
+
+        Raises:
+            SyncError: The last weight sync failed.
+            BaseException: The engine's own error, if the engine failed in a step.
         """
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
@@ -110,36 +118,40 @@ class RolloutWorker:
         return max(LINGER_S, min(LONGEST_LINGER_S, LINGER_SHARE * (time.monotonic() - self.began)))
 
     def abort(self) -> None:
-        """Drop all unfinished requests and all answers not yet taken."""
+        """Drop all unfinished requests and all answers that `poll` has not returned yet."""
         self._run(lambda: self.engine.abort())
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
-            self.news.notify_all()  # a waiting `poll` has nothing left to wait for
+            self.news.notify_all()  # a `poll` that waits in another thread has nothing left to wait for
 
     def sleep(self) -> bool:
-        """Release the device's memory until the next weight sync. Returns False if the engine keeps it."""
+        """Release the engine's device memory until the next sync. Return False if the engine keeps its memory."""
         return self._run(lambda: self.receiver.sleep(self.engine))
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generation until `finish_load` of this weight sync. Returns `memory.whereabouts` of this process."""
+        """Stop generation until `finish_load` of this weight sync.
+
+        Returns:
+            `memory.whereabouts()` of this process, which shows whether actor and engine can map the same files.
+        """
         return self._run(lambda: self.receiver.start(self.engine, sync, version))
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load some weights. Raises SyncError if they did not arrive intact.
+        """Load one bucket of weights. Raise SyncError if the bytes of the bucket did not arrive intact.
 
         Args:
             sync: Name of the weight sync.
-            before: Result of the previous call, which makes Ray run the calls in order.
-            parts: The parts of one bucket.
+            before: Result of the previous call, passed only so that Ray runs the calls in order.
+            parts: The parts of the bucket, one from each rank that wrote it.
         """
         self._run(lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def finish_load(self, sync: str, before: None) -> None:
-        """Resume generation with the new weights. Raises SyncError unless the engine computes with them."""
+        """Resume generation with the new weights. Raise SyncError unless the engine computes with the new weights."""
         self._run(lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """Abandon this weight sync. The engine generates nothing until another sync succeeds."""
+        """Abandon this weight sync. The engine then generates nothing until another sync succeeds."""
         self._run(lambda: self.receiver.give_up(sync, reason))
 
     def close(self) -> None:
@@ -148,7 +160,7 @@ class RolloutWorker:
         self.closed = True
 
     def _run(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread and wait for its result."""
+        """Run a function in the engine's thread, or in this thread if the engine has none. Return the result."""
         if self.thread is None:
             return function()
         future: Future[T] = Future()
@@ -165,7 +177,7 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # checked again, because the command may have begun a weight sync
+            if self._has_work():  # check again, because the command may have begun a weight sync
                 try:
                     self._deliver(self.engine.step())
                 except BaseException as error:

@@ -1,8 +1,8 @@
 """The engine's side of low-rank adapters: the engine merges received adapters into its own copy of the base weights.
 
-Only A and B of each adapted matrix are transferred. The engine recomputes its merged weights from the model's files in
-every sync. An adapter is therefore applied exactly once, regardless of the number of syncs. The files are memory-mapped
-and not kept in memory.
+A weight sync transfers only the adapter matrices A and B of each adapted matrix. In every sync, the engine computes its
+merged weights anew from the model's files, so an adapter is applied exactly once, regardless of the number of syncs.
+The model's files are memory-mapped and not kept in memory.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from workers.sync.buckets import Bucket, tensors_of
 
 
 class Adapters:
-    """The adapters of one sync, collected bucket by bucket.
+    """The adapters that an engine receives in one sync, collected from the buckets.
 
     Args:
         path: model directory of the base weights.
@@ -27,8 +27,8 @@ class Adapters:
         self.path, self.scale, self.parts = path, 1.0, dict[str, Tensor]()
 
     def take(self, bucket: Bucket, data: np.ndarray) -> None:
-        """Copy the adapters of a bucket. The copy is necessary because later buckets overwrite these bytes."""
-        assert bucket.scale is not None, "a bucket of adapters"
+        """Copy the adapters of a bucket, because later buckets overwrite the bucket's bytes."""
+        assert bucket.scale is not None, "a bucket of adapters has a scale"
         self.scale = bucket.scale
         self.parts |= {name: tensor.clone() for name, tensor in tensors_of(bucket, data)}
 
@@ -36,18 +36,18 @@ class Adapters:
         """Yield the merged matrices by name, in float32 and one at a time.
 
         Args:
-            everything: whether to yield all other tensors of the model's files too.
+            everything: whether to yield also the tensors of the model's files that have no adapter.
 
         Raises:
-            SyncError: an adapter lacks its base matrix or its other half.
+            SyncError: the base matrix of an adapter is missing, or only one of its matrices A and B has arrived.
         """
         base, layers = BaseWeights(self.path), {name.removesuffix(A).removesuffix(B) for name in self.parts}
         needed = {layer: {layer + A, layer + B, f"{layer}.weight"} for layer in sorted(layers)}
         missing = [layer for layer, names in needed.items() if not names <= self.parts.keys() | base.files.keys()]
         if missing:
             raise SyncError(
-                f"the adapter of '{missing[0]}' came without its other half, or {self.path} has no such matrix; engine "
-                "and actor do not start from the same files"
+                f"the adapter of '{missing[0]}' arrived without A or B, or {self.path} has no such matrix; engine and "
+                "actor do not start from the same files"
             )
         for name in base.files:
             layer, _, last = name.rpartition(".")

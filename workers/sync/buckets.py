@@ -1,7 +1,8 @@
-"""How the weights of one version are divided into buckets, and what is transferred of a bucket: pure functions.
+"""Buckets, in which the weights of one version are transferred to the engines.
 
-All ranks compute the same layout. Each rank copies the rows that it holds to their places in a bucket. These rows are
-the rank's part of the bucket. An engine joins the parts of all ranks and reads whole tensors from the bucket.
+All ranks compute the same layout of tensors in buckets. Each rank copies the rows of tensors that it holds to their
+places in a bucket, which makes the rank's part of the bucket. An engine joins the parts of all ranks and reads whole
+tensors from the bucket.
 """
 
 import warnings
@@ -15,7 +16,7 @@ from torch import Tensor
 from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
 
-BUCKET_BYTES = 64 << 20  # maximum bucket size; a larger tensor gets its own bucket
+BUCKET_BYTES = 64 << 20  # maximum size of a bucket, unless the bucket has a single tensor that is larger
 ALIGNMENT = 64  # in bytes; each tensor of a bucket starts at a multiple of this number
 
 
@@ -26,7 +27,7 @@ class Place:
     Attributes:
         name: name of the tensor in the Hugging Face checkpoint.
         shape: shape of the whole tensor.
-        start, size: offset in the bucket, and length, in bytes.
+        start, size: offset of the tensor in the bucket, and length of the tensor, in bytes.
     """
 
     name: str
@@ -37,14 +38,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a tensor, as one rank wrote them.
+    """Some rows of a tensor that one rank wrote into a bucket.
 
     Attributes:
         name: name of the tensor.
-        start, size: offset in the bucket, and length, in bytes. A piece of size 0 only carries the probe of a tensor
-            that is not transferred; its `start` is the number of its first row.
-        checksum: checksum of the bytes by `checks.checksum`; None without checks.
-        probe: result of `checks.probe` for these rows, in float32; None without checks.
+        start, size: offset of the rows in the bucket, and their length, in bytes. If `size` is 0, the piece only
+            carries the probe of a tensor that is not transferred, and `start` is the number of the first row.
+        checksum: result of `checks.checksum` for the bytes, or None if the sync has no checks.
+        probe: result of `checks.probe` for the rows, in float32, or None if the sync has no checks.
     """
 
     name: str
@@ -62,13 +63,13 @@ class Bucket:
         version: version of the weights.
         dtype: dtype of all tensors, "float32" or "bfloat16".
         places: locations of all tensors of the bucket.
-        aliases: additional names of tied tensors, each with the name under which the tensor is sent. The engine checks
-            the additional names too.
+        aliases: additional names of tied tensors, each with the name under which the tensor is sent. The engine also
+            checks the tensors with the additional names.
         pieces: the written pieces, in order.
-        data: uint8 bytes, or None if the bytes are in a file. One rank's part holds its pieces one after the other,
-            each at a multiple of `ALIGNMENT`. Joined parts, and files, hold the tensors at their places.
+        data: uint8 bytes, or None if the bytes are in a file. In one rank's part, the pieces follow one another, each
+            at a multiple of `ALIGNMENT`. In joined parts, and in a file, each tensor is at its place.
         path, offset: path of the file with the bytes, and the offset of the bucket in the file.
-        scale: for adapters, the factor of the product B A; None if the tensors are whole weights.
+        scale: factor of the product B A if the tensors are adapters, or None if the tensors are whole weights.
     """
 
     version: int
@@ -89,7 +90,8 @@ class Bucket:
     def probes(self) -> dict[str, np.ndarray]:
         """Return the probes by tensor name, including the additional names of tied tensors.
 
-        `checks.probe` defines them: the product W v for a matrix W, and the flattened values for any other tensor.
+        A probe, as `checks.probe` defines it, is the product W v for a matrix W, and the flattened values for any other
+        tensor.
         """
         found: dict[str, list[np.ndarray]] = {}
         for piece in self.pieces:
@@ -105,7 +107,7 @@ def aligned(size: int) -> int:
 
 
 def end(places: Sequence[Place]) -> int:
-    """Return the number of bytes that a bucket takes."""
+    """Return the number of bytes that a bucket with these places takes, from its start to the aligned end."""
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 
@@ -134,7 +136,7 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     missing = [place.name for place in first.places if covered.get(place.name, 0) != place.size]
     if missing:
         raise SyncError(
-            f"weight sync {first.version}: the ranks together did not send '{missing[0]}' once as a whole "
+            f"weight sync {first.version}: the ranks together did not send '{missing[0]}' exactly once as a whole "
             f"({covered.get(missing[0], 0)} bytes); their shards do not fit together, report this"
         )
     data = _together(first.size, parts) if first.path is None else None
@@ -142,25 +144,25 @@ def join(parts: Sequence[Bucket]) -> Bucket:
 
 
 def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
-    """Return the bytes of all parts, with each piece at its place.
+    """Return the bytes of a bucket, with each piece of the ranks' parts copied to the place of its tensor's rows.
 
-    If there is only one part, its bytes are returned unchanged.
+    If there is only one part, the bytes of the part are returned without a copy.
     """
     if len(parts) == 1:
-        assert parts[0].data is not None, "data, or a file"
+        assert parts[0].data is not None, "a bucket without a file has data"
         return parts[0].data
     whole = np.zeros(size, np.uint8)
     for part in parts:
         start = 0
         for piece in part.pieces:
-            assert part.data is not None, "data, or a file"
+            assert part.data is not None, "a bucket without a file has data"
             whole[piece.start : piece.start + piece.size] = part.data[start : start + piece.size]
             start += aligned(piece.size)
     return whole
 
 
 def verify(bucket: Bucket, data: np.ndarray) -> None:
-    """Raise SyncError if the bytes of a piece do not match its checksum. Pieces without a checksum are not verified."""
+    """Raise SyncError if the bytes of a piece do not match the checksum of the piece, if there is one."""
     for piece in bucket.pieces:
         if piece.checksum is None:
             continue
@@ -173,9 +175,9 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 
 
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
-    """Yield the bucket's tensors by name, as views of its bytes."""
+    """Yield the name of each of the bucket's tensors, and the tensor as a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # the data is only read
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # harmless: nothing writes
         whole = torch.from_numpy(data)
     for place in bucket.places:
         part = whole[place.start : place.start + place.size]

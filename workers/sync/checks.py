@@ -1,8 +1,9 @@
-"""Verification that weights arrived, by checksums of bytes and by products with a fixed random vector.
+"""Verification that an engine computes with the weights that were sent to it.
 
-Each piece of a tensor carries a checksum of its bytes, and each matrix W carries the product W v. An engine verifies
-the bytes that it received, and then runs its own linear layers on the same v. On a CPU, the engine repacks its weights,
-so only its own compute path shows which weights it uses.
+The sender adds a checksum of the bytes to each piece of a tensor, and the product W v with a fixed random vector v (the
+probe vector) to each matrix W. An engine verifies the bytes that it received, and then runs its own linear layers on
+the same v. The layers must be run, because on a CPU the engine repacks its weights, so that a comparison of bytes would
+not show which weights the layers use.
 """
 
 import functools
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from rltrain.base.errors import SyncError
 
-RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # engine-trainer tolerance, relative to the largest output
+# Largest accepted difference between the engine's and the trainer's outputs, relative to the largest output.
+RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def checksum(data: np.ndarray) -> int:
-    """Return the sum modulo 2**64 of the 64-bit words of bytes (n,) uint8, plus the leftover bytes.
+    """Return the sum modulo 2**64 of the 64-bit words of `data` (n,) uint8 and of the bytes after the last whole word.
 
     The checksum takes one pass over the data, at memory speed. If the lengths of parts are multiples of 8, the
     checksums of the parts sum to the checksum of the whole.
@@ -31,36 +33,36 @@ def checksum(data: np.ndarray) -> int:
 def probe(tensor: Tensor) -> Tensor:
     """Return the product of a matrix and a fixed random vector, in float32.
 
-    Any other tensor is returned flattened, in float32.
+    A tensor that is not a matrix is returned flattened, in float32.
     """
     if tensor.ndim != 2:
         return tensor.float().flatten()
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # models have few widths, and every chunk of about 1 MB reuses one
+@functools.lru_cache(maxsize=32)  # a model has matrices of few widths, and every chunk of rows needs the vector again
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.
 
-    The result is cached, so callers must not modify it.
+    The returned vector is cached, so callers must not modify it.
     """
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, generator=generator).to(dtype).float()
 
 
 def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray], *, version: int, dtype: str) -> None:
-    """Compare the outputs of the engine's layers with the outputs that the trainer's weights give.
+    """Compare the outputs of the engine's layers with the outputs that the trainer's weights produce.
 
     Args:
         outputs: probes by tensor name, computed by the engine's own compute path.
         probes: probes by tensor name, computed by the trainer.
         version: version of the weights, for the error message.
-        dtype: dtype of the engine's weights, which determines the tolerance relative to the largest output.
+        dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
 
     Raises:
-        SyncError: an output differs, or the two sides hold different tensors. The message names the worst tensor, or
-            the tensors that only one side has.
+        SyncError: an output differs, or engine and trainer do not hold the same tensors. The message names the tensor
+            with the largest difference, or the tensors that only one of them holds.
     """
     unpaired = sorted(set(probes) ^ set(outputs))
     unpaired += [name for name in probes if name in outputs and outputs[name].numel() != probes[name].size]
@@ -79,5 +81,5 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     if not errors[worst] <= RELATIVE_ERROR[dtype]:
         raise SyncError(
             f"weight sync {version}: the engine does not compute with the actor's '{worst}' (relative error "
-            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): it still uses other weights there"
+            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): this layer still uses other weights"
         )

@@ -1,12 +1,12 @@
-"""A file in shared memory that exists during one sync and that all processes of a host map.
+"""Files in shared memory, through which the processes of one host exchange weights during one sync.
 
-The file is accessible to this user only. It is removed as soon as all processes have opened it, or when the sync ends,
-even if the sync fails. If every process that knows the file is killed earlier, a file with two buckets is left over.
-The next sync on this host removes every such file that no process has open. Each process holds a lock on a file that
-it maps, and the lock ends with the process.
+A file is accessible to this user only. The file is removed as soon as all processes have opened it, or when the sync
+ends, even if the sync fails. If every process that knows the file is killed earlier, a file of the size of two buckets
+is left over. The next sync on the host removes leftover files. To show that a file is in use, each process holds a lock
+on a file that it has mapped, and the lock ends with the process.
 
-Python's `SharedMemory` does not preallocate, so a full folder would kill its writer. The filelock library can lock an
-open file only exclusively.
+Python's `SharedMemory` is not used, because it does not preallocate, so that a full folder would kill the process that
+writes. The filelock library is not used, because it cannot take a shared lock on an open file.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ PREFIX = "rltrain-weights-"
 
 
 def new_path() -> str:
-    """Return a path that no other sync uses."""
+    """Return the path for a new shared file, which no other sync uses."""
     return str(FOLDER / f"{PREFIX}{secrets.token_hex(8)}")
 
 
 def whereabouts() -> str | None:
-    """Return a string that two processes share if and only if they can map each other's files.
+    """Return a string that is the same in two processes if and only if they can map each other's files.
 
     Returns None if the string cannot be determined.
     """
@@ -50,10 +50,10 @@ class SharedFile:
 
     Args:
         path: path of the file.
-        size: size in bytes of a file to create; None opens an existing file.
+        size: size in bytes of the file to create. If `size` is None, an existing file is opened.
 
     Raises:
-        OSError: there is no room for the file, or no such file exists.
+        OSError: there is no room for the file to create, or the file to open does not exist.
     """
 
     def __init__(self, path: str, size: int | None = None) -> None:
@@ -63,7 +63,7 @@ class SharedFile:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if size is not None:
-                # Without preallocation, a full folder would kill the writing process (SIGBUS) instead of raising.
+                # Without preallocation, a full folder would kill the writing process with SIGBUS.
                 os.posix_fallocate(descriptor, 0, max(size, 1))
             self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)  # the mapping keeps the file locked
         except BaseException:
@@ -80,27 +80,27 @@ class SharedFile:
 
 
 class Reader:
-    """Access to the bytes of buckets, whether they are in the bucket object or in a shared file."""
+    """Access to the bytes of buckets, which are in the bucket object or in a shared file."""
 
     def __init__(self) -> None:
         self.file: SharedFile | None = None
 
     def data(self, bucket: Bucket) -> np.ndarray:
-        """Return the bytes (n,) of a bucket that all ranks wrote.
+        """Return the bytes (n,) of a bucket that all ranks have written.
 
         Raises:
             SyncError: the bucket's file cannot be opened.
         """
         if bucket.data is not None:
             return bucket.data
-        assert bucket.path is not None, "data, or a file"
+        assert bucket.path is not None, "a bucket without data has a file"
         if self.file is None or self.file.path != bucket.path:
             try:
                 self.file = SharedFile(bucket.path)
             except OSError as error:
                 raise SyncError(
-                    f"weight sync {bucket.version}: {bucket.path} cannot be opened ({error.strerror}); actor and "
-                    "engine seemed to share this folder"
+                    f"weight sync {bucket.version}: {bucket.path} cannot be opened ({error.strerror}), although actor "
+                    "and engine seemed to share this folder"
                 ) from None
         return self.file.memory[bucket.offset : bucket.offset + bucket.size]
 
@@ -111,9 +111,9 @@ class Reader:
 
 @contextlib.contextmanager
 def as_file(bucket: Bucket) -> Iterator[Bucket]:
-    """Provide the bucket with its bytes in a file, for the processes of an engine, while the block runs.
+    """Put the bytes of a bucket into a file while the block runs, so that all processes of an engine can read them.
 
-    A bucket whose bytes are already in a file is yielded unchanged.
+    If the bytes are already in a file, the bucket is yielded unchanged.
 
     Raises:
         SyncError: there is no room for the file.
@@ -136,9 +136,10 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
 
 
 def remove_stale() -> None:
-    """Remove files of syncs whose processes died.
+    """Remove the files of syncs whose processes have died.
 
-    These are non-empty files with our name prefix that belong to this user and that no process has open.
+    A file is removed if its name starts with `PREFIX`, it belongs to this user, it is not empty, and no process holds a
+    lock on it.
     """
     for path in FOLDER.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""The rollout worker's side of a weight sync: whether its engine holds complete weights and may therefore generate."""
+"""The rollout worker's side of a weight sync, which tracks whether the engine's weights are complete.
+
+An engine may generate only with complete weights.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -13,20 +16,20 @@ class Loads(Protocol):
     """Interface of an engine that loads weights."""
 
     def start_load(self) -> None:
-        """Prepare for new weights, even if the previous load was not completed."""
+        """Prepare to receive new weights, even if the previous load was not completed."""
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
 
     def finish_load(self, version: int) -> None:
-        """Compute with the loaded weights from now on. Raises SyncError unless every layer does."""
+        """Make the engine compute with the loaded weights. Raise SyncError if a layer computes with other weights."""
 
 
 class Sleeps(Protocol):
     """Interface of an engine that can release memory while it is idle."""
 
     def sleep(self) -> bool:
-        """Release the device memory of weights and caches until weights are loaded.
+        """Release the device memory of weights and caches until the next load of weights.
 
         Returns:
             False if the engine keeps its memory, otherwise True.
@@ -34,13 +37,13 @@ class Sleeps(Protocol):
 
 
 class Receiver:
-    """Receives one weight sync after another for an engine.
+    """Receives weight syncs for an engine, and tracks whether the engine may generate.
 
-    The engine must not step while it sleeps, between `start` and `finish`, or after a failed sync.
+    The engine must not generate while it sleeps, between `start` and `finish`, or after a failed sync.
 
     Attributes:
         asleep: whether the engine has released its weights.
-        sync: name of the current sync, or None.
+        sync: name of the current sync, or None if there is none.
         broken: reason why the last sync failed, or None if it did not fail.
     """
 
@@ -64,23 +67,23 @@ class Receiver:
             )
 
     def sleep(self, engine: Sleeps) -> bool:
-        """Let the engine sleep until the next sync, and return whether it released its memory."""
+        """Make the engine release its memory until the next sync. Return False if the engine keeps its memory."""
         self.asleep = engine.sleep()
         return self.asleep
 
     def start(self, engine: Loads, sync: str, version: int) -> str | None:
-        """Start a sync and wake the engine. Returns `memory.whereabouts` of this process."""
+        """Start a sync and wake the engine. Return the result of `memory.whereabouts` in this process."""
         self.sync, self.version, self.broken, self.asleep = sync, version, None, False
         self._guarded(engine.start_load)
         return whereabouts()
 
     def bucket(self, engine: Loads, sync: str, parts: tuple[Bucket, ...]) -> None:
-        """Load a bucket, given the parts that the ranks wrote."""
+        """Join the parts of a bucket that the ranks wrote, and load the bucket."""
         self._expect(sync)
         self._guarded(lambda: engine.load_bucket(join(parts)))
 
     def finish(self, engine: Loads, sync: str) -> None:
-        """Finish the sync after all buckets were loaded."""
+        """Finish the sync after the last bucket, so that the engine may generate again."""
         self._expect(sync)
         self._guarded(lambda: engine.finish_load(self.version))
         self.sync = None
@@ -93,7 +96,7 @@ class Receiver:
     def _expect(self, sync: str) -> None:
         if self.sync != sync:
             self.require()
-            raise SyncError(f"weight sync {sync}: this engine was told of another, {self.sync}; report this")
+            raise SyncError(f"weight sync {sync}: this engine receives another sync, {self.sync}; report this")
 
     def _guarded(self, step: Callable[[], None]) -> None:
         tick()

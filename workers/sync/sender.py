@@ -1,8 +1,8 @@
-"""An actor rank's side of a weight sync: the rank copies its own rows directly to their places in a bucket.
+"""An actor rank's side of a weight sync: the rank copies the rows that it holds directly to their places in a bucket.
 
-Tensors that are sharded by rows are not gathered. Each rank copies the rows that it holds, in the engine's dtype, and
-computes their checksum and probe while the rows are in the cache. Only tensors that are sharded in another way are
-gathered, and the first rank writes them.
+Tensors that are sharded by rows are not gathered. Each rank converts the rows that it holds to the engine's dtype,
+copies them, and computes their checksum and probe while the rows are in the CPU's cache. Only tensors that are sharded
+in another way are gathered, and the first rank writes them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,17 +23,17 @@ from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 
-SLOTS = 2  # number of buckets in the file: engines read one while ranks write the next
+SLOTS = 2  # number of buckets for which the file has room: engines read one bucket while ranks write the next
 CHUNK_BYTES = 1 << 20  # rows are copied, summed and multiplied in chunks that fit a core's cache
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A rank's answer at the start of a sync.
+    """What a rank tells the driver at the start of a sync.
 
     Attributes:
         buckets: number of buckets in the sync.
-        where: result of `memory.whereabouts`; None if there is no file to share.
+        where: result of `memory.whereabouts` in the rank's process, or None if the rank cannot use a shared file.
     """
 
     buckets: int
@@ -41,11 +41,11 @@ class Offer:
 
 
 class Sender:
-    """One rank's part in one sync. All ranks must call the same methods in the same order.
+    """Sends one rank's part of the weights in one sync. All ranks must call the same methods in the same order.
 
     Args:
-        model: the model, possibly sharded, whose parameters are sent; tied parameters are sent once.
-        version: version of these weights.
+        model: the model whose parameters are sent, possibly sharded. Tied parameters are sent once.
+        version: version of the weights.
         dtype: dtype of the weights in the engine, "float32" or "bfloat16".
         check: whether to add checksums and probes.
     """
@@ -67,10 +67,10 @@ class Sender:
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def offer(self, path: str | None) -> Offer:
-        """Prepare the sync and return this rank's offer.
+        """Prepare the sync, and return this rank's `Offer` to the driver.
 
-        If `path` is given, the first rank creates the shared file there. If there is no room for the file, `where` is
-        None in the first rank's offer.
+        If `path` is given, the first rank creates the shared file at this path. If there is no room for the file,
+        `where` is None in the first rank's offer.
         """
         where = whereabouts() if path else None
         if path and self.first:
@@ -83,9 +83,9 @@ class Sender:
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
-        """Write this rank's part of a bucket to the file at `path` or, without a path, into the returned bucket.
+        """Write this rank's part of a bucket to the file at `path` or, if `path` is None, into the returned bucket.
 
-        This may be a collective.
+        All ranks must call this method, because some tensors are gathered.
         """
         places = self.layout[number]
         held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
@@ -102,12 +102,12 @@ class Sender:
             target = bucket.data[at : at + size] if bucket.data is not None else self._slot(bucket, start, size)
             bucket.pieces.append(self._write(place, own, start, target))
             at += aligned(size)
-        if number == SLOTS and self.file:  # every process has opened the file by now, for the first bucket
+        if number == SLOTS and self.file:  # by now, every process has opened the file for the first bucket
             self.file.unlink()
         return bucket
 
     def _slot(self, bucket: Bucket, start: int, size: int) -> np.ndarray:
-        assert bucket.path is not None, "called for a file"
+        assert bucket.path is not None, "a slot belongs to a file"
         if self.file is None:
             self.file = SharedFile(bucket.path)
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]
@@ -119,7 +119,8 @@ class Sender:
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
         tick()
-        # A chunk has a multiple of 8 rows. Its length in bytes is then a multiple of 8, as sums of checksums require.
+        # A chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8 and the checksums of the
+        # chunks sum to the checksum of the piece.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
@@ -142,7 +143,7 @@ class Sender:
 
 
 class AdapterSender(Sender):
-    """Sends A and B of a model's adapters in float32. With `check`, it also sends probes of the whole merged model.
+    """Sends the matrices A and B of a model's adapters, in float32, and with `check` also probes of the merged model.
 
     The arguments are those of `Sender`. Each engine merges the adapters into its own copy of the base weights, as
     `workers.sync.adapters` describes.
@@ -155,7 +156,7 @@ class AdapterSender(Sender):
         (self.scale,) = {adapter.scale for adapter in self.adapters.values()}
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return A and B of every adapter, possibly sharded, by name."""
+        """Return the matrices A and B of every adapter, possibly sharded, by name."""
         return adapter_tensors(model)
 
     @torch.no_grad()
@@ -172,9 +173,11 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces that carry only the probes of this rank's rows of the merged model. This is a collective.
+        """Yield pieces that carry only the probes of this rank's rows of the merged model.
 
-        The merged weights are first rounded to the engine's dtype. `checks.probe` then computes their probes.
+        All ranks must iterate over the pieces, because adapters are gathered.
+
+        The merged weights are rounded to the engine's dtype before `checks.probe` computes their probes.
         """
         for name, parameter in self.merged.items():
             adapter, own = self.adapters.get(name), own_rows(parameter, self.first)
@@ -186,18 +189,18 @@ class AdapterSender(Sender):
             step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
             chunks: Iterable[Tensor] = rows.split(step)
             if a is not None:
-                assert b, "an adapter's B is cut by rows as its matrix is"
+                assert b, "an adapter's B is sharded by rows, as the matrix that it adapts"
                 chunks = map(partial(merge, a=a, scale=self.scale), chunks, b[0].split(step))
             products = [probe(chunk.to(self.engine_dtype).cpu()).numpy() for chunk in chunks]
             yield Piece(name, own[1], 0, None, np.concatenate(products))
 
 
 def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
-    """Return the rows that this rank sends, and the number of the first row; None if other ranks send all rows.
+    """Return the rows that this rank sends and the number of the first row, or None if other ranks send all rows.
 
     Args:
-        parameter: whole or sharded tensor. It is gathered unless it is replicated, or sharded by rows over one mesh
-            dimension.
+        parameter: whole or sharded tensor. A sharded tensor is gathered unless it is sharded by rows over at most one
+            mesh dimension and replicated over the others.
         first: whether this rank sends the tensors that are not sharded by rows.
     """
     if not isinstance(parameter, DTensor):
@@ -215,5 +218,5 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
         return local, 0
     each = -(-rows // mesh.size(cut[0]))  # rows of a full shard, as in torch.chunk
     start = min(rows, each * mesh.get_local_rank(cut[0]))
-    assert len(local) == min(each, rows - start), f"{len(local)} rows of {rows} are not rank {start // each}'s"
+    assert len(local) == min(each, rows - start), f"rank {start // each} must not hold {len(local)} of {rows} rows"
     return (local, start) if len(local) else None

@@ -1,12 +1,13 @@
-"""One weight sync, as the driver runs it.
+"""The driver's side of a weight sync, which transfers the actor's weights to the engines in buckets.
 
-For each bucket, all ranks write their rows, and then all engines load the bucket. Ranks write a bucket only after every
-engine has loaded the bucket two places before it. Ranks therefore write one bucket while engines load the previous one,
-and at most two buckets exist at a time. The driver does not wait between the calls. Instead, the result of one call is
-an argument of the next call. An error, or the death of a process, therefore ends all later calls.
+For each bucket, all ranks write the rows that they hold, and then all engines load the bucket. Ranks write bucket n
+only after every engine has loaded bucket n - 2. Ranks therefore write one bucket while engines load the previous one,
+and at most two buckets exist at a time. The driver does not wait between the calls of ranks and engines: the result of
+one call is an argument of the next call, so that Ray orders the calls. An error, or the death of a process, therefore
+ends all later calls.
 
-If all ranks and engines are on one host, they share a file in memory. Otherwise, each rank sends its own bytes with the
-calls.
+If all ranks and engines are on one host, the bytes are in a shared file in memory. If there are several hosts, each
+rank returns its bytes as the results of its calls.
 """
 
 import contextlib
@@ -25,29 +26,29 @@ class Sends(Protocol):
     """Interface of a training rank that sends its weights. See `workers.training.actor.ActorWorker`."""
 
     def start_export(self, path: str | None, version: int, check: bool) -> Offer:
-        """Prepare the weights and return what will be sent."""
+        """Prepare to send the weights, and return a description of what this rank will send."""
 
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
-        """Write this rank's rows of a bucket. The results `loaded` make Ray wait for the calls that return them."""
+        """Write this rank's rows of a bucket. Ray runs the call after the calls whose results are in `loaded`."""
 
     def end_export(self) -> None:
-        """Free the memory of the export."""
+        """Free the memory that was used to send the weights."""
 
 
 class Receives(Protocol):
     """Interface of an engine that receives weights. See `workers.rollout.worker.RolloutWorker`."""
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generation until `finish_load`. Returns `memory.whereabouts` of the process."""
+        """Stop generation until `finish_load`. Return the result of `memory.whereabouts` in the engine's process."""
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load the parts of a bucket. The result `before` makes Ray wait for the call that returns it."""
+        """Load a bucket from its parts. Ray runs the call after the call whose result is `before`."""
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generation with the new weights."""
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """Abandon the weight sync."""
+        """Abandon the weight sync for the given reason."""
 
 
 async def sync(
@@ -64,13 +65,13 @@ async def sync(
         ranks: the actor's ranks.
         engines: the engines that receive the weights.
         version: version of the weights.
-        check: whether to verify that the weights arrived.
+        check: whether to verify that the engines compute with the sent weights.
         share: whether to use shared memory if all processes are on one host.
 
     Raises:
-        WorkerLost: a process died or hung. The remaining engines generate nothing until a sync succeeds.
-        SyncError: the engines do not compute with these weights, or did not receive all of them. The engines generate
-            nothing until a sync succeeds.
+        WorkerLost: a process died or hung. The surviving engines generate nothing until another sync succeeds.
+        SyncError: the engines did not receive all weights, or do not compute with the sent weights. The engines
+            generate nothing until another sync succeeds.
     """
     path = new_path()
     senders, receivers = _processes(ranks), _processes(engines)
@@ -78,7 +79,8 @@ async def sync(
         file = path if share and receivers[0].concurrent else None
         begun = [rank.start(Sends.start_export, file, version, check) for rank in ranks]
         told = [engine.start(Receives.start_load, path, version) for engine in engines]
-        offers, places = await results(begun), await results(told, depends_on=senders)  # the two calls are independent
+        # Ranks and engines work on these two kinds of calls at the same time.
+        offers, places = await results(begun), await results(told, depends_on=senders)
         await _stream(ranks, engines, path, offers, places)
     except BaseException as error:
         await _give_up(engines, path, described(error))
@@ -86,7 +88,7 @@ async def sync(
             raise SyncError(f"weight sync {version} broke off: {error}") from error
         raise
     finally:
-        if not any(process.how_lost for process in senders):  # surviving ranks may wait forever for a lost one
+        if not any(process.how_lost for process in senders):  # the surviving ranks may wait forever for a lost rank
             with contextlib.suppress(RLTrainError):
                 await results([rank.start(Sends.end_export) for rank in ranks], depends_on=receivers)
         with contextlib.suppress(OSError):  # the file remains only if its creator died
@@ -100,7 +102,7 @@ async def _stream(
     offers: Sequence[Offer],
     places: Sequence[str | None],
 ) -> None:
-    """Transfer all buckets, then let the engines finish the load."""
+    """Transfer all buckets, then make the engines finish loading and resume generation."""
     shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
     loaded: list[list[Pending[None]]] = []
     for number in range(offers[0].buckets):
@@ -116,7 +118,7 @@ async def _stream(
 
 
 async def _give_up(engines: Sequence[Role[Receives]], path: str, reason: str) -> None:
-    """Tell the surviving engines that the remaining buckets will not arrive."""
+    """Tell the surviving engines that the sync has failed and no further buckets will arrive."""
     for engine in engines:
         if not engine.process.how_lost:
             with contextlib.suppress(RLTrainError):

@@ -1,1 +1,1 @@
-"""The roles of the training ranks, and the code that splits batch calls over ranks and collects the results."""
+"""The roles of the training ranks, and the code that splits batches over the ranks and collects their results."""

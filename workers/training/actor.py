@@ -32,8 +32,8 @@ from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.rank_state import RankState, Saved
 
-# Upper limit, in nats, of the mean |log-prob - old log-prob| on the first mini-batch, where both log-probs come from
-# the same weights.
+# Upper limit, in nats, of the mean |log-prob - old log-prob| over the first mini-batch, where the same weights compute
+# both log-probs.
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -42,7 +42,7 @@ class ActorWorker:
 
     Args:
         config: the whole config.
-        path: model directory in Hugging Face form.
+        path: model directory in Hugging Face format.
     """
 
     def __init__(self, config: Config, path: str) -> None:
@@ -50,27 +50,27 @@ class ActorWorker:
         self._load_start()
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
-        # The exact KL needs the reference's head, but the reference sends only its hidden states. The actor starts with
-        # the reference's weights, so this code copies the actor's initial head. The copy is rounded to the dtype in
-        # which the reference computes; otherwise the KL of a policy to itself would not be 0.
+        # The exact KL needs the output head of the reference model, which sends only its hidden states. The actor
+        # starts with the reference's weights, so its initial head is copied here. The copy is rounded to the dtype in
+        # which the reference computes; without rounding, the KL of a policy to itself would not be 0.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
             head = self.model.get_output_embeddings()
             if head.bias is not None:
                 raise ConfigError(
-                    f"model.path={path}: its last layer has a bias, and the exact KL (full=true) is of layers without "
-                    "one; use an estimator, full=false"
+                    f"model.path={path}: the exact KL (full=true) does not support this model, because its last layer "
+                    "has a bias; use a KL estimator (full=false)"
                 )
             self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
 
     def _load_start(self) -> None:
-        """Load the model directory and create a new optimizer: the state before the first step."""
+        """Set up the state before the first step: weights from the model directory, and a new optimizer."""
         config = self.config
         model = load_policy(str(self.path))
         if config.model.lora:
             model = adapt(model, config.model.lora, seed=config.trainer.seed)
         self.model = shard(model, config)
-        self.model.eval()  # no dropout: training must use the policy that generated the samples
+        self.model.eval()  # no dropout, because training must use the policy that generated the samples
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
@@ -80,11 +80,11 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the columns of the policy before the update, with rows in the order of the micro-batches.
+        """Compute columns with the policy before the update, with rows in the order of `microbatches`.
 
         Returns:
-            `old_log_probs`; `entropies` if the loss's token selector reads them; and `full_kl`, the exact KL to the
-            reference, if the reward is reduced by it.
+            A batch with the column `old_log_probs`, with `entropies` if the loss's token selector reads entropies, and
+            with `full_kl` if the exact KL to the reference is subtracted from the reward.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -102,15 +102,16 @@ class ActorWorker:
         return row_pass(self.model, columns, batch, microbatches)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
-        """Return the reference's hidden states (R, H) at the response tokens of these rows, and its head (V, H)."""
-        assert self.ref_head is not None, "the config asks for the exact KL"
+        """Return the reference's hidden states (R, H) at the response tokens of `part`, and its output head (V, H)."""
+        assert self.ref_head is not None, "the head is copied if the config asks for the exact KL"
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
 
         Raises:
-            LogProbError: before the first step, the actor's log-probs differ from the old log-probs.
+            LogProbError: before the first optimizer step, the actor's log-probs differ from `old_log_probs` by more
+                than rounding explains.
         """
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
@@ -125,7 +126,7 @@ class ActorWorker:
             step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # frees memory for the engine on the same device; a no-op without a GPU
+            torch.cuda.empty_cache()  # free memory for the engine on the same GPU
         return result
 
     def _backward(
@@ -143,7 +144,7 @@ class ActorWorker:
         columns["log_probs"] = unpack(output.log_probs, mask)
         columns.setdefault(
             "old_log_probs", columns["log_probs"].detach()
-        )  # the column is absent if a batch has a single step, because the policy is unchanged
+        )  # a batch for a single optimizer step lacks `old_log_probs`, which then equal the current log-probs
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
         if output.full_kl is not None:
@@ -156,7 +157,8 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        (loss * torch.distributed.get_world_size()).backward()  # undoes FSDP's average: the ranks' losses add up
+        # The factor is there because FSDP averages the gradients over the ranks, but they must add up.
+        (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
         return columns
@@ -168,11 +170,12 @@ class ActorWorker:
         if not gap <= limit:
             raise LogProbError(
                 f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, "
-                f"above {limit:g}: the same weights must give the same log-probs, so forward passes differ; report this"
+                f"above {limit:g}: the same weights must give the same log-probs, but two forward passes differ; "
+                "report this"
             )
 
     def start_export(self, path: str | None, version: int, check: bool) -> Offer:
-        """Start to send the weights, and return this rank's offer.
+        """Prepare to send the weights to the engines, and return a description of what this rank will send.
 
         Args:
             path: path of the shared file for the weights, or None to send them without a file.
@@ -184,20 +187,23 @@ class ActorWorker:
         return self.sender.offer(path)
 
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
-        """Write this rank's part of a bucket.
+        """Write this rank's part of a bucket of weights, and return the bucket.
 
-        `_loaded` holds the results of the engines' calls that load the earlier bucket in the same slot. These arguments
-        delay this call until the slot is free.
+        `_loaded` holds the results of the engines' calls that load the previous bucket from the same memory. Ray runs
+        `export` only once the results in `_loaded` are available, so no bucket is overwritten while it is being loaded.
         """
         return self.sender.write(number, path)
 
     def end_export(self) -> None:
         """Release the sender after all weights were sent, or after the sync failed."""
         self.sender.close()
-        del self.sender  # the sender keeps the parameters alive
+        del self.sender  # the sender would keep the parameters in memory
 
     def save_state(self, url: str) -> None:
-        """Start to write this rank's part of a checkpoint, and the exported model. All ranks must call this method."""
+        """Start to write this rank's part of a checkpoint, with the exported model, in the background.
+
+        All ranks must call this method.
+        """
         self.state.save(url)
 
     def saved_state(self) -> Saved | None:
@@ -217,7 +223,7 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 
     Args:
         batch: the batch that contains the mini-batch.
-        rows: all rows of one mini-batch. `selected` is False in all other rows.
+        rows: all rows of one mini-batch. `selected` is False in the rows of other mini-batches.
         algorithm: settings that name the loss and its token selector.
     """
     selectors = loss_functions(algorithm.loss_mode)[1:]
@@ -240,12 +246,12 @@ def actor_loss(
     Args:
         columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
             reads.
-        algorithm: settings for the loss, its aggregation and its coefficients.
+        algorithm: settings of the loss, the aggregation and the coefficients.
         entropy_coef: coefficient of the entropy bonus in this step.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
-        (loss to differentiate, its parts, sums over trained tokens). The parts and the sums are detached.
+        (loss to differentiate, detached parts of the loss by name, detached sums over trained tokens by metric).
     """
     mask = columns["response_mask"]
 
@@ -268,11 +274,11 @@ def actor_loss(
 
 
 def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the policy loss of each token (B, T) and metric sums.
+    """Return the policy loss of each token (B, T), and sums over tokens for metrics.
 
-    The settings `correction` and `rejection` weight and drop tokens. Dropped tokens have a policy loss of 0 but stay in
-    `response_mask`. They therefore stay in every count, and keep their KL and entropy terms. The metrics of the loss
-    include dropped tokens too.
+    The setting `correction` weights and drops tokens, and the setting `rejection` drops tokens. A dropped token has a
+    policy loss of 0 but stays in `response_mask`, so it stays in every count and keeps its KL and entropy terms. The
+    loss's own metrics include dropped tokens too.
     """
     policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
     losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
@@ -300,7 +306,10 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Add to `result` how far the actor's log-probs, before its first step, are from the old ones and the engine's."""
+    """Add to `result` the differences between the actor's current log-probs and the old and the engine's log-probs.
+
+    The caller calls this function only for the first mini-batch, before the first optimizer step.
+    """
     mask, now = columns["response_mask"], columns["log_probs"].detach()
     change = (now - columns["old_log_probs"]).abs()
     _add(result.first, {"same_policy": torch.where(mask, change, 0).sum()})

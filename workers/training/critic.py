@@ -1,4 +1,4 @@
-"""The critic, which has the policy's architecture with one output for each token: its values and its update."""
+"""The critic, which estimates values, and has the policy's architecture with one output per token."""
 
 import functools
 
@@ -21,7 +21,7 @@ class CriticWorker:
 
     Args:
         config: the whole config.
-        path: model directory in Hugging Face form.
+        path: model directory in Hugging Face format.
     """
 
     def __init__(self, config: Config, path: str) -> None:
@@ -29,7 +29,7 @@ class CriticWorker:
         self._load_start()
 
     def _load_start(self) -> None:
-        """Load the model directory with a value head of zeros and create a new optimizer: the state before step 1."""
+        """Set up the state before the first step: weights from the model directory, zero value head, new optimizer."""
         config, path = self.config, self.path
         model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
@@ -38,7 +38,7 @@ class CriticWorker:
         nn.init.zeros_(value_head.weight)
         setattr(model, name, value_head)
         self.model = shard(model, config)
-        self.model.eval()  # no dropout: the value of a state must not depend on chance
+        self.model.eval()  # turn off dropout, because values must not be random
         self.optimizer = Optimizer(
             list(self.model.parameters()),
             config.critic,
@@ -48,7 +48,7 @@ class CriticWorker:
         self.state = RankState("critic", self.model, self.optimizer)
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute `values`, with rows in the order of the micro-batches."""
+        """Compute the column `values`, with rows in the order of `microbatches`."""
 
         def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
             return {"values": response_values(self.model, packed)}
@@ -58,7 +58,7 @@ class CriticWorker:
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
 
-        The targets are in the column `returns`. Predictions are clipped around the column `values`.
+        The column `returns` holds the targets. Predictions are clipped around the old values in the column `values`.
         """
         result = UpdateResult(losses={"value_loss": 0.0})
         for minibatch in minibatches:
@@ -77,13 +77,14 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        (loss * torch.distributed.get_world_size()).backward()  # undoes FSDP's average: the ranks' losses add up
+        # The factor is there because FSDP averages the gradients over the ranks, but they must add up.
+        (loss * torch.distributed.get_world_size()).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():
             result.sums[name] = result.sums.get(name, 0.0) + float(value)
 
     def save_state(self, url: str) -> None:
-        """Start to write this rank's part of a checkpoint. All ranks must call this method."""
+        """Start to write this rank's part of a checkpoint in the background. All ranks must call this method."""
         self.state.save(url)
 
     def saved_state(self) -> Saved | None:

@@ -1,4 +1,4 @@
-"""Pure functions that split a batch call over ranks and collect the results. Tests can run them without Ray."""
+"""Pure functions, testable without Ray, that split the rows of a batch over ranks and collect the ranks' results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from rltrain.batch.row_assignment import Rows, assign_minibatch
 OVERHEAD_METRICS = (
     "filler_fraction",
     "idle_fraction",
-)  # keys of `overhead_metrics`; they describe the split over ranks
+)  # keys of the result of `overhead_metrics`
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Minibatch:
 
     Attributes:
         rows: all rows of the mini-batch, over all ranks.
-        microbatches: rows of each forward and backward pass of this rank. An empty list still runs a pass, with weight
-            zero.
+        microbatches: rows of each forward and backward pass of this rank. If a micro-batch has no rows, a pass still
+            runs, with weight zero.
         num_tokens: number of trained tokens in the whole mini-batch.
         num_sequences: number of rows in the whole mini-batch with at least one trained token.
     """
@@ -39,12 +39,14 @@ class UpdateResult:
     """The result of one rank's update.
 
     Attributes:
-        sums: sums over this rank's trained tokens, by metric. The totals over all ranks are divided by `tokens`.
-        losses: parts of the loss, summed over mini-batches and already divided by the counts of the whole mini-batch.
-        tokens: number of trained tokens in all mini-batches and on all ranks, without those of skipped steps.
-        steps: values of each optimizer step, which are the same on all ranks. `skipped` is 1 for a step with non-finite
-            values.
-        first: sums over this rank's trained tokens in the first mini-batch, computed before the weights change.
+        sums: sums over this rank's trained tokens, by metric. A metric is the total over all ranks, divided by
+            `tokens`.
+        losses: parts of the loss by name, summed over mini-batches after each was normalized by the counts of the whole
+            mini-batch.
+        tokens: number of trained tokens of all ranks, over all mini-batches whose optimizer step was not skipped.
+        steps: metrics of each optimizer step, which are the same on all ranks. `skipped` is 1 if the step was skipped
+            because of non-finite values.
+        first: sums over this rank's trained tokens in the first mini-batch, computed before the first optimizer step.
         first_tokens: number of this rank's trained tokens in the first mini-batch.
     """
 
@@ -61,9 +63,14 @@ class UpdateResult:
         return all(map(math.isfinite, self.losses.values()))
 
     def add(self, part: "UpdateResult", tokens: int, step: dict[str, float]) -> None:
-        """Add the results of a mini-batch with `tokens` trained tokens.
+        """Add the results of a mini-batch to this result.
 
-        If the optimizer step of the mini-batch was skipped, its sums, losses and token counts are ignored.
+        If the optimizer step of the mini-batch was skipped, the sums, losses and token counts of `part` are ignored.
+
+        Args:
+            part: the results of the mini-batch.
+            tokens: number of trained tokens in the mini-batch, over all ranks.
+            step: metrics of the mini-batch's optimizer step.
         """
         kept = not step["skipped"]
         for total, values in ((self.sums, part.sums), (self.losses, part.losses), (self.first, part.first)):
@@ -77,7 +84,10 @@ class UpdateResult:
 def split_rows(
     lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
 ) -> list[list[Rows]]:
-    """Return the micro-batches of each rank for a pass over all rows. `work` is defined in `assign_minibatch`."""
+    """Return the micro-batches of each rank for a pass over all rows.
+
+    `assign_minibatch` explains the argument `work`.
+    """
     return assign_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
 
 
@@ -90,10 +100,10 @@ def split_minibatches(
     *,
     work: Sequence[int] | None = None,
 ) -> list[list[Minibatch]]:
-    """Return the mini-batches of each rank, all with the counts of the whole mini-batch.
+    """Return each rank's parts of the mini-batches, where each part has the counts of its whole mini-batch.
 
-    Rows without a trained token are in no micro-batch, because they would add exactly zero. `work` is defined in
-    `assign_minibatch`.
+    Rows without a trained token are in no micro-batch, because they would add exactly zero to the gradient.
+    `assign_minibatch` explains the argument `work`.
     """
     trained = torch.segment_reduce(batch.values("response_mask").float(), "sum", offsets=batch.offsets("response_mask"))
     by_rank: list[list[Minibatch]] = [[] for _ in range(ranks)]
@@ -109,12 +119,12 @@ def split_minibatches(
 def overhead_metrics(
     by_rank: Sequence[Sequence[Minibatch]], lengths: Sequence[int], work: Sequence[int]
 ) -> dict[str, float]:
-    """Return the overhead of an update that is split over ranks.
+    """Return metrics for the overhead that splitting an update over ranks causes.
 
     Returns:
-        `filler_fraction`, the fraction of processed tokens that belong to stand-in rows of ranks without rows, and
-        `idle_fraction`, the fraction of the ranks' time, by estimated work, in which they wait for the slowest rank of
-        each micro-batch.
+        `filler_fraction`, the fraction of processed tokens that belong to stand-in rows, which a rank processes when it
+        has no rows of its own, and `idle_fraction`, the fraction of the ranks' time, by estimated work, in which a rank
+        waits for the slowest rank of a micro-batch.
     """
     stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
     needed = filler = busy = elapsed = 0
@@ -131,7 +141,7 @@ def overhead_metrics(
 
 
 def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]]) -> DataProto:
-    """Concatenate the ranks' rows in the order of the batch that was split."""
+    """Concatenate the rows that the ranks return, in the row order of the batch that was split over them."""
     order = torch.tensor([row for rank in assigned for rows in rank for row in rows])
     return DataProto.concat(parts, rows=order.argsort())
 
@@ -139,7 +149,7 @@ def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]])
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Combine the results of all ranks into the metrics of one update, without timings.
 
-    Token metrics are means over trained tokens. Losses and step values are means over optimizer steps, and
+    Token metrics are means over trained tokens. Losses, `grad_norm` and `lr` are means over optimizer steps, and
     `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` counts the skipped steps. Skipped steps are
     excluded from all means except that of `lr`. If all steps were skipped, the token metrics, losses and gradient norms
     are NaN.
@@ -166,7 +176,15 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """Return the means, in nats, of `rollout_diagnostics` sums over `tokens` tokens, and the effective sample size."""
+    """Return metrics of the divergence between the actor's and the engine's log-probs.
+
+    Args:
+        sums: sums over tokens, as returned by `rollout_diagnostics`.
+        tokens: number of tokens in the sums.
+
+    Returns:
+        `gap`, `kl` and `k3`, which are means in nats, and `effective_sample_size`.
+    """
     count = max(tokens, 1)
     return {
         "gap": float(sums["abs"]) / count,

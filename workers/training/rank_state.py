@@ -1,11 +1,11 @@
 """One rank's part of a checkpoint: parameters, AdamW's moments and step counts, stored by parameter name.
 
-Only tensors are saved. Their names do not depend on the number of ranks. Any number of ranks, with or without sharding,
-can therefore load any checkpoint. A save copies the tensors and returns, and a thread then writes them. The thread has
-its own process group, so that its collectives never mix with the collectives of the training.
+Only tensors are saved, under names that do not depend on the number of ranks. Any number of ranks, with or without
+sharding, can therefore load any checkpoint. `RankState.save` copies the tensors and returns, and a thread then writes
+the copies. The thread has its own process group, so that its collectives never mix with the collectives of training.
 
-PyTorch's distributed checkpoint writes and reads the tensors. Its `async_save` is not used, because the thread also
-exports the model and reads all files back for their checksums, which PyTorch does not compute.
+PyTorch's distributed checkpoint writes and reads the tensors. PyTorch's `async_save` is not used, because the thread
+also exports the model and reads all files back to compute checksums, which PyTorch does not compute.
 """
 
 import functools
@@ -41,12 +41,12 @@ _SCHEDULE = "schedule"  # name of the tensor that holds the number of optimizer 
 
 @dataclass(frozen=True)
 class Saved:
-    """What one rank has written.
+    """Result of one rank's save.
 
     Attributes:
-        files: size and CRC-32 of each file, by the path of the file in the checkpoint. Both numbers are computed by
-            reading the file back.
-        error: reason why files are missing; empty if the save succeeded.
+        files: size and CRC-32 of each written file, by the file's path in the checkpoint. Size and CRC-32 are
+            computed by reading the file back.
+        error: reason why the save failed, or "" if it succeeded.
         seconds: time from the call of `save` until all files were written and read back.
     """
 
@@ -56,7 +56,7 @@ class Saved:
 
 
 class _Ticking(DefaultLoadPlanner):
-    """Load planner that reports progress, so that a rank with a long load does not count as hanging."""
+    """Load planner that reports progress, so that a rank that loads for a long time is not taken for hanging."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Report progress after a tensor, or a part of a tensor, has been read."""
@@ -64,10 +64,10 @@ class _Ticking(DefaultLoadPlanner):
 
 
 class RankState:
-    """Saves and loads the state of one role on this rank.
+    """Saves and loads this rank's part of the state of one role.
 
     Args:
-        role: name of the role and of its folder.
+        role: name of the role, and of the role's folder in the checkpoint.
         model: the model, possibly sharded. Parameters that are not trained are not saved.
         optimizer: optimizer of the trained parameters.
         base: directory from which the model was loaded, if the model is exported with each checkpoint; otherwise None.
@@ -80,33 +80,33 @@ class RankState:
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
-        """Return the process group of the role's ranks for checkpoint collectives. The first access is a collective."""
+        """Return the process group for checkpoint collectives. All ranks must make the first access together."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
-        """Return the small files of the export, as `small_files` does."""
-        assert self.base is not None, "only asked for where there is an export"
+        """Return the files of the exported model other than weights, such as its config, by name."""
+        assert self.base is not None, "small files belong to an exported model"
         return small_files(self.model, self.base)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that determine this role's further training, in their current state and without a copy."""
+        """Return all tensors that determine this role's further training, without copying them."""
         found, sharded = {_SCHEDULE: torch.tensor(self.optimizer.steps)}, isinstance(self.model, FSDPModule)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                assert not sharded or isinstance(parameter, DTensor), f"{name} is whole: a copy, maybe rounded"
+                assert not sharded or isinstance(parameter, DTensor), f"{name} is not sharded: it may be a rounded copy"
                 found[f"model.{name}"] = parameter.detach()
                 found |= {f"{kind}.{name}": tensor for kind, tensor in self.optimizer.moments(parameter).items()}
         return found
 
     def save(self, url: str) -> None:
-        """Start to write into a checkpoint's folder, and return once the tensors are copied.
+        """Copy the tensors, start to write the copies into a checkpoint's folder, and return.
 
-        All ranks must call this method.
+        All ranks must call this method. If the previous save is still running, this method first waits for its end.
         """
         if self.thread is not None:
-            self.thread.join()  # the previous save may still be running
+            self.thread.join()  # wait for the previous save, which may still be running
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
         # The export's small files are made in the calling thread, because transformers is not thread-safe.
@@ -138,14 +138,14 @@ class RankState:
                 names += [f"{MODEL}/{name}" for name in exported]
             files = {name: folder.checksum(name) for name in names}
             self.result = Saved(files, seconds=time.perf_counter() - began)
-        except BaseException as error:  # any failure is reported to the driver; the run continues
+        except BaseException as error:  # report any failure to the driver, so that the run continues
             self.result = Saved(files, reason(error), time.perf_counter() - began)
 
     def load(self, url: str) -> None:
         """Load all tensors from a checkpoint's folder. All ranks must call this method.
 
         Raises:
-            CheckpointError: the checkpoint is of another model, or cannot be read.
+            CheckpointError: the checkpoint belongs to another model, or cannot be read.
         """
         folder = Folder(url).at(f"{STATE}/{self.role}")
         tensors = self.tensors()
@@ -161,13 +161,13 @@ class RankState:
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason for an error in one line. If several ranks failed, only the first failure counts."""
+    """Return the reason for an error in one line. If several ranks failed, return the reason of one of them."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     below: BaseException | None = error
     while below is not None and not isinstance(below, OSError):
         below = below.__cause__ or below.__context__
-    error = below or error  # on a full disk, torch.save reports only a wrong file position
+    error = below or error  # prefer an OSError: on a full disk, torch.save itself reports only a wrong file position
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     text = described(error)

@@ -14,7 +14,7 @@ class ReferenceWorker:
 
     Args:
         config: the whole config.
-        path: model directory in Hugging Face form.
+        path: model directory in Hugging Face format.
     """
 
     def __init__(self, config: Config, path: str) -> None:
@@ -22,10 +22,11 @@ class ReferenceWorker:
         self.model = frozen(load_policy(path), config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the reference columns that the KL terms need, with rows in the order of the micro-batches.
+        """Compute the columns of the reference model that the KL terms need, with rows in the order of `microbatches`.
 
         Returns:
-            `ref_log_probs` for KL estimates from samples, and `ref_hidden`, the last hidden states, for the exact KL.
+            A batch with the columns `ref_log_probs`, if the KL is estimated from samples, and `ref_hidden`, the last
+            hidden states, if the KL is exact.
         """
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
 

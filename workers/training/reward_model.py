@@ -1,4 +1,4 @@
-"""A reward model: a frozen, sharded sequence classifier. Its only output at a row's last token is the row's score."""
+"""A reward model: a frozen, sharded classifier with one output, which is the score of a row at the row's last token."""
 
 import functools
 from typing import Any
@@ -21,11 +21,11 @@ class RewardModelWorker:
 
     Args:
         config: the whole config.
-        path: the reward model's directory in Hugging Face form.
+        path: the reward model's directory in Hugging Face format.
 
     Raises:
-        ConfigError: the weights are not the whole model, the score is not a linear function of a causal model's last
-            state, or packed rows see each other.
+        ConfigError: the weights are incomplete, the model is not causal, its score is not one linear function of the
+            last hidden state, or rows that are packed together influence each other.
     """
 
     def __init__(self, config: Config, path: str) -> None:
@@ -36,10 +36,13 @@ class RewardModelWorker:
         self.model = frozen(model, config)
 
     def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute `model_scores`, with rows in the order of the micro-batches. All tokens of a row are in `prompts`."""
+        """Compute the column `model_scores`, with rows in the order of `microbatches`.
+
+        The column `prompts` of `batch` must contain all tokens of a row, including the response.
+        """
         scores = []
         with forward_only(self.model):
-            for rows in microbatches:  # an empty list runs a stand-in row, so that this rank joins all collectives
+            for rows in microbatches:  # without rows, run a stand-in row so that this rank joins all collectives
                 tick()
                 packed = to_device(pack(batch[rows or stand_in(batch)]), device())
                 scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
@@ -47,16 +50,16 @@ class RewardModelWorker:
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
-    """Return the model's last layer."""
+    """Return the model's last layer, a linear layer that computes the score."""
     head: Any = model.score
-    assert isinstance(head, nn.Module), "checked when the model was loaded"
+    assert isinstance(head, nn.Module), "`_check` requires a linear layer `score`"
     return head
 
 
 def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     """Return the model's output at the last token of each packed row, in float32."""
     outputs: list[Tensor] = []
-    # The model would treat the pack as one row and return a single output.
+    # The model's own result is not used, because the model treats the pack as one row and returns a single score.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids,
@@ -67,7 +70,8 @@ def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     )
     hook.remove()
     begins = packed.position_ids[0] == 0
-    return outputs[0][0, begins.roll(-1), 0].float()  # a row ends where the next row begins; the last row wraps around
+    # A row ends where the next row begins, and the last row ends with the pack.
+    return outputs[0][0, begins.roll(-1), 0].float()
 
 
 def _check(model: PreTrainedModel, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Batch columns in Ray's object store, where each column of a step's batch is put once."""
+"""Sharing of batch columns through Ray's object store, into which each column of a step's batch is put only once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 
 def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the columns that the actor reads before the update."""
+    """Return the names of the columns that the actor reads to compute log-probs before the update."""
     return [*FORWARD, *["ref_hidden"] * algorithm.kl_in_reward.full]
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the columns that the actor's update reads, as far as the batch has them.
+    """Return the names of the columns that the actor's update reads. A batch may lack some of these columns.
 
-    The signatures of the loss and of its token selector say which columns they read.
+    The parameters of the loss and of its token selector are named after the columns that these functions read.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     for function in loss_functions(algorithm.loss_mode):
@@ -31,22 +31,22 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 class SharedColumns:
-    """The columns of the current batch that are in the object store.
+    """The columns of the current step's batch that are in Ray's object store.
 
-    The batches of one step have most of their columns in common. Only the columns that an earlier batch of the step did
-    not have are put into the store. The columns of an older step are forgotten at the first batch of the next one.
+    The batches of one step have most of their columns in common. A column is put into the store only if no earlier
+    batch of the step had it. The columns of a step are forgotten when the first batch of the next step is shared.
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[DataProto, Any]] = []  # columns, and the reference under which they are stored
+        self._parts: list[tuple[DataProto, Any]] = []  # columns, and the object reference to them
 
     def share(self, batch: DataProto, columns: Sequence[str], process: WorkerProcess) -> DataProto:
-        """Return these columns of the batch, as far as it has them, in a form that can be passed to several processes.
+        """Return the named columns that the batch has, in a form that can be passed to several processes.
 
         Args:
             batch: the batch.
             columns: names of the columns.
-            process: one of the processes. A process that is the driver itself gets the columns as they are.
+            process: one of the processes. If the process is the driver, the columns are returned as they are.
         """
         wanted = batch.select([name for name in columns if name in batch])
         if not process.concurrent:

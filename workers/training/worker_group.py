@@ -1,4 +1,4 @@
-"""One role on all training ranks: the group splits a batch over the ranks and collects columns or metrics."""
+"""One role on all training ranks: the group splits batches over the ranks and collects the ranks' results."""
 
 from collections.abc import Callable, Sequence
 from typing import Concatenate, Generic, ParamSpec, TypeVar
@@ -29,10 +29,13 @@ class WorkerGroup(Generic[W_co]):
 
     Args:
         ranks: the role in the process of each rank.
-        work: estimates the work of the role's model for a row. Without it, ranks are balanced by tokens.
-        sequence_ranks: number of neighbouring ranks that split the tokens of each pack. These ranks get the same rows
-            and return the same results. A pack may hold `sequence_ranks` times as many tokens.
-        shared: columns in the object store that several groups read; None: this group shares them with no other.
+        work: estimates the work of the role's model for a row. If `work` is None, ranks are balanced by their numbers
+            of tokens.
+        sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
+            ranks that split a pack get the same rows and return the same results. A pack may then hold
+            `sequence_ranks` times as many tokens.
+        shared: columns in Ray's object store that this group shares with other groups. If `shared` is None, the group
+            shares none.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def size(self) -> int:
-        """Return the number of parts into which a batch is split."""
+        """Return the number of parts into which the group splits a batch."""
         return len(self.ranks) // self.sequence_ranks
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -66,7 +69,7 @@ class WorkerGroup(Generic[W_co]):
         """Run a pass over all rows, split over the ranks, and return the new columns in the batch's row order.
 
         Args:
-            method: the role's method.
+            method: the role's method that runs the pass.
             batch: the batch.
             columns: the columns that the method reads.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
@@ -91,9 +94,9 @@ class WorkerGroup(Generic[W_co]):
         """Train on the mini-batches in order and return metrics over all ranks.
 
         Args:
-            method: the role's method.
+            method: the role's method that trains.
             batch: the batch.
-            columns: the columns that the method reads, as far as the batch has them.
+            columns: the columns that the method reads. Columns that the batch lacks are left out.
             minibatches: rows of each mini-batch.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
             args: further arguments of the method.
@@ -111,11 +114,11 @@ class WorkerGroup(Generic[W_co]):
         return [(rank, parts[number // self.sequence_ranks]) for number, rank in enumerate(self.ranks)]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
-        """Return one result for each group of `sequence_ranks` ranks."""
+        """Wait for all results, and return one for each group of `sequence_ranks` ranks, which all return the same."""
         return (await results(pending))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:
-        """Return the number of tokens in a pack, and the estimated work, of each row."""
+        """Return, for each row, the number of tokens that it takes in a pack, and the estimated work."""
         lengths = row_lengths(batch)
         return lengths, self.work.of_rows(lengths, batch.lengths("responses").tolist())
 
@@ -123,6 +126,6 @@ class WorkerGroup(Generic[W_co]):
 def row_lengths(batch: DataProto) -> list[int]:
     """Return the number of tokens that each row takes in a pack.
 
-    The last response token of a row is left out because it predicts nothing.
+    The last response token of a row is not in the pack, because no token is predicted from it.
     """
     return (batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1).tolist()

@@ -15,7 +15,7 @@ def gae(
     """Compute A_t = sum_l (gamma lam)^l delta_t+l, delta_t = r_t + gamma V_t+1 - V_t; arXiv 1506.02438 eq. 11 and 16.
 
     Time counts trained tokens only: t + 1 is the next trained token. Tool tokens between two trained tokens therefore
-    cause no discount, and their values are not used. After the last trained token V is 0. The returns are A + V.
+    cause no discount, and their values are not used. V is 0 after the last trained token. The returns are A + V.
 
     All tensors are (B, T). Values in masked slots are ignored, and the results are 0 there. The results have no
     gradient. This function does not whiten the advantages; `normalize_advantages` does.

@@ -22,18 +22,19 @@ def gdpo(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_i,t = (s_i - mean(s)) / (std(s) + 1e-6), s_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6).
 
-    This is GDPO, arXiv 2601.05242. r_ik is component k of row i, and NaN where the component does not apply to the row.
-    mean_k and std_k are over the valid rows of the group that component k applies to. mean(s) and std(s) are over the
-    valid rows of the batch, and each row counts once. Both stds are unbiased. Normalising each component separately
-    keeps a component with few distinct values from being drowned out by a component with many.
+    The formula is that of GDPO, arXiv 2601.05242. r_ik is component k of row i, and NaN where the component does not
+    apply to the row. mean_k and std_k are over the valid rows of the group that component k applies to. mean(s) and
+    std(s) are over the valid rows of the batch, and each row counts once. std_k and std(s) are unbiased. Normalising
+    each component separately keeps a component with few distinct values from being drowned out by a component with
+    many.
 
-    `weights` holds one w_k for each component; () gives every component the weight 1. A component that is constant in
-    its group adds exactly 0. A row that is not `valid`, or that no component applies to, is excluded from the
-    statistics and gets an advantage of 0.
+    `weights` holds one w_k for each component. If `weights` is (), every component has the weight 1. A component that
+    is constant in its group adds exactly 0. A row that is not `valid`, or that no component applies to, is excluded
+    from the statistics and gets an advantage of 0.
 
     All rewards come from `reward_components`. `token_level_rewards` is in the signature only because every estimator
-    has it, and this function does not read it. A KL penalty in `token_level_rewards` would therefore be lost; use the
-    KL loss instead.
+    has it, and this function does not read it. A KL penalty in `token_level_rewards` would therefore have no effect;
+    use the KL loss instead.
 
     token_level_rewards and response_mask are (B, T), uid and valid are (B,), and reward_components is (B, K). The
     advantages are (B, T) and 0 in masked slots. The returns equal the advantages.
@@ -42,7 +43,7 @@ def gdpo(
         ValueError: if `weights` is given and all weights are 0.
     """
     if len(weights) and not any(weights):
-        raise ValueError(f"weights={list(weights)}: with all of them 0 nothing is learnt; give one above 0")
+        raise ValueError(f"weights={list(weights)}: if all weights are 0, nothing is learnt; give one above 0")
     given = weights if len(weights) else (1.0,) * reward_components.shape[-1]
     counted = counted_rows(response_mask, valid) & ~reward_components.isnan().all(-1)
     sums = combine_rewards(reward_components, uid, counted, weights=given, aggregation="normalize_then_sum")

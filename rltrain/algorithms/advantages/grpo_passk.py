@@ -17,9 +17,9 @@ def grpo_passk(
 
     The numerator is what a row adds to the maximum reward of its group: the maximum over the group minus the maximum
     over the other rows. For the best row, the maximum over the other rows is r_second. The maximum of the group is the
-    quantity that pass@k rewards when k is the group size. If two rows share the best reward, neither adds anything, and
-    the whole group gets advantages of exactly 0. A group that has only one row also gets advantages of exactly 0. A row
-    that is not `valid` is excluded from the statistics and gets an advantage of 0.
+    quantity that pass@k rewards when k is the group size. If two rows share the best reward, neither raises the
+    maximum, and the whole group gets advantages of exactly 0. A group that has only one row also gets advantages of
+    exactly 0. A row that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
     std is unbiased. With `norm_by_std` False, the advantages are not divided by the std.
@@ -36,6 +36,6 @@ def grpo_passk(
     advantages = masked(raw - second, alone)
     if norm_by_std:
         advantages = torch.where(alone, advantages / (of.std + 1e-6), advantages)
-    # A NaN reward compares unequal to every number and would end as 0, so a non-finite group mean is returned instead.
+    # A NaN reward is unequal to every number, so its row would get 0. Return the non-finite mean of the group instead.
     advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)
     return spread(advantages.to(scores.dtype), response_mask)

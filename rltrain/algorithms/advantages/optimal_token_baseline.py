@@ -21,12 +21,12 @@ def optimal_token_baseline(
         e_i,j = 1 - pi(y_j) >= 0
 
     The index t counts the trained tokens of a row, so tool tokens are skipped. Both sums over i run over the valid rows
-    of the group (same `uid`) that have a t-th trained token. Where no row has energy, as under a deterministic policy,
-    B_t is the plain mean.
+    of the group (same `uid`) that have a t-th trained token. Where the energy of every row is 0, as under a
+    deterministic policy, B_t is the plain mean of the G_i,t.
 
-    Where all G_i,t are equal, A is exactly 0. If only one row is left at t, its baseline is its own return, so A is
-    exactly 0 on the tail of the longest row. A row that is not `valid` is excluded from the statistics and gets an
-    advantage of 0.
+    At a t where all G_i,t of the group are equal, A is exactly 0. If only one row is left at t, its baseline is its own
+    return, so A is exactly 0 on the tail of the longest row. A row that is not `valid` is excluded from the statistics
+    and gets an advantage of 0.
 
     This function differs from the paper in e. In the paper, e is the squared gradient of log pi(y_j) with respect to
     the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not hold the sum over the vocabulary, so pi(y_j) replaces
@@ -44,7 +44,7 @@ def optimal_token_baseline(
     live = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1, keepdim=True)
     energy = masked(energy, live)
     weight = torch.where(group_sum(energy, group) > 0, energy, live)
-    # The baseline is 0 / 0 = NaN past the longest row. These places are never `varied`, so the NaN is masked below.
+    # Past the longest row of a group, the baseline is 0 / 0 = NaN. `varied` is False there, so the NaN is masked below.
     baseline = group_sum(weight * returns, group) / group_sum(weight, group)
     varied = statistics_of(returns, group, live).varied
     dtype = as_float(token_level_rewards).dtype

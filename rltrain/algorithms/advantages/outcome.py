@@ -6,7 +6,7 @@ from rltrain.algorithms.ratio import as_mask, masked
 
 
 def counted_rows(response_mask: Tensor, valid: Tensor) -> Tensor:
-    """Return which rows enter the statistics (B,): the valid rows that have at least one trained token."""
+    """Return the mask (B,) of the rows that enter the statistics: valid rows that have at least one trained token."""
     # A row without a trained token has no slot that could hold its score, so counting it would invent a score of 0.
     return as_mask(valid) & as_mask(response_mask).any(-1)
 

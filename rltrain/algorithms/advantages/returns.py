@@ -15,8 +15,8 @@ def check_discount(name: str, value: float) -> None:
 def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Compute G_t = sum_l gamma^l r_t+l over the trained tokens from t on: (B, T) -> (B, T).
 
-    t + 1 is the next trained token, so tool tokens between two trained tokens cause no discount. Masked slots are 0.
-    The result has no gradient.
+    t + 1 is the next trained token, so tool tokens between two trained tokens cause no discount. The result is 0 in
+    masked slots and has no gradient.
     """
     check_discount("gamma", gamma)
     mask = as_mask(response_mask)
@@ -42,14 +42,14 @@ def to_left(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
 
 
 def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
-    """Move the values that `to_left` brought to the front back to their tokens, and set masked slots to 0."""
+    """Undo `to_left`: move the values back to the slots of their tokens, and set masked slots to 0."""
     return masked(aligned.gather(1, place.clamp(min=0)), mask)
 
 
 def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
     """Compute y_t = sum_l discount^l x_t+l along the last axis by doubling.
 
-    After k rounds, y holds sums of 2^k terms.
+    After k rounds of doubling, each y_t is the sum of 2^k terms.
     """
     span, length = 1, values.shape[-1]
     while span < length and (weight := discount**span) > 0:

@@ -58,13 +58,13 @@ def select_clip_cov(
         selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
     N is the number of trained tokens, and the means are over these tokens. The selector takes the tokens in the range
-    that have the smallest `random_draws`. These are uniform numbers that the caller keys by token, so the order of rows
-    does not matter. A token whose draw equals the largest selected draw is also selected. If no token is in the range,
-    no token is selected.
+    that have the smallest `random_draws`. The `random_draws` are uniform numbers that the caller assigns to tokens, not
+    to places in the batch, so the order of rows does not matter. A token whose draw equals the largest selected draw is
+    also selected. If no token is in the range, no token is selected.
 
-    The selector differs from the authors' program in two ways. First, log pi is that of the old policy, because the
-    selection precedes the update. Second, tokens that the ratio clips can be selected, because the ratio is not known
-    before the update.
+    The selector differs from the authors' program in two ways. First, the selector uses log pi of the old policy,
+    because the selection precedes the update. Second, the selector can select tokens that the ratio clips, because the
+    ratio is not known before the update.
 
     All tensors are (B, T). Returns bool, False in masked slots.
 

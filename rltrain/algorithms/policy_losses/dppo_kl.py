@@ -30,7 +30,7 @@ def dppo_kl(
     its advantage is never dropped.
 
     The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
-    outside of this range. In D, probabilities are at most 1, and 1 - pi is at least the smallest normal number, so D is
+    outside of [-20, 20]. In D, probabilities are at most 1, and 1 - pi is at least the smallest normal number, so D is
     finite.
 
     All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (dropped
@@ -50,7 +50,7 @@ def dppo_kl(
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Compute the KL divergence between two Bernoulli distributions; the result is always finite.
 
-    `log_p` and `log_q` are the log-probabilities of the first outcome, and must not be above 0.
+    `log_p` and `log_q` are the log-probabilities of the first outcome under the two distributions, at most 0.
     """
     tiny = torch.finfo(log_p.dtype).tiny
     tails_p, tails_q = (-log_p.expm1()).clamp(min=tiny), (-log_q.expm1()).clamp(min=tiny)

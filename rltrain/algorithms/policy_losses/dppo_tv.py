@@ -35,7 +35,7 @@ def dppo_tv(
     probability moved against its advantage is never dropped.
 
     The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
-    outside of this range. Probabilities are at most 1.
+    outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.
 
     All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (dropped
     tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
@@ -51,14 +51,14 @@ def dppo_tv(
 
 
 def check_deltas(delta_low: float, delta_high: float) -> None:
-    """Raise ValueError if a bound would drop tokens at r = 1, that is, if it is negative."""
+    """Raise ValueError if a bound is negative, because it would drop tokens at r = 1."""
     for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value} must be >= 0, or it drops every token at r = 1; use 0.1, say")
 
 
 def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log pi and log pi_old without gradient, clamped to at most 0 against rounding."""
+    """Return log pi and log pi_old without gradient, clamped to at most 0 because rounding can make them positive."""
     old = masked(old_log_probs.detach(), mask)
     return (old + log_ratio.detach()).clamp(max=0), old.clamp(max=0)
 

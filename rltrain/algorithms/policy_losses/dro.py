@@ -22,8 +22,8 @@ def dro(
 
     The loss equals the paper's squared loss (A - beta rho)^2 / (2 beta) up to the constant A^2 / (2 beta). The gradient
     is -(A - beta rho) grad log pi, which is 0 where rho = A / beta. The paper has one term for each response, with the
-    reward of the response and a learnt value. Here each token has one term, with the advantage A in place of reward
-    minus value.
+    reward of the response and a learnt value. This function has one term for each token, with the advantage A in place
+    of reward minus value.
 
     All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (always 0),
     `ratio_mean` and `ppo_kl`.

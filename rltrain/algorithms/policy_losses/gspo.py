@@ -34,9 +34,9 @@ def gspo(
     gather its log-probs first.
 
     The loss is defined for two aggregations. With seq-mean-token-mean, if the A_t of a row are equal, the mean over its
-    tokens is the sequence loss (eq. 5), gradient included. seq-mean-token-sum gives that loss times the length of the
-    row, which is LUSPO (arXiv 2602.05261). The other aggregations also weight a row by its length, but with a divisor
-    that neither paper has.
+    tokens is the sequence loss (eq. 5), gradient included. seq-mean-token-sum gives the sequence loss times the length
+    of the row, which is LUSPO (arXiv 2602.05261). All other aggregations also weight a row by its length, but with a
+    divisor that neither the GSPO nor the LUSPO paper has.
 
     All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `ratio_mean` and `ppo_kl`.

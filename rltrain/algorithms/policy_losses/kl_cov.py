@@ -67,13 +67,14 @@ def select_kl_cov(
     N is the number of trained tokens, and the means are over these tokens. log pi is that of the old policy, because
     the selection precedes the update.
 
-    The number of selected tokens never exceeds this limit, as in the paper, which ranks the tokens. Many tokens have
-    equal covariance, such as the tokens of probability 1 in one answer. Among equal tokens, the selector takes those
-    with the smallest `random_draws`. These are uniform numbers that the caller keys by token, so the order of rows does
-    not matter.
+    The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the paper, which ranks the tokens.
+    Many tokens have equal covariance, such as the tokens of probability 1 in one answer. Among tokens of equal
+    covariance, the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that
+    the caller assigns to tokens, not to places in the batch, so the order of rows does not matter.
 
     A token whose covariance is not above 0 does not lower the entropy and is never selected. If all advantages are
-    equal, no token is selected. The paper's ranking would select tokens of covariance <= 0 if too few others were left.
+    equal, no token is selected. The paper's ranking would select tokens of covariance <= 0 if too few tokens had a
+    covariance above 0.
 
     All tensors are (B, T). Returns bool, False in masked slots.
     """

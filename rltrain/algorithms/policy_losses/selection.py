@@ -25,7 +25,7 @@ def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Te
 def _deviations(values: Tensor, mask: Tensor) -> Tensor:
     """Compute the deviations (B, T) from the mean over the tokens in `mask`.
 
-    If all these tokens have one value, the deviations are exactly 0.
+    If all tokens in `mask` have the same value, the deviations are exactly 0.
     """
     values = masked(values.detach(), mask)
     found = values[mask]

@@ -25,7 +25,7 @@ def top_entropy(
         l = 1[H_t >= tau] (-min(r A, clip(r, 1-low, 1+high) A)), with the dual clip of `vanilla`
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. H_t is the entropy of the distribution that y_t was sampled from,
-    and tau is the threshold of the selector. Tokens that are not selected have exactly no loss and no gradient. They
+    and tau is the threshold of the selector. Tokens that are not selected have a loss of exactly 0 and no gradient, but
     still count in the denominators of the aggregation, as in the paper's objective.
 
     All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
@@ -46,9 +46,9 @@ def select_top_entropy(entropies: Tensor, response_mask: Tensor, *, entropy_frac
 
         selected = H_t >= tau,    tau: the (1 - entropy_fraction) quantile of the H of the N trained tokens
 
-    The quantile is interpolated linearly, so 1 + floor(entropy_fraction (N - 1)) tokens reach it. Tokens whose entropy
-    equals the smallest selected entropy are also selected, so the order of rows does not matter. If all entropies are
-    equal, every trained token is selected.
+    The quantile is interpolated linearly, so 1 + floor(entropy_fraction (N - 1)) tokens have an entropy of at least
+    tau. Tokens whose entropy equals the smallest selected entropy are also selected, so the order of rows does not
+    matter. If all entropies are equal, every trained token is selected.
 
     All tensors are (B, T). Returns bool, False in masked slots.
     """

@@ -361,7 +361,7 @@ REFUSALS = [
     ({"upper": -0.1}, "lower=None, upper=-0.1: lower <= 0 <= upper must hold"),
     ({"lower": 0.1}, "lower=0.1, upper=None: lower <= 0 <= upper must hold"),
     ({"upper": math.nan}, "lower=None, upper=nan: lower <= 0 <= upper must hold"),
-    ({"lower": 0.0, "kl_estimator": "k2"}, "lower=0.0 with kl_estimator='k2': its values are never negative"),
+    ({"lower": 0.0, "kl_estimator": "k2"}, "lower=0.0 with kl_estimator='k2': the estimator is never negative"),
     ({"lower": -1.0, "upper": 1.0, "kl_estimator": "k3"}, "lower=-1.0 with kl_estimator='k3'"),
     ({"lower": -1.0, "upper": 1.0, "kl_estimator": "abs"}, "lower=-1.0 with kl_estimator='abs'"),
     ({"upper": 1.0, "kl_estimator": "k1+"}, "kl_estimator='k1\\+' is not known; use one of: k1, k2, k3, abs"),

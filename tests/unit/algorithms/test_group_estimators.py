@@ -191,5 +191,5 @@ def test_gdpo_gives_zero_to_a_row_without_any_component_and_counts_it_nowhere():
 
 
 def test_gdpo_refuses_weights_that_are_all_zero(make_batch, call):
-    with pytest.raises(ValueError, match=r"weights=\[0.0, 0.0\]: with all of them 0 nothing is learnt"):
+    with pytest.raises(ValueError, match=r"weights=\[0.0, 0.0\]: if all weights are 0, nothing is learnt"):
         call(ADVANTAGE_ESTIMATORS.get("gdpo"), make_batch(), weights=(0.0, 0.0))

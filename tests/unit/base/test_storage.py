@@ -33,8 +33,8 @@ def test_a_path_need_not_exist_and_a_tilde_is_the_home_folder(tmp_path, monkeypa
 
 def test_what_the_system_takes_for_no_path_is_refused_with_its_reason(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    assert refusal("x" * 300) == "is no path that can be looked at (File name too long); give another path"
-    assert refusal("x/" * 3000) == "is no path that can be looked at (File name too long); give another path"
+    assert refusal("x" * 300) == "cannot be accessed (File name too long); give another path"
+    assert refusal("x/" * 3000) == "cannot be accessed (File name too long); give another path"
     assert "(Too many levels of symbolic links)" in refusal(f"{tmp_path}/loop/x")
     assert "(embedded null byte)" in refusal("x\0y")
 

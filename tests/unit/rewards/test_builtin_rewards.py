@@ -194,7 +194,7 @@ def test_the_last_closed_box_is_found_whatever_the_braces_do(text, content):
         (json_schema, {"schema": "{"}, ["'{'", "no JSON"]),
         (json_schema, {"schema": "[]"}, ["'[]'", "list"]),
         (json_schema, {"schema": {"type": "text"}}, ["no JSON Schema", "text"]),
-        (json_schema, {"schema": {"$ref": "http://127.0.0.1:9/x.json"}}, ["127.0.0.1", "does not hold"]),
+        (json_schema, {"schema": {"$ref": "http://127.0.0.1:9/x.json"}}, ["127.0.0.1", "does not contain"]),
     ],
 )
 def test_what_a_user_got_wrong_is_one_line_that_says_it(function, arguments, words):

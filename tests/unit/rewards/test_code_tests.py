@@ -297,7 +297,7 @@ def test_where_starting_takes_all_the_time_it_is_an_error_and_no_0(monkeypatch):
         return sandbox.SandboxResult("ok", "1", "", 0, 0.01)
 
     monkeypatch.setattr(module, "run", slow)
-    with pytest.raises(SandboxError, match="of 9 pairs of tests were run in time"):
+    with pytest.raises(SandboxError, match="of 9 test pairs were run in time"):
         code_tests("p", "print(1)", tests=[{"input": "", "output": "1"}] * 9, reward_timeout_s=0.8)
 
 
@@ -335,7 +335,7 @@ def test_without_a_sandbox_there_is_no_score(monkeypatch):
     [
         ("assert (", "they must be Python text"),
         ("x = 1", "holds no assert and no call"),
-        ([], "there are none"),
+        ([], "the list is empty"),
         ([{"input": "1"}], "is no pair; give {'input': text, 'output': text}"),
     ],
 )

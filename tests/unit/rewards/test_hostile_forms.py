@@ -90,7 +90,7 @@ def coroutine(prompts, responses):
 SAID = {
     "cancelled": "CancelledError", "own": "Own: mine", "generator": "GeneratorExit",
     "group": "BaseExceptionGroup: several",
-    "mute": "Mute: its text cannot be had: __str__ raised RuntimeError", "exit": "3",
+    "mute": "Mute: no text, because __str__ raised RuntimeError", "exit": "3",
 }  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
 async def test_a_save_at_a_step_without_the_metric_says_how_to_have_it(tmp_path, caplog):
     await save(made(tmp_path, best="eval/accuracy"), 1, score=1.0)
     (message,) = caplog.messages
-    assert "not known of step 1" in message
+    assert "has no value for step 1" in message
     assert "trainer.eval_every has to divide" in message
 
 
@@ -329,7 +329,7 @@ async def test_a_copy_under_another_number_is_no_checkpoint(tmp_path, caplog):
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/step_50")
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/best")
     assert checkpoints.newest().step == 2
-    assert "step_50: is that of step 2 under another name" in caplog.messages[0]
+    assert "step_50: is the checkpoint of step 2 under another name" in caplog.messages[0]
     assert read(checkpoints.folder.at("best")).step == 2
 
 

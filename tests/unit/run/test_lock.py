@@ -75,5 +75,5 @@ def test_folders_elsewhere_have_no_lock(tmp_path):
 
 def test_a_folder_whose_lock_would_have_too_long_a_name_is_refused_and_nothing_is_made(tmp_path):
     said = refusal(f"trainer.output_dir={tmp_path}/run", f"trainer.checkpoint_dir={tmp_path}/{'x' * 250}")
-    assert said.endswith("is no path that can be looked at (File name too long); give another path")
+    assert said.endswith("cannot be accessed (File name too long); give another path")
     assert not list(tmp_path.iterdir())

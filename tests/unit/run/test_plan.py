@@ -149,7 +149,7 @@ STALE = "trainer.max_staleness=4"
         ),
         (
             ["algorithm.old_log_probs=rollout"],
-            "are corrected by the ratio of the vanilla loss, which is to the engine's log-probs",
+            "are corrected by the ratio of the vanilla loss, relative to the engine's log-probs",
         ),
     ],
 )

@@ -118,7 +118,7 @@ async def test_metrics_that_are_none_are_refused_before_any_worker_starts(tmp_pa
     write_index(found)
     bad = dataclasses.replace(found, state=GOOD, history={"metrics.jsonl": line})
     prompts = Prompts([Prompt(n, "p", [1], {}) for n in range(3)])
-    with pytest.raises(ConfigError, match="is none that a run could go on from"):
+    with pytest.raises(ConfigError, match="no run can be resumed from its state"):
         require_usable(own, bad, prompts)
     require_usable(own, dataclasses.replace(bad, history={}), prompts)
     shutil.rmtree(found.folder.path("state"))
@@ -298,7 +298,7 @@ async def test_other_prompts_under_the_same_name_are_refused(tmp_path):
     await saved(tmp_path)
     with pytest.raises(ConfigError, match=r"^data.train=builtin:median: holds something else than when"):
         usable(tmp_path, GOOD, fingerprint=8)
-    for value, said in (({}, "holds something else than when"), (None, "is none that a run could go on from")):
+    for value, said in (({}, "holds something else than when"), (None, "no run can be resumed from its state")):
         await saved(tmp_path)
         with pytest.raises(ConfigError, match=said):
             usable(tmp_path, changed(("sources",), value))
@@ -317,7 +317,7 @@ async def test_a_state_that_no_run_could_go_on_from_is_refused_in_one_line_or_ha
             except ConfigError as error:
                 said.append(str(error))
     assert len(said) > 3 * len(paths)
-    assert [text for text in said if "\n" in text or "is none that a run could go on from" not in text] == []
+    assert [text for text in said if "\n" in text or "no run can be resumed from its state" not in text] == []
 
 
 @pytest.mark.parametrize("content", ["", "- 1", "a: [", "\x00", "!!python/object/apply:os.system ['true']"])

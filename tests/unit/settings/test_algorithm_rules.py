@@ -125,7 +125,7 @@ def test_aliases_are_what_presets_and_papers_call_their_functions():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("[0.0]", "algorithm.advantage.weights=[0.0]: with all of them 0 nothing is learnt; give one above 0"),
+        ("[0.0]", "algorithm.advantage.weights=[0.0]: if all weights are 0, nothing is learnt; give one above 0"),
         ("[null]", "algorithm.advantage.weights=[None]: 'gdpo' wants a list of numbers here, like its default ()"),
         ("[a]", "algorithm.advantage.weights=['a']: 'gdpo' wants a list of numbers here, like its default ()"),
         ("[true]", "algorithm.advantage.weights=[True]: 'gdpo' wants a list of numbers here, like its default ()"),
@@ -293,7 +293,7 @@ def test_a_cut_answer_that_is_in_no_statistic_may_end_with_a_value():
 def test_a_lower_bound_is_refused_where_values_are_never_negative(estimator):
     rejection = [f"rejection.kl_estimator={estimator}", "rejection.upper=0.5"]
     assert refusal(*rejection, "rejection.lower=-0.1").startswith(
-        f"algorithm.rejection.lower=-0.1 with kl_estimator='{estimator}': its values are never negative, so a lower"
+        f"algorithm.rejection.lower=-0.1 with kl_estimator='{estimator}': the estimator is never negative, so a lower"
     )
     accepted(*rejection)
     accepted("rejection.kl_estimator=k1", "rejection.lower=-0.1")

@@ -245,7 +245,7 @@ async def test_groups_that_nobody_works_on_are_an_error_and_no_endless_wait(coll
         def submit(self, groups):
             super().submit([group[1:] for group in groups])
 
-    with pytest.raises(AssertionError, match="nobody works on them"):
+    with pytest.raises(AssertionError, match="no engine or reward worker has work"):
         await collect(collector(engines=Forgetful()), 0)
 
 

@@ -267,7 +267,7 @@ def test_what_a_model_does_to_its_logits_and_we_do_not_know_is_refused():
 def test_a_last_layer_that_is_not_linear_is_refused():
     model = qwen(tied=False)
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 40))
-    message = "its last layer is Sequential, and log-probs are computed from a plain nn.Linear"
+    message = "its last layer is Sequential, but log-probs can be computed only from a plain nn.Linear"
     with pytest.raises(ValueError, match=message), replaced_head(model, lambda *_: None):
         pass
 

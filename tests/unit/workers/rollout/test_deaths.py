@@ -203,9 +203,9 @@ async def test_an_engine_that_is_not_ready_in_time_counts_as_dead(made, tasks, c
     await settled()
     tasks.check()
     assert [record.getMessage() for record in caplog.records] == [
-        "rollout replica 0 is gone: another is started in its place",
-        "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: is there room for it?: another is "
-        "started in its place",
+        "rollout replica 0 is gone: another process replaces it",
+        "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: is there room for it?: another process "
+        "replaces it",
     ]
     assert (replicas.started, replicas.states) == (3, [ReplicaState.STARTING])
 

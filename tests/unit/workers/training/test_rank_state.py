@@ -118,7 +118,7 @@ def test_F4_after_a_forward_pass_alone_the_state_is_that_of_before(start, sample
 def test_weights_gathered_for_a_pass_are_never_saved_for_those_that_are_trained(start):
     made = actor(start, "model.dtype=bfloat16")
     made.model.unshard()
-    with pytest.raises(AssertionError, match="is whole"):
+    with pytest.raises(AssertionError, match="is not sharded"):
         made.state.tensors()
 
 
