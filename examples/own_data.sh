@@ -10,7 +10,7 @@ start='from rltrain.tasks import TASKS; from rltrain.tasks.tiny_model import cac
 model=${MODEL:-$("$python" -c "$start")}
 
 exec "$python" -m rltrain.main \
-    model.path="$model" \
+    profile=demo model.path="$model" \
     data.train=examples/own_data/train.jsonl \
     data.val=examples/own_data/val.jsonl \
     "reward.functions=[examples/own_data/reward.py:right,{path:examples/own_data/reward.py:length,weight:-0.01,outcome:false}]" \

@@ -29,7 +29,7 @@ from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, 
 from rltrain.run.lock import RunLock
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.command_line import Args, parse_args, usage
-from rltrain.settings.compose import compose, to_yaml
+from rltrain.settings.compose import compose, profile_defaults, to_yaml
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
 
@@ -160,7 +160,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     if config.placement.launcher == "ray" and not local:
         join_cluster(config)
     began = time.perf_counter()
-    plan(config, console, len(prompts), len(val_prompts or ()))
+    plan(config, args, console, len(prompts), len(val_prompts or ()))
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (the output of reward processes is dropped)
     if args.action == "plan":
@@ -390,7 +390,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
     return prompts, val
 
 
-def plan(config: Config, console: Console, train_prompts: int, val_prompts: int) -> None:
+def plan(config: Config, args: Args, console: Console, train_prompts: int, val_prompts: int) -> None:
     """Print the plan of the run."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -421,6 +421,7 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
         },
         uses_ratio=loss.get("uses_ratio", True),
         aggregations=loss.get("aggregations", ()),
+        defaults={} if config.profile == "demo" else profile_defaults(args.overrides, args.files),
     )
     show_plan(console, config, facts)
 

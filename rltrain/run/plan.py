@@ -34,6 +34,7 @@ class Facts:
         reward_models: number of parameters by name of the reward model; None if the model files do not tell it.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` that the loss is defined for; empty: all values.
+        defaults: values of the profile by key, without those that the user has set.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Facts:
     reward_models: Mapping[str, int | None] = field(default_factory=dict)
     uses_ratio: bool = True
     aggregations: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
@@ -58,6 +60,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
         *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
         ("model", _model(config, facts)),
+        *([("defaults", _defaults(facts))] if facts.defaults else []),
         ("answers", _answers(config)),
         ("processes", _processes(config, facts)),
         ("memory", _memory(config, facts)),
@@ -83,6 +86,11 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
     for label, text in plan_rows(config, facts):
         table.add_row(label, Text(_broken(text, width - _FRAME)))
     console.print(Panel(table, title="[bold]plan[/bold]", title_align="left", border_style="dim", width=width))
+
+
+def _defaults(facts: Facts) -> str:
+    """Describe the settings that the user leaves to the profile."""
+    return f"of the profile: {', '.join(f'{key}={value}' for key, value in facts.defaults.items())}"
 
 
 def batch_line(config: Config) -> str:

@@ -3,7 +3,7 @@
 Hydra reads the sweep (`KEY=A,B`, `KEY=range(1,4)`, the syntax of an installed sweeper) and starts the jobs, one after
 another or with the launcher that `hydra/launcher=NAME` selects. Each job is a process of its own that runs
 `python -m rltrain.main` with one value per key. Hydra must not compose rltrain's config, because its rules for keys
-differ. It gets each key as one word instead: `trainer.seed` becomes `trainer__seed`.
+differ. It gets each key as one word instead: `trainer.seed` becomes `set__trainer__seed`.
 """
 
 import json
@@ -21,12 +21,14 @@ from rich.table import Table
 from rltrain.base.errors import ConfigError
 from rltrain.monitoring.json_lines import rows_of
 from rltrain.monitoring.sinks import EVALUATIONS, METRICS
+from rltrain.settings.config_groups import config_dir
 from rltrain.settings.typed import require
 
 JOB_FILE = "sweep_job.json"
 ACCURACY = "eval/sampled_accuracy"
 _DOT = "__"  # stands for the dot of a key
-_OUTPUT_WORD = "++trainer__output_dir="
+_START = f"set{_DOT}"  # keeps a key apart from the names of config groups
+_OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
 
 
 def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> int:
@@ -56,13 +58,13 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
     arguments += [text for text in overrides if _is_hydras(text)]
     job = Job([str(Path(file).expanduser().absolute()) for file in files])
     try:
-        path = create_config_search_path(str(Path(__file__).parent))
+        path = create_config_search_path(str(config_dir()))
         hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
         folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
         arguments.append(f"hydra.sweep.dir={folder}")  # now without the time, so that all jobs agree on the folder
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
-        text = " ".join(str(error).replace(_DOT, ".").split())
+        text = " ".join(str(error).replace(_START, "").replace(_DOT, ".").split())
         raise ConfigError(f"--multirun: {text}; write several values as KEY=A,B") from None
     finally:
         GlobalHydra.instance().clear()
@@ -77,7 +79,7 @@ def _one_word_key(text: str) -> str:
     """Return a setting with its key as one word, in the form that Hydra accepts for a new key."""
     key, equals, value = text.partition("=")
     require(bool(equals), f"'{text}': a sweep takes settings of the form KEY=VALUE")
-    return f"++{key.lstrip('+').replace('.', _DOT)}={value}"
+    return f"++{_START}{key.lstrip('+').replace('.', _DOT)}={value}"
 
 
 class Job:
@@ -120,7 +122,7 @@ class Job:
 
 def _with_dots(text: str) -> str:
     key, _, value = text.partition("=")
-    return f"{key.lstrip('+').replace(_DOT, '.')}={value}"
+    return f"{key.removeprefix(f'++{_START}').replace(_DOT, '.')}={value}"
 
 
 def _run(command: list[str]) -> int:

@@ -14,7 +14,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.base.secret_values import redacted, secret_in
 from rltrain.settings.config_groups import config_dir
 from rltrain.settings.expansion import expand
-from rltrain.settings.overrides import KNOBS, Item, Setting, apply, chosen, from_command_line, from_file
+from rltrain.settings.overrides import KNOBS, Choice, Item, Setting, apply, chosen, from_command_line, from_file
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import parse
 
@@ -34,11 +34,37 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
     """
     items = [item for file in files for item in from_file(file)]
     items += [from_command_line(text) for text in overrides]
-    values = _resolve(items)
+    values = _resolve(with_profile(items))
     expand(values)
     _refuse_secrets(values)
     config = parse(Config, values)
     return config, to_yaml(config)
+
+
+def with_profile(items: list[Item]) -> list[Item]:
+    """Return a user's settings, preceded by the profile for instruct models if they name a model and no profile."""
+    paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
+    own_model = bool(paths) and paths[-1] != "builtin"
+    return [Choice("profile", "instruct"), *items] if own_model and "profile" not in chosen(items) else items
+
+
+def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values that come from the profile, by key, because the user has set no others.
+
+    Args:
+        overrides: settings of the command line.
+        files: paths of config files of the user.
+    """
+    items = with_profile(
+        [item for file in files for item in from_file(file)] + [from_command_line(o) for o in overrides]
+    )
+    named = {item.key for item in items if isinstance(item, Setting)}
+    file = config_dir() / "profile" / f"{chosen(items).get('profile', 'demo')}.yaml"
+    values = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(values, dict)
+    sections = {str(name): value for name, value in values.items() if isinstance(value, dict)}
+    pairs = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {key: value for key, value in pairs.items() if key not in named}
 
 
 def to_yaml(config: Config) -> str:

@@ -28,6 +28,7 @@ from rltrain.settings.schema import Config
 
 WIDTH = 120  # longest line of a YAML file
 TOP = ""  # path of the whole config
+WHOLE_CONFIG = "# @package _global_"  # first line of a group's file whose keys belong to several sections
 INTRODUCTION = """\
 # Settings
 
@@ -223,7 +224,9 @@ def outdated() -> dict[Path, str]:
     folder = config_dir()
     new = {folder.parent / "docs" / "settings.md": page()}
     for file in sorted(folder.rglob("*.yaml")):
-        new[file] = commented(file.read_text("utf-8"), "" if file.parent == folder else f"{file.parent.name}.")
+        text = file.read_text("utf-8")
+        is_global = file.parent == folder or text.startswith(WHOLE_CONFIG)
+        new[file] = commented(text, "" if is_global else f"{file.parent.name}.")
     return {file: text for file, text in new.items() if not file.exists() or file.read_text("utf-8") != text}
 
 

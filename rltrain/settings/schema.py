@@ -357,6 +357,11 @@ class PlacementConfig:
 class Config:
     """The complete resolved config."""
 
+    profile: Literal["demo", "instruct"] = key(
+        "Set of defaults for learning rate, lengths, batch sizes and evaluation. demo: for the built-in tiny model. "
+        "instruct: for an instruct model; the default if model.path is given.",
+        changeable=True,
+    )
     trainer: TrainerConfig = key("Length of the run, batch sizes, output, checkpoints, failure limits and evaluation.")
     algorithm: AlgorithmConfig = key("What is learned from a batch: advantages, policy loss, KL terms and corrections.")
     model: ModelConfig = key("The model that is trained.")

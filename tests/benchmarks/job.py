@@ -133,7 +133,7 @@ def rltrain_side(name: str, *overrides: str, threads: int = 1) -> Side:
 
     def command(folder: Path, job: Job, _: int) -> list[str]:
         return [
-            sys.executable, "-m", "rltrain.main", f"model.path={job.model}", "data.val=null",
+            sys.executable, "-m", "rltrain.main", "profile=demo", f"model.path={job.model}", "data.val=null",
             f"trainer.total_steps={job.steps}", f"trainer.prompts_per_step={job.prompts_per_step}",
             f"trainer.prompts_per_minibatch={job.prompts_per_step // job.minibatches}", f"trainer.seed={job.seed}",
             f"trainer.output_dir={folder / 'out'}", f"rollout.samples_per_prompt={job.samples_per_prompt}",

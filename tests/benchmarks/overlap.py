@@ -142,7 +142,7 @@ def tuned() -> int:
 
 def settings(count: int) -> list[str]:
     """Overrides of a run with so many sequences at once."""
-    return [*TUNED, f"model.path={rambling_start()}", f"rollout.max_concurrent_sequences={count}"]
+    return [*TUNED, "profile=demo", f"model.path={rambling_start()}", f"rollout.max_concurrent_sequences={count}"]
 
 
 def seconds(steps: Sequence[Mapping[str, float]], phases: Sequence[str]) -> float:

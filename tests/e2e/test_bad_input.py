@@ -61,10 +61,16 @@ CASES = {
         ["algorithm.kl_in_reward.horizon=9", "a step has 512 sequences", "use a horizon above 102"],
     ),
     "number that is not finite": (["actor.lr=inf"], ["actor.lr=inf", "must be a finite number"]),
-    "missing model": (["model.path={files}/no"], ["model.path={files}/no", "no such directory", "give the folder"]),
-    "model without weights": (["model.path={files}/empty"], ["{files}/empty", "holds no weights", "save the model's"]),
+    "missing model": (
+        ["profile=demo", "model.path={files}/no"],
+        ["model.path={files}/no", "no such directory", "give the folder"],
+    ),
+    "model without weights": (
+        ["profile=demo", "model.path={files}/empty"],
+        ["{files}/empty", "holds no weights", "save the model's"],
+    ),
     "model that lacks a tensor": (
-        ["model.path={files}/lacking", "data.train={files}/good.jsonl"],
+        ["profile=demo", "model.path={files}/lacking", "data.train={files}/good.jsonl"],
         [
             "model.path={files}/lacking: its weights lack model.layers.1.mlp.down_proj.weight",
             "the surplus mlp.down: they",
@@ -72,27 +78,27 @@ CASES = {
         ],
     ),
     "critic of a model that lacks a tensor": (
-        ["model.path={files}/lacking", "data.train={files}/good.jsonl", "algorithm=ppo", "rollout=hf"],
+        ["profile=demo", "model.path={files}/lacking", "data.train={files}/good.jsonl", "algorithm=ppo", "rollout=hf"],
         ["model.path={files}/lacking: its weights lack model.layers.1.mlp.down_proj.weight", "copy or download"],
     ),
     "weights that were cut short": (
-        ["model.path={files}/cut", "data.train={files}/good.jsonl"],
+        ["profile=demo", "model.path={files}/cut", "data.train={files}/good.jsonl"],
         ["model.path={files}/cut: model.safetensors is no whole safetensors file (", "copy or download it again"],
     ),
     "weights whose header is garbage": (
-        ["model.path={files}/garbage", "data.train={files}/good.jsonl", "rollout=hf"],
+        ["profile=demo", "model.path={files}/garbage", "data.train={files}/good.jsonl", "rollout=hf"],
         ["model.path={files}/garbage: model.safetensors is no whole safetensors file (", "copy or download it again"],
     ),
     "weights that are garbage to torch": (
-        ["model.path={files}/pickle", "data.train={files}/good.jsonl"],
+        ["profile=demo", "model.path={files}/pickle", "data.train={files}/good.jsonl"],
         ["model.path={files}/pickle: pytorch_model.bin is no whole torch file of plain tensors", "writes safetensors"],
     ),
     "tokenizer of another model": (
-        ["model.path={files}/small", "data.train={files}/good.jsonl"],
+        ["profile=demo", "model.path={files}/small", "data.train={files}/good.jsonl"],
         ["model.path={files}/small: its tokenizer has ids up to 127, and the model embeddings for 100", "belongs to"],
     ),
     "token that the model has no embedding for": (
-        ["model.path={files}/added", "data.train={files}/added.jsonl"],
+        ["profile=demo", "model.path={files}/added", "data.train={files}/added.jsonl"],
         [
             "data.train={files}/added.jsonl: has token id 128, and the model embeddings for 128",
             "resize_token_embeddings",
@@ -101,32 +107,32 @@ CASES = {
     "missing data": (["data.train={files}/no.jsonl"], ["{files}/no.jsonl", "no such file", "check the path"]),
     "data without a model": (["data.train={files}/good.jsonl"], ["good.jsonl", "only the built-in", "model.path=DIR"]),
     "malformed JSONL": (
-        ["model.path={files}/model", "data.train={files}/malformed.jsonl"],
+        ["profile=demo", "model.path={files}/model", "data.train={files}/malformed.jsonl"],
         ["{files}/malformed.jsonl:2", "not valid JSON", "put one object on each line"],
     ),
     "row without a prompt": (
-        ["model.path={files}/model", "data.train={files}/promptless.jsonl"],
+        ["profile=demo", "model.path={files}/model", "data.train={files}/promptless.jsonl"],
         ["{files}/promptless.jsonl:2", "no prompt", "give each row"],
     ),
     "prompt too long": (
-        ["model.path={files}/model", "data.train={files}/long.jsonl"],
+        ["profile=demo", "model.path={files}/model", "data.train={files}/long.jsonl"],
         ["{files}/long.jsonl:1", "17 tokens", "rollout.max_prompt_length=16", "raise rollout.max_prompt_length"],
     ),
     "lengths beyond the model": (
-        ["model.path={files}/model", "rollout.max_response_length=2000"],
+        ["profile=demo", "model.path={files}/model", "rollout.max_response_length=2000"],
         ["rollout.max_response_length=2000", "1024 positions", "use at most 1024"],
     ),
     "column that is no Unicode": (
-        ["model.path={files}/model", "data.train={files}/surrogate.jsonl"],
+        ["profile=demo", "model.path={files}/model", "data.train={files}/surrogate.jsonl"],
         ["{files}/surrogate.jsonl:2", "not valid Unicode", "remove that character"],
     ),
     "model with capped attention": (
-        ["model.path={files}/capped"],
-        ["model.path={files}/capped", "attn_logit_softcapping=50.0", "use another model"],
+        ["profile=demo", "model.path={files}/capped"],
+        ["profile=demo", "model.path={files}/capped", "attn_logit_softcapping=50.0", "use another model"],
     ),
     "model without an end token": (
-        ["model.path={files}/endless", "data.train={files}/good.jsonl"],
-        ["model.path={files}/endless", "no end token", "set eos_token_id"],
+        ["profile=demo", "model.path={files}/endless", "data.train={files}/good.jsonl"],
+        ["profile=demo", "model.path={files}/endless", "no end token", "set eos_token_id"],
     ),
     "reward function that is not there": (
         ["reward.functions=[{files}/no.py:score]"],
@@ -137,7 +143,7 @@ CASES = {
         ["{files}/broken.py", "does not import (ModuleNotFoundError", "fix it first"],
     ),
     "reward function that wants a column": (
-        ["model.path={files}/model", "data.train={files}/good.jsonl"],
+        ["profile=demo", "model.path={files}/model", "data.train={files}/good.jsonl"],
         ["'final_answer' needs a column 'answer'", "there are prompt", "add the column"],
     ),
     "two reward functions of one name": (

@@ -41,7 +41,8 @@ def test_a_run_with_ray_needs_no_home_no_locale_and_no_short_ascii_names_and_sho
         "HOME": "/proc/no/such/folder", "TMPDIR": str(temporary), "DEPLOY_KEY": KEY,
     }  # fmt: skip
     command = [
-        sys.executable, "-m", "rltrain.main", "rollout=hf", 'model.path="modèle"', 'data.train="prömpts.jsonl"',
+        sys.executable, "-m", "rltrain.main", "rollout=hf", "profile=demo", 'model.path="modèle"',
+        'data.train="prömpts.jsonl"',
         "data.val=null", 'reward.functions=["größe.py:größe"]', "reward.max_failed_fraction=1", "trainer.total_steps=1",
         "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=8", "rollout.samples_per_prompt=4",
         'trainer.output_dir="läufe/1"',

@@ -63,7 +63,8 @@ def test_another_architecture_trains_through_vllm_with_a_chat_template_and_a_rew
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     run = train(
-        folder / "run", f"model.path={folder}/model", f"data.train={folder}/prompts.jsonl", "data.val_size=4",
+        folder / "run", "profile=demo",
+        f"model.path={folder}/model", f"data.train={folder}/prompts.jsonl", "data.val_size=4",
         f"reward.functions=[{folder}/my_reward.py:vowels]", "rollout.max_prompt_length=64", "trainer.total_steps=3",
         "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4",
     )  # fmt: skip

@@ -95,7 +95,7 @@ def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, name
         with nothing_written_over(here_once) as outcomes:
             outcomes.append(
                 command([
-                    "rollout=hf", "placement=inprocess", f"model.path={model}", *other.split(),
+                    "rollout=hf", "placement=inprocess", "profile=demo", f"model.path={model}", *other.split(),
                     "reward.functions=[my_reward.py:score]", f"data.overlong_prompts={overlong}",
                     "trainer.output_dir=new_run",
                 ])
@@ -110,7 +110,7 @@ def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, name
 
 @functools.cache
 def usual(model):
-    words = ["rollout=hf", "placement=inprocess", f"model.path={model}", "data.val=null"]
+    words = ["rollout=hf", "placement=inprocess", "profile=demo", f"model.path={model}", "data.val=null"]
     with read_once():
         config = compose([*words, "reward.functions=[my_reward.py:score]", "trainer.output_dir=new_run"])[0]
     return config, load_tokenizer(model)
@@ -140,7 +140,8 @@ def in_front(here_once, model, *words: str):
     with nothing_written_over(here_once) as outcomes:
         outcomes.append(
             command([
-                "rollout=hf", "placement=inprocess", f"model.path={model}", "data.train=p.jsonl", "data.val=null",
+                "rollout=hf", "placement=inprocess", "profile=demo", f"model.path={model}", "data.train=p.jsonl",
+                "data.val=null",
                 "reward.functions=[my_reward.py:score]", "trainer.output_dir=new_run", "data.overlong_prompts=filter",
                 *words,
             ])

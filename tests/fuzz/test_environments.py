@@ -22,7 +22,12 @@ if COUNT:  # each takes seconds to start
 LATIN_1, UTF_8 = b"caf\xe9", "büro 数据".encode()
 FOLDERS = [b"plain", LATIN_1, UTF_8]
 QUICK = (b"rollout=hf", b"placement=inprocess", b"data.val=null")
-OWN = (b'model.path="IN/model"', b'data.train="IN/prompts.jsonl"', b'reward.functions=["IN/my_reward.py:score"]')
+OWN = (
+    b"profile=demo",
+    b'model.path="IN/model"',
+    b'data.train="IN/prompts.jsonl"',
+    b'reward.functions=["IN/my_reward.py:score"]',
+)
 HERE = b"HERE"  # stands for the folder of the tests
 
 place = st.sampled_from([

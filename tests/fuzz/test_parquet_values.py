@@ -105,7 +105,14 @@ table = st.builds(
 
 @functools.cache
 def usual(model):
-    words = ["rollout=hf", "placement=inprocess", f"model.path={model}", "data.train=p.parquet", "data.val=null"]
+    words = [
+        "rollout=hf",
+        "placement=inprocess",
+        "profile=demo",
+        f"model.path={model}",
+        "data.train=p.parquet",
+        "data.val=null",
+    ]
     with read_once():
         config = compose([*words, "reward.functions=[my_reward.py:score]", "trainer.output_dir=new_run"])[0]
     return config, load_tokenizer(model)

@@ -321,7 +321,14 @@ def assert_each_parameter_is_the_files(model, folder: Path, *, body_alone: bool)
 
 @functools.cache
 def usual(folder: str, role: tuple[str, ...]):
-    words = ["rollout=hf", "placement=inprocess", f"model.path={folder}", "data.val=null", "data.train=prompts.jsonl"]
+    words = [
+        "rollout=hf",
+        "placement=inprocess",
+        "profile=demo",
+        f"model.path={folder}",
+        "data.val=null",
+        "data.train=prompts.jsonl",
+    ]
     with read_once():
         return compose([*words, "reward.functions=[my_reward.py:score]", "trainer.output_dir=new_run", *role])[0]
 
@@ -366,7 +373,8 @@ def test_a_run_on_spoiled_weights_is_refused_in_one_line_or_starts(here_once, fo
     with nothing_written_over(here_once) as outcomes:
         outcomes.append(
             command([
-                "rollout=hf", "placement=inprocess", "model.path=weights", "data.train=prompts.jsonl", "data.val=null",
+                "rollout=hf", "placement=inprocess", "profile=demo", "model.path=weights",
+                "data.train=prompts.jsonl", "data.val=null",
                 "reward.functions=[my_reward.py:score]", "trainer.output_dir=new_run", *role,
             ])
         )  # fmt: skip

@@ -18,7 +18,7 @@ def _two_cores_without_gpu(monkeypatch, tmp_path):
 
 
 def config_of(*overrides):
-    return compose(overrides)[0]
+    return compose(["profile=demo", *overrides])[0]
 
 
 def refusal(*overrides):

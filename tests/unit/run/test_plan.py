@@ -44,7 +44,7 @@ def test_the_default_plan_reads_as_a_whole():
         "model      built-in tiny model; 413k parameters; float32",
         "answers    vLLM, temperature 1; prompts <= 16 tokens, answers <= 16; scored by final_answer",
         "processes  1 training rank (actor) + 1 engine + 1 reward worker; Ray on this machine, 2 CPU cores",
-        "memory     a rank: actor 6.3 MB; an engine: weights 1.6 MB + KV cache 128 MB; activations come on top",
+        "memory     a rank: actor 6.3 MB; an engine: weights 1.6 MB + KV cache 512 MB; activations come on top",
         "output     out",
     ]
 

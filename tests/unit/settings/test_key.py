@@ -20,6 +20,7 @@ CHANGEABLE = {
     "data.val_size",
     "model.activation_checkpointing",
     "model.compile",
+    "profile",
     "model.cpu_offload",
     "placement.actor_ranks",
     "placement.address",

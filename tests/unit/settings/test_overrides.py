@@ -93,7 +93,10 @@ def test_a_mapping_replaces_that_of_the_preset_and_adapters_may_be_given_by_key(
             "unknown config key 'trainer.totl_steps'; the nearest known key is 'trainer.total",
         ),
         ("algorithm: grop", "algorithm=grop: unknown choice; the nearest is 'grpo'"),
-        ("defaults: [{algorithms: ppo}]", "defaults: 'algorithms' is no group; the groups are algorithm, model"),
+        (
+            "defaults: [{algorithms: ppo}]",
+            "defaults: 'algorithms' is no group; the groups are profile, algorithm, model",
+        ),
         ("defaults: ppo", "defaults=ppo: not a list"),
         ("defaults: [ppo]", "defaults: 'ppo' is no choice"),
         ("trainer: 3", "'trainer: 3': 'trainer' is a section; set its keys one at a time"),

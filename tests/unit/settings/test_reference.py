@@ -16,7 +16,9 @@ from rltrain.settings.typed import keys
 ROOT = Path(__file__).parents[3]
 DECLARED = {one.path: one for one in declared_keys(Config)}
 COMPLETE = ("train", "algorithm/grpo", "model/builtin", "data/median", "data/sort", "reward/median", "reward/sort")
-COMPLETE = [f"{name}.yaml" for name in (*COMPLETE, "rollout/vllm", "placement/local")]
+COMPLETE = [
+    f"{name}.yaml" for name in (*COMPLETE, "rollout/vllm", "placement/local", "profile/demo", "profile/instruct")
+]
 
 
 def rows():
@@ -178,8 +180,8 @@ def test_a_list_of_groups_is_not_another_choice_of_the_same_group():
 def test_the_comments_of_a_complete_file_are_generated_and_its_lines_fit(name):
     text = (config_dir() / name).read_text()
     assert max(map(len, text.splitlines())) <= WIDTH
-    group = "" if name == "train.yaml" else f"{name.partition('/')[0]}."
-    start = text.index("  - _self_\n" if name == "train.yaml" else "\n\n")  # the end of what is written by hand
+    group = "" if name == "train.yaml" or name.startswith("profile/") else f"{name.partition('/')[0]}."
+    start = text.index("\n\ntrainer:" if name == "train.yaml" else "\n\n")  # the end of what is written by hand
     bare = text[:start] + re.sub(r"(?m)^ *# .*\n|  # .*$", "", text[start:])
     assert bare != text
     assert commented(bare, group) == text
