@@ -22,12 +22,14 @@ class RewardShapingConfig:
     scale: float = key("Factor of each score, after the bias.", values="any number except 0")
     clip: float | None = key("Limit of the absolute value of a score, after the scale. null: no limit.", above=0)
     overlong_buffer: int = key(
-        "Number of tokens before rollout.max_response_length over which the length penalty grows. 0: no penalty.",
-        at_least=0,
+        "Number of tokens before rollout.max_response_length over which the length penalty grows. 0: no penalty. "
+        "auto: a fifth of rollout.max_response_length.",
+        values="whole number >= 0, or `auto`",
     )
     overlong_penalty: float = key("Length penalty of an answer that reaches rollout.max_response_length.", above=0)
 
     def __post_init__(self) -> None:
+        require(self.overlong_buffer >= 0, f"overlong_buffer must be >= 0, got {self.overlong_buffer}")
         require(self.scale != 0, "scale=0.0: every score would become 0; use another factor")
 
 

@@ -1,6 +1,7 @@
-"""Documentation of the config keys, generated from the schema: `docs/settings.md` and the comments in the YAML files.
+"""Documentation of the config keys, generated from the schema: pages of `docs/`, and the comments in the YAML files.
 
-This command writes both, and prints the names of the files that it changed:
+The pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. This command writes all of them, and prints
+the names of the files that it changed:
 
     python -m rltrain.settings.reference
 
@@ -24,6 +25,7 @@ from omegaconf import OmegaConf
 
 from rltrain.settings.config_groups import choices, config_dir, group_names
 from rltrain.settings.key import Declared, declared_keys
+from rltrain.settings.other_names import NAMES
 from rltrain.settings.schema import Config
 
 WIDTH = 120  # longest line of a YAML file
@@ -45,6 +47,16 @@ python -m rltrain.main algorithm=ppo trainer.total_steps=60 --cfg
 
 The last column says whether a run may continue from a checkpoint with another value of the key.
 [Checkpoints](checkpoints.md) describes how a run is resumed."""
+NAMES_INTRODUCTION = """\
+# Coming from other trainers
+
+This table lists options of TRL's `GRPOConfig`, of verl's configuration and of OpenRLHF's command line, with rltrain's
+key for the same setting. It is generated from `rltrain/settings/other_names.py`. [Settings](settings.md) describes the
+keys.
+
+Two words differ between trainers. A *step* is one round of generation, scoring and training; it may hold several
+optimizer steps. `trainer.prompts_per_step` and `trainer.prompts_per_minibatch` count prompts, and each prompt has
+`rollout.samples_per_prompt` answers."""
 COLUMNS = ("key", "default", "values", "meaning", "on resume")
 ENTRY_COLUMNS = ("key", "if left out", *COLUMNS[2:])
 PLAIN_TYPES: dict[Any, str] = {
@@ -65,6 +77,17 @@ def page() -> str:
         if one.section is not None:
             lines += ["", *_section(one, every, defaults)]
     return "\n".join([*lines, "", "## Other keys", "", *_table(TOP, every, defaults)]) + "\n"
+
+
+def names_page() -> str:
+    """Return the text of `docs/coming-from-other-trainers.md`."""
+    columns = ("rltrain", "TRL", "verl", "OpenRLHF", "note")
+    rows = [
+        (*(f"`{name}`" if name else "" for name in (one.key, one.trl, one.verl, one.openrlhf)), one.hint)
+        for one in NAMES
+    ]
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    return "\n".join([NAMES_INTRODUCTION, "", lines[0], f"|{'---|' * len(columns)}", *lines[1:]]) + "\n"
 
 
 def _section(section: Declared, every: tuple[Declared, ...], defaults: Mapping[str, Any]) -> list[str]:
@@ -222,7 +245,8 @@ def _with_comment(line: str, comment: str) -> list[str]:
 def outdated() -> dict[Path, str]:
     """Return the files that differ from the schema, with their new text."""
     folder = config_dir()
-    new = {folder.parent / "docs" / "settings.md": page()}
+    docs = folder.parent / "docs"
+    new = {docs / "settings.md": page(), docs / "coming-from-other-trainers.md": names_page()}
     for file in sorted(folder.rglob("*.yaml")):
         text = file.read_text("utf-8")
         is_global = file.parent == folder or text.startswith(WHOLE_CONFIG)

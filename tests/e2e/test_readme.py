@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[2]
 PRESETS = "config/algorithm/README.md"
 GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md", PRESETS, *GUIDES]
-WITHOUT_COMMANDS = {"docs/metrics.md", "docs/reading-a-run.md", "docs/algorithms.md"}
+WITHOUT_COMMANDS = {
+    "docs/coming-from-other-trainers.md",
+    "docs/metrics.md",
+    "docs/reading-a-run.md",
+    "docs/algorithms.md",
+    "docs/how-it-is-built.md",
+}
 LONGEST_README = 200  # lines: five minutes
 COMMAND = "python -m rltrain.main"
 TINY = [
@@ -46,6 +52,13 @@ def runs(document):
 def named_files(document):
     """(path, content) of each block that follows a line with nothing but a path."""
     return re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M)
+
+
+def written_file(document, name, folder):
+    """A file that a document shows, written to a folder."""
+    (content,) = [content for path, content in named_files(document) if path == name]
+    (folder / name).write_text(content)
+    return folder / name
 
 
 def script(name, *overrides, **environment):
@@ -78,9 +91,13 @@ def test_the_readme_is_short_and_leads_to_every_guide():
 
 
 @pytest.mark.parametrize(("document", "arguments"), [(name, text) for name in DOCUMENTS for text in runs(name)])
-def test_a_command_of_a_document_is_accepted(document, arguments):
+def test_a_command_of_a_document_is_accepted(document, arguments, tmp_path):
     args = parse_args(shlex.split(arguments, comments=True))
-    check_algorithm(compose(args.overrides)[0])
+    files = [str(written_file(document, file, tmp_path)) for file in args.files]
+    if args.action == "sweep":
+        assert any("," in text for text in args.overrides)  # tests/unit/run/test_sweep.py runs sweeps
+        return
+    check_algorithm(compose(args.overrides, files)[0])
 
 
 def test_a_command_of_the_readme_goes_through_main(capsys):

@@ -13,7 +13,7 @@ from rltrain.run.checks import check
 from rltrain.settings import config_groups
 from rltrain.settings.algorithm_config import CorrectionConfig
 from rltrain.settings.command_line import EXAMPLES, Args, parse_args, usage
-from rltrain.settings.compose import compose
+from rltrain.settings.compose import compose, profile_defaults
 from rltrain.settings.config_groups import choices, config_dir, group_names
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys
@@ -212,6 +212,37 @@ def test_the_resolved_yaml_says_what_auto_came_to():
 @pytest.mark.parametrize("age", ["many", "null", "1.5", "true"])
 def test_a_staleness_that_is_no_number_is_still_refused_by_its_own_name(age):
     assert refusal(f"trainer.max_staleness={age}").startswith("trainer.max_staleness=")
+
+
+@pytest.mark.parametrize(("limit", "buffer"), [(16, 3), (1024, 204), (4, 0)])
+def test_the_length_penalty_of_dapo_grows_over_the_last_fifth_of_the_limit(limit, buffer):
+    config, text = compose(["algorithm=dapo", f"rollout.max_response_length={limit}"])
+    assert config.algorithm.reward_shaping.overlong_buffer == buffer
+    assert f"overlong_buffer: {buffer}\n" in text
+
+
+def test_a_model_of_ones_own_has_the_numbers_for_instruct_models_unless_it_says_otherwise():
+    own = compose(["model.path=x"])[0]
+    assert (own.profile, own.actor.lr, own.rollout.max_response_length, own.trainer.eval_every) == (
+        "instruct",
+        1e-6,
+        1024,
+        20,
+    )
+    assert compose(["model.path=x", "actor.lr=1e-5"])[0].actor.lr == 1e-5
+    demo = compose(["model.path=x", "profile=demo"])[0]
+    assert (demo.profile, demo.actor.lr, demo.rollout.max_response_length) == ("demo", 4e-4, 16)
+    assert compose(["model.path=builtin"])[0].profile == compose([])[0].profile == "demo"
+    assert compose(["profile=instruct"])[0].actor.lr == 1e-6
+
+
+def test_the_values_that_the_profile_gave_are_those_that_nobody_has_set(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("model: {path: x}\ntrainer.total_steps: 3")
+    found = profile_defaults(["actor.lr=1e-5"], [str(file)])
+    assert found["rollout.max_response_length"] == 1024
+    assert not {"actor.lr", "trainer.total_steps"} & found.keys()
+    assert profile_defaults([])["rollout.max_response_length"] == 16
 
 
 def test_the_reward_follows_the_task():
