@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rltrain.base.errors import described
 from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
@@ -16,6 +16,14 @@ CLOSE_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
 _Call = Callable[[], None]
+
+
+@runtime_checkable
+class GivesUp(Protocol):
+    """Optional part of the interface: a sink whose library would keep the process from exiting."""
+
+    def give_up(self) -> None:
+        """End what the library still does. Called in the main thread if `close` takes too long."""
 
 
 class BackgroundSink:
@@ -80,6 +88,8 @@ class BackgroundSink:
         self._thread.join(max(0.0, self._ends_by - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._calls.qsize()
+            if isinstance(self.sink, GivesUp):
+                self.sink.give_up()
             self._alarms.put(
                 f"trainer.trackers: {self.name} was not done after {CLOSE_TIMEOUT_S:.0f} s, with {waiting} calls still "
                 "waiting; the run ends without it, and metrics.jsonl has all metrics"

@@ -1,10 +1,13 @@
 """Weights & Biases, through its own library. `docs/reading-a-run.md` describes its environment variables."""
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from rltrain.base.errors import ConfigError, described
 from rltrain.monitoring.sinks import Metrics, Rows
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
 PROJECT = "rltrain"
 FINISH_TIMEOUT_S = 20.0  # below the limit of `BackgroundSink`; the library also keeps it when the process exits
+SERVICE = "wandb-core"  # the process that sends what `Run.log` gets
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
 
 
@@ -83,6 +87,17 @@ class WandbTracker:
             self.run.finish()
             self.run = None
 
+    def give_up(self) -> None:
+        """Kill the library's own process, for which the library would wait when this process exits."""
+        import wandb
+
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == SERVICE:
+                    process.kill()
+        with contextlib.suppress(Exception):  # removes the library's exit handler before it fails
+            wandb.teardown()
+
     def _start(self, run_id: str | None, **how: Any) -> "wandb.Run":
         import wandb
 
@@ -93,8 +108,11 @@ class WandbTracker:
             dir=None if "WANDB_DIR" in given else str(self.output_dir),
             id=run_id,
             config=self.config,
-            # Captured output would disturb the progress bar.
-            settings=wandb.Settings(console=given.get("WANDB_CONSOLE", "off"), finish_timeout=FINISH_TIMEOUT_S),
+            settings=wandb.Settings(
+                console=given.get("WANDB_CONSOLE", "off"),  # capturing the output would disturb the progress bar
+                quiet=given.get("WANDB_QUIET", "true").lower() == "true",  # still prints the address of the run
+                finish_timeout=FINISH_TIMEOUT_S,
+            ),
             **how,
         )
 
