@@ -12,9 +12,11 @@ from rltrain.monitoring.trackers.run_ids import RunIds
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Metric
 
 EXPERIMENT = "rltrain"
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # limits of one request in MLflow's REST API
+INTERVAL_S = 5.0  # time between two requests: one for each of many short steps takes three times the CPU time
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
 
@@ -33,18 +35,25 @@ class MlflowTracker:
         self.config: dict[str, Any] = {}
         self.client: MlflowClient | None = None
         self.run_id = ""
+        self.waiting: list[Metric] = []
+        self.sent_at = 0.0
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Remember the config for the start of the run."""
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add one value to the history of each metric."""
+        """Add one value to the history of each metric. Steps within `INTERVAL_S` seconds are sent together."""
         from mlflow.entities import Metric
 
-        assert self.client is not None, "`restore` is called first"
         now = time.time_ns() // 1_000_000
-        values = [Metric(_name(name), value, now, step) for name, value in metrics.items()]
+        self.waiting += [Metric(_name(name), value, now, step) for name, value in metrics.items()]
+        if len(self.waiting) >= METRICS_AT_ONCE or time.monotonic() - self.sent_at >= INTERVAL_S:
+            self._send()
+
+    def _send(self) -> None:
+        assert self.client is not None, "`restore` is called first"
+        values, self.waiting, self.sent_at = self.waiting, [], time.monotonic()
         for start in range(0, len(values), METRICS_AT_ONCE):
             self.client.log_batch(self.run_id, metrics=values[start : start + METRICS_AT_ONCE])
 
@@ -63,21 +72,24 @@ class MlflowTracker:
         """Start a run with the kept values, or go on in the run of this output folder."""
         from mlflow import MlflowClient
 
+        if self.client is not None:
+            self._send()
         self.client = MlflowClient()
         known = self.ids.read() or os.environ.get("MLFLOW_RUN_ID")
         if known is not None:
             self.run_id = known
+            self.ids.write(known)
             self.client.update_run(known, status="RUNNING")
         else:
             self.run_id = self._start(self.client)
             for row in (*steps, *evaluations):
                 self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
-        self.ids.write(self.run_id)
         self.client.log_dict(self.run_id, self.config, "config.yaml")
 
     def close(self) -> None:
-        """Mark the run as finished."""
+        """Send what is still to be sent, and mark the run as finished."""
         if self.client is not None:
+            self._send()
             self.client.set_terminated(self.run_id)
             self.client = None
 
@@ -87,6 +99,7 @@ class MlflowTracker:
 
         name = os.environ.get("MLFLOW_RUN_NAME") or self.output_dir.name
         run_id: str = client.create_run(_experiment(client), run_name=name).info.run_id
+        self.ids.write(run_id)  # at once, so that a process that is killed leaves no run that nothing goes on in
         values = [Param(_name(key), str(value)) for key, value in _flat(self.config)]
         for start in range(0, len(values), PARAMETERS_AT_ONCE):
             client.log_batch(run_id, params=values[start : start + PARAMETERS_AT_ONCE])

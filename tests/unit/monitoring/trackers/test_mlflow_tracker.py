@@ -8,6 +8,7 @@ import yaml
 
 mlflow = pytest.importorskip("mlflow")
 
+from rltrain.monitoring.trackers import mlflow_tracker  # noqa: E402
 from rltrain.monitoring.trackers.mlflow_tracker import MlflowTracker  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of the library are its own
@@ -95,6 +96,19 @@ def test_more_metrics_than_fit_into_one_request_all_arrive(tmp_path):
     tracker.log_step(1, {f"m{number}": float(number) for number in range(2500)})
     tracker.close()
     assert only_run()[1].data.metrics == {f"m{number}": float(number) for number in range(2500)}
+
+
+def test_short_steps_are_sent_together_and_long_ones_at_once(tmp_path, monkeypatch):
+    tracker = started(tmp_path / "run")
+    tracker.restore(0, [], [])
+    for step in (1, 2, 3):
+        tracker.log_step(step, {"reward/mean": step / 4})
+    client, run = only_run()
+    assert history(client, run, "reward/mean") == [(1, 0.25)]
+    monkeypatch.setattr(mlflow_tracker, "INTERVAL_S", 0.0)
+    tracker.log_step(4, {"reward/mean": 1.0})
+    assert history(client, run, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
+    tracker.close()
 
 
 def test_the_librarys_own_variables_name_experiment_and_run(tmp_path, monkeypatch):
