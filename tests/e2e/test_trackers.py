@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -20,8 +22,11 @@ def local(tmp_path, monkeypatch):
     """Every tracker writes to a local place."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setenv("MLFLOW_ARTIFACT_ROOT", str(tmp_path / "artifacts"))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    import mlflow
+
+    # Artifacts of an experiment that a run makes itself would go to the working directory.
+    mlflow.MlflowClient().create_experiment("rltrain", artifact_location=str(tmp_path / "artifacts"))
 
 
 def step_count(output):
@@ -65,10 +70,11 @@ def mlflow_history(run_id, name):
 
 
 def trackio_history(name, metric):
-    import trackio
-
-    rows = trackio.sqlite_storage.SQLiteStorage.get_logs("rltrain", name)
-    return [(row["step"], row[metric]) for row in rows if metric in row]
+    """The values of a metric, read in a new process, because trackio reads `TRACKIO_DIR` when it is imported."""
+    read = "import json; from trackio.sqlite_storage import SQLiteStorage as storage; "
+    show = f"print(json.dumps(storage.get_logs('rltrain', {name!r})))"
+    printed = subprocess.run([sys.executable, "-c", read + show], capture_output=True, text=True, check=True).stdout
+    return [(row["step"], row[metric]) for row in json.loads(printed) if metric in row]
 
 
 @pytest.mark.timeout(600)
