@@ -154,7 +154,7 @@ def test_a_slow_sink_delays_no_call_and_what_does_not_fit_is_left_out(monkeypatc
 
 
 def test_closing_has_a_time_limit_that_sinks_share_and_what_a_library_still_does_is_ended(monkeypatch):
-    monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", 2.0)
     held = threading.Event()
 
     class Stubborn(Recorder):
@@ -170,10 +170,10 @@ def test_closing_has_a_time_limit_that_sinks_share_and_what_a_library_still_does
         sink.finish()
     for sink in sinks:
         sink.close()
-    assert 0.5 <= time.monotonic() - began < 0.9
+    assert 2.0 <= time.monotonic() - began < 3.9
     assert [inner.gave_up for inner in inners] == [threading.current_thread()] * 2
     assert [text for sink in sinks for text in sink.alarms()] == [
-        f"trainer.trackers: stuck{number} was not done after 0 s, with 0 calls still waiting; the run ends without it, "
+        f"trainer.trackers: stuck{number} was not done after 2 s, with 0 calls still waiting; the run ends without it, "
         "and metrics.jsonl has all metrics"
         for number in range(2)
     ]
