@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fuzz mutants bench bench-gpu chaos soak clean
+.PHONY: help setup demo test check fuzz mutants bench bench-gpu chaos soak tracker-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -95,5 +95,18 @@ chaos: setup  ## Runs in each of which one process is killed or stopped, and wha
 soak: setup  ## Twenty minutes of small steps: memory, files and shared memory must stay flat
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.soak $(ARGS)
 
+# The packages of the trackers would change locked versions, so they have an environment of their own on top of .venv.
+TRACKERS := .venv-trackers
+$(TRACKERS)/.ready: $(READY) docker/requirements-trackers.txt
+	@test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
+	"$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth"
+	@echo "installing W&B, MLflow and trackio into $(TRACKERS)"
+	@$(TRACKERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-trackers.txt
+	@touch $@
+
+tracker-test: setup $(TRACKERS)/.ready  ## Tests of the trackers, with W&B, MLflow and trackio, which write and are read back
+	@$(TEST_ENV) $(TRACKERS)/bin/python -m pytest tests/unit/monitoring/trackers tests/e2e/test_trackers.py
+
 clean:  ## Remove .venv, caches and builds; results in outputs/ stay
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage
+	rm -rf $(VENV) $(TRACKERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

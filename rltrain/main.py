@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +213,14 @@ def train(
 
     own = config.trainer
     with Signals() as signals, ConsoleDisplay(own.total_steps, own.sample_every, console) as display:
-        tracker = Tracker(output_dir, display, [component.name for component in config.reward.components])
+        tracker = Tracker(
+            output_dir,
+            display,
+            [component.name for component in config.reward.components],
+            trackers=own.trackers,
+            sample_every=own.sample_every,
+            config=asdict(config),
+        )
         checkpoints = checkpoints_of(config, prompts)
         checkpoints.clean()
         try:

@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.batch.data_proto import DataProto
 
+SHOWN = 8  # samples of a step that are sent to trackers
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
 
 
@@ -89,3 +91,21 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
         batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy()
     )
     return pa.table(columns)
+
+
+def sample_rows(batch: DataProto, components: Sequence[str]) -> list[dict[str, Any]]:
+    """Return some samples of a batch, evenly spaced, as the rows of a table to be shown.
+
+    Args:
+        batch: samples of a training step.
+        components: names of the reward components, whose scores become the columns `reward/NAME`.
+    """
+    count = min(SHOWN, len(batch))
+    chosen = batch[[number * len(batch) // count for number in range(count)]]
+    names = ["uid", "prompt", "response", "score", "finish_reason", "reward_error", "reward_components"]
+    rows: list[dict[str, Any]] = sample_table(chosen, components).select(names).to_pylist()
+    scores = [row.pop("reward_components") or {} for row in rows]
+    return [
+        row | {f"reward/{name}": of_row.get(name) for name in components}
+        for row, of_row in zip(rows, scores, strict=True)
+    ]

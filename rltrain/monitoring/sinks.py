@@ -1,11 +1,11 @@
 """Sinks: where the metrics of a run go.
 
-`make_sinks` in `rltrain/monitoring/tracking.py` lists them. `docs/reading-a-run.md` explains how to add one.
+`JsonLines` is always there, and `trainer.trackers` names the others. `docs/reading-a-run.md` explains how to add one.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rltrain.monitoring.json_lines import JsonLinesFile, line_of, lines_of
 
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 Metrics = Mapping[str, float]  # value of each metric by its name
+Rows = Sequence[Mapping[str, Any]]  # rows of a table; all have the same columns
 
 
 class Sink(Protocol):
     """Interface of a place that metrics are sent to.
 
     A sink is made when the process of a run starts. Making it must not erase what an earlier process of the same run
-    sent, because `restore` decides what is kept. An exception that a sink raises ends the run.
+    sent, because `restore` decides what is kept. A sink may also have the methods of `TakesConfig` and `TakesSamples`.
+
+    The sinks that write the files of the output folder are called by the trainer, and their exceptions end the run. All
+    other sinks are called in a thread of their own (`BackgroundSink`), and an exception is reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:
@@ -56,6 +60,31 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Send what is still to be sent, and release files and connections. Called last, also when training fails."""
+
+
+@runtime_checkable
+class TakesConfig(Protocol):
+    """Optional part of the interface: a sink that records the config of the run."""
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Take the resolved config, as nested plain values. Called once, before the first `restore`.
+
+        The config holds no secret: a config that holds one is refused before the run starts.
+        """
+
+
+@runtime_checkable
+class TakesSamples(Protocol):
+    """Optional part of the interface: a sink that shows answers of the model."""
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        """Take some samples of a training step. Called after `log_step`, as often as `trainer.sample_every` says.
+
+        Args:
+            step: number of the training step.
+            rows: one row for each sample, with the columns `uid`, `prompt`, `response`, `score`, `finish_reason`,
+                `reward_error`, and `reward/NAME` for each reward component.
+        """
 
 
 class JsonLines:

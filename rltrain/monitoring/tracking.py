@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rltrain.base.secret_values import redacted
 from rltrain.base.storage import FileStart
@@ -10,8 +10,10 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.json_lines import JsonLinesFile, rows_of
 from rltrain.monitoring.learning_curve import CURVES, draw_learning_curve
 from rltrain.monitoring.ledger import LEDGER, ledger_line
-from rltrain.monitoring.sample_files import SampleFiles
-from rltrain.monitoring.sinks import EVALUATIONS, METRICS, JsonLines, Sink, TensorBoard
+from rltrain.monitoring.sample_files import SampleFiles, sample_rows
+from rltrain.monitoring.sinks import EVALUATIONS, METRICS, TakesConfig, TakesSamples
+from rltrain.monitoring.trackers.background import BackgroundSink
+from rltrain.monitoring.trackers.loading import TENSORBOARD, make_sinks
 
 ALARMS = "alarms.jsonl"
 IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # files that a checkpoint copies
@@ -30,20 +32,6 @@ class Display(Protocol):
         """Show a one-line warning."""
 
 
-def make_sinks(output_dir: Path) -> list[Sink]:
-    """Make all sinks of a run, in the order in which they get the metrics.
-
-    `JsonLines` must be one of them: a checkpoint copies its files, and a resumed run reads its metrics from the copies.
-
-    Args:
-        output_dir: output folder of the run; must exist.
-    """
-    return [
-        JsonLines(output_dir),
-        TensorBoard(output_dir),
-    ]
-
-
 class Tracker:
     """Records the results of a run as they arrive: metrics in all sinks, samples, the ledger and alarms in files.
 
@@ -51,14 +39,29 @@ class Tracker:
         output_dir: output folder of the run; must exist.
         display: display that also shows the results.
         components: names of the reward components.
+        trackers: value of `trainer.trackers`, which names the sinks besides `JsonLines`.
+        sample_every: number of steps between samples for the sinks that take them; 0: no samples.
+        config: the resolved config as nested plain values, without secrets.
     """
 
-    def __init__(self, output_dir: Path, display: Display, components: Sequence[str]) -> None:
-        self.output_dir, self.display = output_dir, display
+    def __init__(
+        self,
+        output_dir: Path,
+        display: Display,
+        components: Sequence[str],
+        *,
+        trackers: Sequence[str] = (TENSORBOARD,),
+        sample_every: int = 0,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.output_dir, self.display, self.sample_every = output_dir, display, sample_every
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.samples = SampleFiles(output_dir, components)
-        self.sinks = make_sinks(output_dir)
+        self.sinks = make_sinks(output_dir, trackers)
+        for sink in self.sinks:
+            if isinstance(sink, TakesConfig):
+                sink.log_config(config or {})
         self.ledger, self.alarms = (JsonLinesFile(output_dir / name) for name in (LEDGER, ALARMS))
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
@@ -114,7 +117,22 @@ class Tracker:
         self.history.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_step(step, metrics)
+        if self.sample_every and (step == 1 or step % self.sample_every == 0):
+            self._log_samples(step, batch)
         self.display.step(step, metrics, batch)
+        self._report_failed_sinks(step)
+
+    def _log_samples(self, step: int, batch: DataProto) -> None:
+        takers = [sink for sink in self.sinks if isinstance(sink, TakesSamples)]
+        if takers and len(batch):
+            rows = sample_rows(batch, self.samples.components)
+            for sink in takers:
+                sink.log_samples(step, rows)
+
+    def _report_failed_sinks(self, step: int) -> None:
+        for sink in self.sinks:
+            for text in sink.alarms() if isinstance(sink, BackgroundSink) else ():
+                self.log_alarm(step, f"step {step}: {text}")
 
     def log_failed(self, step: int, batch: DataProto) -> Path:
         """Write the samples of a step that could not be trained on, and return the path of the file."""
@@ -143,15 +161,20 @@ class Tracker:
         for sink in self.sinks:
             sink.log_eval(step, metrics)
         self.display.evaluation(step, metrics)
+        self._report_failed_sinks(step)
 
     def close(self) -> Path | None:
-        """Close all sinks and files, and draw the learning curve.
+        """Close all sinks and files, and draw the learning curve. Sinks in threads close at the same time.
 
         Returns:
             The path of the curve's image, or None if there was no step.
         """
         for sink in self.sinks:
+            if isinstance(sink, BackgroundSink):
+                sink.finish()
+        for sink in self.sinks:
             sink.close()
+        self._report_failed_sinks(int(self.history[-1]["step"]) if self.history else 0)
         self.ledger.close()
         self.alarms.close()
         if not self.history:

@@ -26,6 +26,7 @@ from rltrain.data.model_directory import (
 )
 from rltrain.data.model_weights import BUILTIN_MODEL, check_engine_files, check_weights
 from rltrain.data.prompts import BUILTIN
+from rltrain.monitoring.trackers.loading import check_trackers
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
@@ -48,6 +49,8 @@ RUN_FILES = (
     "model",
     "checkpoints",
     "tensorboard",
+    "trackers.json",
+    "wandb",
 )
 # Sample file name that detects a folder whose path is too long for any file in it.
 _A_NAME_INSIDE = "x" * 200
@@ -61,6 +64,7 @@ def check(config: Config) -> None:
         ConfigError: the config cannot run. The message is one line with the value, the rule and a remedy.
     """
     _check_output(config.trainer)
+    check_trackers(config.trainer.trackers)
     _check_engine(config.rollout)
     _check_data(config.data)
     if config.model.path == BUILTIN_MODEL:

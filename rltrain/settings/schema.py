@@ -87,8 +87,15 @@ class TrainerConfig:
         changeable=True,
     )
     sample_every: int = key(
-        "Number of steps between two sample answers in the terminal. 0: show no samples.",
+        "Number of steps between two sample answers in the terminal, and between two tables of samples in trackers. "
+        "0: show no samples.",
         at_least=0,
+        changeable=True,
+    )
+    trackers: list[str] = key(
+        "Places that metrics are sent to, besides metrics.jsonl.",
+        values="list of `tensorboard`, `wandb`, `mlflow`, `trackio`, or classes as `package.module:Class` or "
+        "`file.py:Class`",
         changeable=True,
     )
     deterministic: bool = key("Give the same answers in every run with the same seed. This costs some speed.")

@@ -26,7 +26,6 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/READM
 WITHOUT_COMMANDS = {
     "docs/coming-from-other-trainers.md",
     "docs/metrics.md",
-    "docs/reading-a-run.md",
     "docs/algorithms.md",
     "docs/how-it-is-built.md",
 }

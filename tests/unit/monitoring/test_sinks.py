@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rltrain.monitoring import tracking
 from rltrain.monitoring.sinks import JsonLines, TensorBoard
+from rltrain.monitoring.trackers.loading import check_trackers, make_sinks
 
 ROOT = Path(__file__).parents[3]
 PAGE = "docs/reading-a-run.md"
@@ -91,8 +91,15 @@ def test_the_sink_of_the_page_writes_each_metric_and_forgets_what_comes_after_a_
     assert (tmp_path / "metrics.csv").read_text() == start + "3,reward/mean,9.0\n"
 
 
-def test_the_list_that_the_page_shows_is_the_projects_list_and_one_line():
-    (shown,) = re.findall(r"^```python\n(    return \[\n.*?)^```$", SECTION, re.S | re.M)
-    own = shown.replace("        CsvFile(output_dir),\n", "")
-    assert own != shown
-    assert own in Path(tracking.__file__).read_text()
+def test_the_sink_of_the_page_is_named_by_the_path_of_its_file(tmp_path, monkeypatch):
+    ((path, code),) = re.findall(r"^`([\w/.]+)`\n\n```python\n(.*?)^```$", SECTION, re.S | re.M)
+    (tmp_path / path).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    (named,) = re.findall(r"trainer\.trackers=\[tensorboard,(.*?)\]", SECTION)
+    check_trackers([named])
+    sinks = make_sinks(tmp_path, [named])
+    for sink in sinks:
+        sink.restore(0, [], [])
+        sink.log_step(1, {"reward/mean": 0.25})
+        sink.close()
+    assert (tmp_path / "metrics.csv").read_text() == "1,reward/mean,0.25\n"

@@ -11,8 +11,9 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.monitoring import tracking
 from rltrain.monitoring.learning_curve import draw_learning_curve
 from rltrain.monitoring.ledger import ledger_line
-from rltrain.monitoring.sample_files import sample_table
+from rltrain.monitoring.sample_files import sample_rows, sample_table
 from rltrain.monitoring.sinks import JsonLines
+from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.tracking import Tracker
 
 NAN = math.nan
@@ -155,7 +156,7 @@ class FakeSink:
 
 def test_every_sink_is_told_each_step_evaluation_and_restore_and_the_end(tmp_path, monkeypatch):
     sinks = [FakeSink(), FakeSink()]
-    monkeypatch.setattr(tracking, "make_sinks", lambda folder: [JsonLines(folder), *sinks])
+    monkeypatch.setattr(tracking, "make_sinks", lambda folder, names: [JsonLines(folder), *sinks])
     tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
     tracker.log_eval(0, EVALUATION)
     tracker.log_step(1, metrics(0.25), batch())
@@ -171,6 +172,65 @@ def test_every_sink_is_told_each_step_evaluation_and_restore_and_the_end(tmp_pat
         ("restore", 1, [{"step": 1, **metrics(0.25)}], [{"step": 0, **EVALUATION}]),
         ("close",),
     ]
+
+
+class SampleSink(FakeSink):
+    def log_config(self, config):
+        self.told.append(("config", config))
+
+    def log_samples(self, step, rows):
+        self.told.append(("samples", step, rows))
+
+
+def test_a_sink_that_takes_them_gets_the_config_and_samples_of_the_first_and_each_nth_step(tmp_path, monkeypatch):
+    sink = SampleSink()
+    monkeypatch.setattr(tracking, "make_sinks", lambda folder, names: [JsonLines(folder), FakeSink(), sink])
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS, sample_every=3, config={"trainer": {"seed": 3}})
+    for step in range(1, 7):
+        tracker.log_step(step, metrics(0.5), batch())
+    tracker.close()
+    assert sink.told[0] == ("config", {"trainer": {"seed": 3}})
+    assert [told[1] for told in sink.told if told[0] == "samples"] == [1, 3, 6]
+    rows = next(told[2] for told in sink.told if told[0] == "samples")
+    assert rows == [
+        {"uid": 0, "prompt": "a", "response": "good", "score": 1.0, "finish_reason": "stop", "reward_error": "",
+         "reward/right": 1.0, "reward/short": None},
+        {"uid": 0, "prompt": "b", "response": "", "score": 0.0, "finish_reason": "abort", "reward_error": "it broke",
+         "reward/right": None, "reward/short": None},
+        {"uid": 1, "prompt": "c", "response": "\x00 [bold] \U0001f600\n", "score": 0.5, "finish_reason": "length",
+         "reward_error": "", "reward/right": 0.5, "reward/short": 0.0},
+    ]  # fmt: skip
+
+
+def test_the_samples_of_a_large_batch_are_a_few_evenly_spaced_ones():
+    large = DataProto.concat([batch() for _ in range(40)])[:100]
+    rows = sample_rows(large, PARTS)
+    assert [row["prompt"] for row in rows] == ["abc"[row % 3] for row in (0, 12, 25, 37, 50, 62, 75, 87)]
+
+
+class Unreachable(FakeSink):
+    def log_step(self, step, metrics):
+        raise ConnectionError("no route to the service")
+
+
+def test_a_tracker_that_fails_is_one_alarm_and_the_run_and_the_other_sinks_go_on(tmp_path, monkeypatch):
+    failing, other = BackgroundSink("failing", Unreachable()), FakeSink()
+    monkeypatch.setattr(tracking, "make_sinks", lambda folder, names: [JsonLines(folder), failing, other])
+    display = FakeDisplay()
+    tracker = Tracker(tmp_path, display, PARTS)
+    tracker.restore(0, {})
+    tracker.log_step(1, metrics(0.25), batch())
+    tracker.log_step(2, metrics(0.75), batch())
+    tracker.close()
+    (alarm,) = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert alarm["alarm"] == (
+        f"step {alarm['step']}: trainer.trackers: failing failed, and the run goes on without what it could not take "
+        "(ConnectionError: no route to the service); metrics.jsonl has all metrics"
+    )
+    assert [shown[1] for shown in display.shown if shown[0] == "warning"] == [alarm["alarm"]]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [told[0] for told in other.told] == ["restore", "step", "step", "close"]
+    assert failing.sink.told == [("restore", 0, [], []), ("close",)]
 
 
 def test_every_sample_is_in_the_parquet_file_of_its_step(run):

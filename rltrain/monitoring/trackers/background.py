@@ -1,0 +1,130 @@
+"""Runs a sink in a thread, so that a slow or failing service neither delays nor ends the run."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol, runtime_checkable
+
+from rltrain.base.errors import described
+from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
+
+MAX_WAITING = 1000  # calls that may wait for the sink; a step makes one, and up to two more with samples and evaluation
+CLOSE_TIMEOUT_S = 30.0
+
+logger = logging.getLogger(__name__)
+_Call = Callable[[], None]
+
+
+@runtime_checkable
+class GivesUp(Protocol):
+    """Optional part of the interface: a sink whose library would keep the process from exiting."""
+
+    def give_up(self) -> None:
+        """End what the library still does. Called in the main thread if `close` takes too long."""
+
+
+class BackgroundSink:
+    """Passes each call to another sink, in a thread of its own and in the order of the calls.
+
+    No call waits for the sink but `close`, and no call raises. A call that fails is left out, and the later ones are
+    still made. If `restore` fails, the sink has no run, so it gets no call until the next `restore`.
+
+    Args:
+        name: name of the sink in alarms.
+        sink: the sink. All its methods are called in the thread.
+    """
+
+    def __init__(self, name: str, sink: Sink) -> None:
+        self.name, self.sink = name, sink
+        self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()  # call, whether it needs a run
+        self._alarms: SimpleQueue[str] = SimpleQueue()
+        self._has_run = False  # whether the last `restore` succeeded; only the thread uses it
+        self._failed = self._full = False
+        self._ends_by: float | None = None
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Pass the config to the sink, if it takes one."""
+        if isinstance(self.sink, TakesConfig):
+            self._calls.put((partial(self.sink.log_config, config), False))
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Pass the metrics of a training step to the sink."""
+        self._put(partial(self.sink.log_step, step, dict(metrics)))
+
+    def log_eval(self, step: int, metrics: Metrics) -> None:
+        """Pass the metrics of an evaluation to the sink."""
+        self._put(partial(self.sink.log_eval, step, dict(metrics)))
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        """Pass samples of a training step to the sink, if it takes any."""
+        if isinstance(self.sink, TakesSamples):
+            self._put(partial(self.sink.log_samples, step, rows))
+
+    def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
+        """Have the sink forget everything after `step`. This call is kept however many are waiting."""
+        rows = [dict(row) for row in steps], [dict(row) for row in evaluations]
+        self._calls.put((partial(self._restore, step, *rows), False))
+
+    def _restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
+        self._has_run = False
+        self.sink.restore(step, steps, evaluations)
+        self._has_run = True
+
+    def finish(self) -> None:
+        """Have the sink close after the waiting calls. Does not wait for it."""
+        if self._ends_by is None:
+            self._ends_by = time.monotonic() + CLOSE_TIMEOUT_S
+            self._calls.put(None)
+
+    def close(self) -> None:
+        """Close the sink, and wait for at most `CLOSE_TIMEOUT_S` seconds since `finish` until it is closed."""
+        self.finish()
+        assert self._ends_by is not None, "set by `finish`"
+        self._thread.join(max(0.0, self._ends_by - time.monotonic()))
+        if self._thread.is_alive():
+            waiting = self._calls.qsize()
+            if isinstance(self.sink, GivesUp):
+                self.sink.give_up()
+            self._alarms.put(
+                f"trainer.trackers: {self.name} was not done after {CLOSE_TIMEOUT_S:.0f} s, with {waiting} calls still "
+                "waiting; the run ends without it, and metrics.jsonl has all metrics"
+            )
+
+    def alarms(self) -> list[str]:
+        """Return the alarms since the last call of this method. There is one for the first failure of a kind."""
+        return [self._alarms.get() for _ in range(self._alarms.qsize())]
+
+    def _put(self, call: _Call) -> None:
+        if self._calls.qsize() < MAX_WAITING:
+            self._calls.put((call, True))
+        elif not self._full:
+            self._full = True
+            self._alarms.put(
+                f"trainer.trackers: {self.name} is slower than the run: {MAX_WAITING} calls are waiting, and further "
+                "ones are left out until it catches up; metrics.jsonl has all metrics"
+            )
+
+    def _work(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            call, needs_run = waiting
+            if self._has_run or not needs_run:
+                self._try(call)
+        if self._has_run:
+            self._try(self.sink.close)
+
+    def _try(self, call: _Call) -> None:
+        try:
+            call()
+        except BaseException as error:  # also SystemExit, which would end the thread
+            logger.debug("%s failed", self.name, exc_info=True)
+            if not self._failed:
+                self._failed = True
+                self._alarms.put(
+                    f"trainer.trackers: {self.name} failed, and the run goes on without what it could not take "
+                    f"({described(error)}); metrics.jsonl has all metrics"
+                )

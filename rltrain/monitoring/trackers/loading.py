@@ -1,0 +1,106 @@
+"""The sinks that `trainer.trackers` names: check them before a run starts, and make them."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rltrain.base.errors import ConfigError, described
+from rltrain.monitoring.sinks import JsonLines, Sink, TensorBoard
+from rltrain.monitoring.trackers.background import BackgroundSink
+from rltrain.monitoring.trackers.mlflow_tracker import MlflowTracker
+from rltrain.monitoring.trackers.trackio_tracker import TrackioTracker
+from rltrain.monitoring.trackers.wandb_tracker import WandbTracker
+from rltrain.rewards.loading import load_function
+
+KEY = "trainer.trackers"
+TENSORBOARD = "tensorboard"
+LIBRARIES: dict[str, Callable[[Path], Sink]] = {  # name of a tracker, of its library and of its extra: its class
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+NAMES = (TENSORBOARD, *LIBRARIES)
+METHODS = ("log_step", "log_eval", "restore", "close")
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that each name is a tracker that can be made: its package is installed, or its class is a sink.
+
+    Raises:
+        ConfigError: a name is unknown or appears twice, a package is missing, or a class is not a sink.
+    """
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{KEY}={_shown(names)}: {name} appears twice; name it once")
+        if name in LIBRARIES:
+            _check_library(name)
+        elif name != TENSORBOARD:
+            _check_class(name, _class(name))
+
+
+def make_sinks(output_dir: Path, names: Sequence[str]) -> list[Sink]:
+    """Make all sinks of a run, in the order in which they get the metrics.
+
+    `JsonLines` is always one of them: a checkpoint copies its files, and a resumed run reads its metrics from the
+    copies. It and `TensorBoard` write to the output folder, so they are called directly, and all others in a thread.
+
+    Args:
+        output_dir: output folder of the run; must exist.
+        names: value of `trainer.trackers`, which `check_trackers` has accepted.
+    """
+    sinks: list[Sink] = [JsonLines(output_dir)]
+    for name in names:
+        if name == TENSORBOARD:
+            sinks.append(TensorBoard(output_dir))
+        else:
+            make = LIBRARIES[name] if name in LIBRARIES else _class(name)
+            sinks.append(BackgroundSink(name, make(output_dir)))
+    return sinks
+
+
+def _check_library(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"{KEY}=[{name}]: the package {name} is not installed; run pip install rltrain[{name}]")
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a package whose own requirements are missing may raise any exception
+        raise ConfigError(
+            f"{KEY}=[{name}]: the package {name} does not import ({described(error)}); run pip install rltrain[{name}]"
+        ) from None
+    if name == "wandb":
+        WandbTracker.check()
+
+
+def _class(path: str) -> Callable[[Path], Sink]:
+    """Import the class that `path` names, as `package.module:Class` or `file.py:Class`."""
+    if ":" not in path:
+        near = difflib.get_close_matches(path, NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "a class of your own is package.module:Class or file.py:Class"
+        raise ConfigError(f"{KEY}=[{path}]: not one of {', '.join(NAMES)}; {hint}")
+    try:
+        found: Callable[[Path], Sink] = load_function(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("reward function '", f"{KEY} '", 1)) from error
+    return found
+
+
+def _check_class(path: str, found: Callable[[Path], Sink]) -> None:
+    where = f"{KEY}=[{path}]"
+    if not inspect.isclass(found):
+        raise ConfigError(f"{where}: is no class; name a class with the methods {', '.join(METHODS)}")
+    missing = [name for name in METHODS if not callable(getattr(found, name, None))]
+    if missing:
+        raise ConfigError(f"{where}: has no {', '.join(missing)}; a sink has the methods {', '.join(METHODS)}")
+    try:
+        inspect.signature(found).bind(Path())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: cannot be made with the output folder alone ({error}); define __init__(self, output_dir)"
+        ) from None
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f"[{','.join(names)}]"

@@ -1,0 +1,128 @@
+"""MLflow, through its own client. `docs/reading-a-run.md` describes its environment variables."""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rltrain.monitoring.sinks import Metrics, Rows
+from rltrain.monitoring.trackers.run_ids import RunIds
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+EXPERIMENT = "rltrain"
+METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # limits of one request in MLflow's REST API
+INTERVAL_S = 5.0  # time between two requests: one for each of many short steps takes three times the CPU time
+_NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
+
+
+class MlflowTracker:
+    """Sends a run to an MLflow server, or to the store that `MLFLOW_TRACKING_URI` names.
+
+    MLflow cannot remove values. When the run goes back, a step that is repeated has two values, of which the one with
+    the later time stamp counts.
+
+    Args:
+        output_dir: output folder of the run; must exist.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir, self.ids = output_dir, RunIds(output_dir, "mlflow")
+        self.config: dict[str, Any] = {}
+        self.client: MlflowClient | None = None
+        self.run_id = ""
+        self.waiting: list[Metric] = []
+        self.sent_at = 0.0
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Remember the config for the start of the run."""
+        self.config = dict(config)
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Add one value to the history of each metric. Steps within `INTERVAL_S` seconds are sent together."""
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        self.waiting += [Metric(_name(name), value, now, step) for name, value in metrics.items()]
+        if len(self.waiting) >= METRICS_AT_ONCE or time.monotonic() - self.sent_at >= INTERVAL_S:
+            self._send()
+
+    def _send(self) -> None:
+        assert self.client is not None, "`restore` is called first"
+        values, self.waiting, self.sent_at = self.waiting, [], time.monotonic()
+        for start in range(0, len(values), METRICS_AT_ONCE):
+            self.client.log_batch(self.run_id, metrics=values[start : start + METRICS_AT_ONCE])
+
+    def log_eval(self, step: int, metrics: Metrics) -> None:
+        """Add one value to the history of each metric."""
+        self.log_step(step, metrics)
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        """Write the samples as the artifact `samples/step_N.json`, in the form that pandas calls `split`."""
+        assert self.client is not None, "`restore` is called first"
+        columns = list(rows[0])
+        table = {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
+        self.client.log_dict(self.run_id, table, f"samples/step_{step:06d}.json")
+
+    def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
+        """Start a run with the kept values, or go on in the run of this output folder."""
+        from mlflow import MlflowClient
+
+        if self.client is not None:
+            self._send()
+        self.client = MlflowClient()
+        known = self.ids.read() or os.environ.get("MLFLOW_RUN_ID")
+        if known is not None:
+            self.run_id = known
+            self.ids.write(known)
+            self.client.update_run(known, status="RUNNING")
+        else:
+            self.run_id = self._start(self.client)
+            for row in (*steps, *evaluations):
+                self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        self.client.log_dict(self.run_id, self.config, "config.yaml")
+
+    def close(self) -> None:
+        """Send what is still to be sent, and mark the run as finished."""
+        if self.client is not None:
+            self._send()
+            self.client.set_terminated(self.run_id)
+            self.client = None
+
+    def _start(self, client: "MlflowClient") -> str:
+        """Start a run, and log the config as its parameters, which MLflow never changes. Returns the run's id."""
+        from mlflow.entities import Param
+
+        name = os.environ.get("MLFLOW_RUN_NAME") or self.output_dir.name
+        run_id: str = client.create_run(_experiment(client), run_name=name).info.run_id
+        self.ids.write(run_id)  # at once, so that a process that is killed leaves no run that nothing goes on in
+        values = [Param(_name(key), str(value)) for key, value in _flat(self.config)]
+        for start in range(0, len(values), PARAMETERS_AT_ONCE):
+            client.log_batch(run_id, params=values[start : start + PARAMETERS_AT_ONCE])
+        return run_id
+
+
+def _experiment(client: "MlflowClient") -> str:
+    """Return the id of the experiment that the environment names. Creates an experiment that does not exist."""
+    if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+        return given
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+    found = client.get_experiment_by_name(name)
+    return str(found.experiment_id if found is not None else client.create_experiment(name))
+
+
+def _name(name: str) -> str:
+    """Return the name with only characters that MLflow allows: the name of a reward component may have others."""
+    return _NOT_IN_A_NAME.sub("_", name)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

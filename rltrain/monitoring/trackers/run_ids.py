@@ -1,0 +1,37 @@
+"""The file `trackers.json`: which run of each tracker a run of this program is, so that a resumed run goes on in it."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+RUN_IDS = "trackers.json"
+_LOCK = threading.Lock()  # each tracker works in a thread of its own
+
+
+class RunIds:
+    """Remembers the id that a tracker's library gave to the run.
+
+    Args:
+        output_dir: output folder of the run; must exist.
+        tracker: name of the tracker, which is the key in the file.
+    """
+
+    def __init__(self, output_dir: Path, tracker: str) -> None:
+        self.path, self.tracker = output_dir / RUN_IDS, tracker
+
+    def read(self) -> str | None:
+        """Return the id of the run; None if the tracker has not started a run for this output folder."""
+        with _LOCK:
+            return self._ids().get(self.tracker)
+
+    def write(self, run_id: str) -> None:
+        """Remember the id. A process that is killed meanwhile leaves the old or the new file."""
+        with _LOCK:
+            ids = self._ids() | {self.tracker: run_id}
+            partial = self.path.with_name(f"{RUN_IDS}.partial")
+            partial.write_text(json.dumps(ids, indent=1) + "\n", "utf-8")
+            os.replace(partial, self.path)
+
+    def _ids(self) -> dict[str, str]:
+        return dict(json.loads(self.path.read_text("utf-8"))) if self.path.exists() else {}

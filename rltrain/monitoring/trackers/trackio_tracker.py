@@ -1,0 +1,83 @@
+"""trackio, through its own library. `docs/reading-a-run.md` describes its environment variables."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rltrain.monitoring.sinks import Metrics, Rows
+from rltrain.monitoring.trackers.run_ids import RunIds
+
+if TYPE_CHECKING:
+    import trackio
+
+PROJECT = "rltrain"
+
+
+class TrackioTracker:
+    """Writes a run to trackio's database, or sends it to the server that `TRACKIO_SPACE_ID` or another variable names.
+
+    trackio cannot remove rows. When the run goes back, a step that is repeated has two rows, of which the later counts.
+
+    Args:
+        output_dir: output folder of the run; must exist.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir, self.ids = output_dir, RunIds(output_dir, "trackio")
+        self.config: dict[str, Any] = {}
+        self.run: trackio.Run | None = None
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Remember the config for the start of the run."""
+        self.config = dict(config)
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Add a row with the metrics of this step."""
+        assert self.run is not None, "`restore` is called first"
+        self.run.log(dict(metrics), step=step)
+
+    def log_eval(self, step: int, metrics: Metrics) -> None:
+        """Add a row with the metrics of an evaluation."""
+        self.log_step(step, metrics)
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        """Add a row with a table `samples`."""
+        import trackio
+
+        assert self.run is not None, "`restore` is called first"
+        columns = list(rows[0])
+        table = trackio.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        self.run.log({"samples": table}, step=step)
+
+    def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
+        """Start a run with the kept rows, or go on in the run of this output folder."""
+        import trackio
+
+        if self.run is not None:
+            return
+        known = self.ids.read()
+        name = known or _free_name(self.output_dir.name)
+        how = "never" if known is None else "allow"
+        self.run = trackio.init(project=PROJECT, name=name, config=self.config, resume=how, embed=False)
+        self.ids.write(name)
+        for row in sorted([*steps, *evaluations], key=itemgetter("step")) if known is None else ():
+            self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+
+    def close(self) -> None:
+        """Write what is still to be written."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+
+def _free_name(name: str) -> str:
+    """Return the name, with a number if the local database has a run of that name: trackio resumes runs by name."""
+    import trackio
+
+    taken: set[str] = set()
+    with contextlib.suppress(ValueError):  # the project does not exist yet
+        taken = {run.name for run in trackio.Api().runs(PROJECT)}
+    numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
+    return next(one for one in (name, *numbered) if one not in taken)

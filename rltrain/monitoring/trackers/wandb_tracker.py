@@ -1,0 +1,127 @@
+"""Weights & Biases, through its own library. `docs/reading-a-run.md` describes its environment variables."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from rltrain.base.errors import ConfigError, described
+from rltrain.monitoring.sinks import Metrics, Rows
+from rltrain.monitoring.trackers.run_ids import RunIds
+
+if TYPE_CHECKING:
+    import wandb
+
+PROJECT = "rltrain"
+FINISH_TIMEOUT_S = 20.0  # below the limit of `BackgroundSink`; the library also keeps it when the process exits
+SERVICE = "wandb-core"  # the process that sends what `Run.log` gets
+_WITHOUT_SERVER = ("offline", "disabled", "dryrun")
+
+
+class WandbTracker:
+    """Sends a run to Weights & Biases, or writes it to a file in offline mode.
+
+    The step of a row is the training step. When the run goes back, W&B forgets the later rows (`resume_from`).
+
+    Args:
+        output_dir: output folder of the run; must exist. The library's own files go to its folder `wandb`.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir, self.ids = output_dir, RunIds(output_dir, "wandb")
+        self.config: dict[str, Any] = {}
+        self.run: wandb.Run | None = None
+
+    @staticmethod
+    def check() -> None:
+        """Check that the library can log in. On a terminal, it asks for the key. Raises ConfigError."""
+        import wandb
+
+        if wandb.setup().settings.mode in _WITHOUT_SERVER:
+            return
+        try:
+            wandb.login(verify=False)
+        except wandb.Error as error:
+            raise ConfigError(
+                f"trainer.trackers=[wandb]: {described(error)}; set WANDB_API_KEY, or WANDB_MODE=offline to write files"
+            ) from None
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Remember the config for the start of the run."""
+        self.config = dict(config)
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Add metrics to the row of this step."""
+        assert self.run is not None, "`restore` is called first"
+        self.run.log(dict(metrics), step=step)
+
+    def log_eval(self, step: int, metrics: Metrics) -> None:
+        """Add metrics to the row of this step."""
+        self.log_step(step, metrics)
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        """Add a table `samples` to the row of this step."""
+        import wandb
+
+        assert self.run is not None, "`restore` is called first"
+        columns = list(rows[0])
+        table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        self.run.log({"samples": table}, step=step)
+
+    def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
+        """Start a run with the kept rows, or go on in the run of this output folder, without the rows after `step`."""
+        self.close()
+        known = self.ids.read()
+        self.run = self._start(os.environ.get("WANDB_RUN_ID")) if known is None else self._again(known, step)
+        self.ids.write(self.run.id)
+        for row in sorted([*steps, *evaluations], key=itemgetter("step")) if known is None else ():
+            self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+
+    def close(self) -> None:
+        """Send what is still to be sent. The library gives up after `FINISH_TIMEOUT_S` seconds."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+    def give_up(self) -> None:
+        """Kill the library's own process, for which the library would wait when this process exits."""
+        import wandb
+
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == SERVICE:
+                    process.kill()
+        with contextlib.suppress(Exception):  # removes the library's exit handler before it fails
+            wandb.teardown()
+
+    def _start(self, run_id: str | None, **how: Any) -> "wandb.Run":
+        import wandb
+
+        given = os.environ
+        return wandb.init(
+            project=None if "WANDB_PROJECT" in given else PROJECT,
+            name=None if "WANDB_NAME" in given else self.output_dir.name,
+            dir=None if "WANDB_DIR" in given else str(self.output_dir),
+            id=run_id,
+            config=self.config,
+            settings=wandb.Settings(
+                console=given.get("WANDB_CONSOLE", "off"),  # capturing the output would disturb the progress bar
+                quiet=given.get("WANDB_QUIET", "true").lower() == "true",  # still prints the address of the run
+                finish_timeout=FINISH_TIMEOUT_S,
+            ),
+            **how,
+        )
+
+    def _again(self, run_id: str, step: int) -> "wandb.Run":
+        import wandb
+
+        try:
+            run = self._start(None, resume_from=f"{run_id}?_step={step}")
+        except wandb.Error:  # a server of its own may be too old to forget rows
+            run = self._start(run_id, resume="allow")
+        run.config.update(self.config, allow_val_change=True)
+        return run
