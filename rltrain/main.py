@@ -136,6 +136,7 @@ def _traceback() -> str:
 def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLock) -> int:
     """Load the data, print the plan, train, and print a summary. Returns the exit status."""
     from rltrain.monitoring.console import summary
+    from rltrain.run.command import describe
     from rltrain.run.resume import beginning, require_usable
     from rltrain.trajectories.token_rewards import with_all_knobs
 
@@ -159,6 +160,7 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
     lock.take()
     (output_dir / "config.yaml.partial").write_text(text, "utf-8")  # never incomplete, so a killed run can be resumed
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
+    describe(output_dir, overrides, tokenizer)
     try:
         if local:
             join_cluster(config)

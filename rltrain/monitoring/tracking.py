@@ -10,6 +10,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.json_lines import JsonLinesFile, rows_of
 from rltrain.monitoring.learning_curve import CURVES, draw_learning_curve
 from rltrain.monitoring.ledger import LEDGER, ledger_line
+from rltrain.monitoring.report.refresh import ReportFile
 from rltrain.monitoring.sample_files import SampleFiles
 from rltrain.monitoring.sinks import EVALUATIONS, METRICS, JsonLines, Sink, TensorBoard
 
@@ -59,6 +60,7 @@ class Tracker:
         self.evaluations: list[dict[str, float]] = []
         self.samples = SampleFiles(output_dir, components)
         self.sinks = make_sinks(output_dir)
+        self.report = ReportFile(output_dir)
         self.ledger, self.alarms = (JsonLinesFile(output_dir / name) for name in (LEDGER, ALARMS))
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
@@ -114,6 +116,7 @@ class Tracker:
         self.history.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_step(step, metrics)
+        self.report.refresh()
         self.display.step(step, metrics, batch)
 
     def log_failed(self, step: int, batch: DataProto) -> Path:
@@ -142,10 +145,11 @@ class Tracker:
         self.evaluations.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_eval(step, metrics)
+        self.report.refresh()
         self.display.evaluation(step, metrics)
 
     def close(self) -> Path | None:
-        """Close all sinks and files, and draw the learning curve.
+        """Close all sinks and files, draw the learning curve and write the report.
 
         Returns:
             The path of the curve's image, or None if there was no step.
@@ -154,6 +158,8 @@ class Tracker:
             sink.close()
         self.ledger.close()
         self.alarms.close()
+        if self.history or any(self.samples.tables.iterdir()):
+            self.report.close()
         if not self.history:
             return None
         path = self.output_dir / "learning_curve.png"
