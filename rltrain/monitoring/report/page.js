@@ -126,7 +126,7 @@ function chunkOf(run, place) {
 
 // Curves
 
-const color = (place) => `var(--c${place % 8})`;
+const color = (place) => `var(--c${place % 9})`; // c9 is grey
 const DASHES = [null, "5 3", "1.5 2.5", "8 3 2 3"];
 const hiddenRuns = new Set();
 let data;
@@ -145,14 +145,14 @@ function seriesOf(metrics) {
       points.sort((one, two) => one[0] - two[0]);
       found.push({
         run: number, metric, points, color: color(many ? number : place), dash: many ? DASHES[place % 4] : null,
-        name: metrics.length > 1 ? metric : many ? "" : short_name(metric), runName: many ? run.name : "",
+        name: new Set(metrics.map(shortName)).size === metrics.length ? shortName(metric) : metric,
       });
     }
   }));
   return found;
 }
 
-const short_name = (metric) => metric.split("/").slice(-1)[0];
+const shortName = (metric) => metric.split("/").slice(-1)[0];
 
 function stepRange() {
   const steps = data.runs.flatMap((run) => [...(run.steps.step ?? []), ...(run.evaluations.step ?? [])]);
@@ -249,7 +249,7 @@ function drawCurves(picture, values, series) {
   picture.crossAt = (step) => {
     cross.setAttribute("visibility", step === null ? "hidden" : "visible");
     if (step !== null) { cross.setAttribute("x1", x(step)); cross.setAttribute("x2", x(step)); }
-    values.replaceChildren(...series.map((one) => reading(one, step)));
+    values.replaceChildren(...readings(series, step));
   };
   crossings.push(picture.crossAt);
   picture.crossAt(crossStep);
@@ -272,11 +272,18 @@ function thinned(points, x, width) {
   return found;
 }
 
-function reading(one, step) {
-  const point = step === null ? one.points.at(-1) : nearest(one.points, step);
-  const label = [one.runName, one.name].filter(Boolean).join(" ");
-  const when = step !== null && point[0] !== step ? ` (step ${point[0]})` : "";
-  return el("span", {}, mark(one), label ? `${label} ` : "", el("b", {}, short(point[1])), when);
+// The value of each metric, of every run: "name 0.5 0.6". One run has a colour for each metric, several one for each run.
+function readings(series, step) {
+  const metrics = [...new Set(series.map((one) => one.metric))], many = data.runs.length > 1;
+  return metrics.map((metric) => {
+    const own = series.filter((one) => one.metric === metric);
+    const first = many && metrics.length > 1 ? mark({ color: "var(--faint)", dash: own[0].dash }) : null;
+    return el("span", {}, first, many ? `${own[0].name} ` : null, ...own.map((one) => {
+      const point = step === null ? one.points.at(-1) : nearest(one.points, step);
+      const when = step !== null && point[0] !== step ? ` (step ${point[0]}) ` : " ";
+      return el("span", {}, mark({ color: one.color, dash: many ? null : one.dash }), many ? null : `${one.name} `, el("b", {}, short(point[1])), when);
+    }));
+  });
 }
 
 function mark({ color, dash }) {
@@ -361,20 +368,30 @@ function showTime() {
     if (!rows.length || names.length < 2) continue;
     const total = rows.reduce((sum, row) => sum + row.total, 0);
     const sumOf = (phase) => rows.reduce((sum, row) => sum + row.parts[phase], 0);
+    const colors = names.map(phaseColor);
     const picture = shape("svg", { tabindex: 0, role: "img", "aria-label": `Seconds of each phase of the steps of ${run.name}; arrow keys move` });
     const values = el("div", { class: "values" });
-    redraws.push(() => drawTime(picture, values, names, rows));
+    redraws.push(() => drawTime(picture, values, names, rows, colors));
     listen(picture);
-    place.append(el("div", { class: "chart" },
+    place.append(el("div", { class: "phases" }, el("div", { class: "chart" },
       el("h3", {}, data.runs.length > 1 ? run.name : "Seconds a step, by phase"), values, picture),
     table(["phase", "mean seconds", "share"], names.map((name, phase) => [
-      el("span", {}, mark({ color: color(phase) }), name), short(sumOf(phase) / rows.length), percent(sumOf(phase) / total),
-    ]), [1, 2]));
+      el("span", {}, mark({ color: colors[phase] }), name), short(sumOf(phase) / rows.length), `${(100 * sumOf(phase) / total).toFixed(1)}%`,
+    ]), [1, 2])));
   }
   if (!place.childElementCount) place.append(el("p", { class: "faint" }, "There are no timings yet."));
 }
 
-function drawTime(picture, values, names, rows) {
+// A phase has the same colour in every run.
+const phaseNames = [];
+
+function phaseColor(name) {
+  if (name === "rest") return "var(--c9)";
+  if (!phaseNames.includes(name)) phaseNames.push(name);
+  return color(phaseNames.indexOf(name));
+}
+
+function drawTime(picture, values, names, rows, colors) {
   const bars = bucketed(rows, (picture.clientWidth || 600) / 3);
   const { x, y, height, steps } = frame(picture, 0, Math.max(...bars.map((bar) => bar.total)) * 1.04 || 1, 0.5);
   const wide = Math.max(1, (x(1) - x(0)) * Math.ceil(rows.length / bars.length) - 1);
@@ -382,7 +399,7 @@ function drawTime(picture, values, names, rows) {
     let base = 0;
     bar.parts.forEach((part, phase) => {
       if (part <= 0) return;
-      picture.append(shape("rect", { x: x(bar.step) - wide / 2, width: wide, y: y(base + part), height: y(base) - y(base + part), style: `fill:${color(phase)}` }));
+      picture.append(shape("rect", { x: x(bar.step) - wide / 2, width: wide, y: y(base + part), height: y(base) - y(base + part), style: `fill:${colors[phase]}` }));
       base += part;
     });
   }
@@ -394,7 +411,7 @@ function drawTime(picture, values, names, rows) {
     cross.setAttribute("visibility", step === null ? "hidden" : "visible");
     cross.setAttribute("x1", x(row.step)); cross.setAttribute("x2", x(row.step));
     values.replaceChildren(el("span", {}, `step ${row.step}: `, el("b", {}, `${short(row.total)} s`)),
-      ...names.map((name, phase) => el("span", {}, mark({ color: color(phase) }), `${name} `, el("b", {}, short(row.parts[phase])))));
+      ...names.map((name, phase) => el("span", {}, mark({ color: colors[phase] }), `${name} `, el("b", {}, short(row.parts[phase])))));
   };
   crossings.push(picture.crossAt);
   picture.crossAt(crossStep);
@@ -502,6 +519,9 @@ function showSamples() {
   place.append(...data.runs.filter((run) => run.samples.shown < run.samples.total).map((run) => el("p", { class: "note" },
     `${run.name}: the page holds ${whole(run.samples.shown)} of ${whole(run.samples.total)} samples, the first groups of ` +
     `${several(run.samples.chunks.length, "step")}, to stay small. All samples are in the folder rollouts.`)));
+  const rounding = Math.max(...data.runs.map((run) => run.samples.rounding));
+  place.append(el("p", { class: "faint" }, "Click or hover a token to see its values; in a focused answer the arrow keys move from token to token. " +
+    `The page rounds values of tokens to ${percent(rounding)}; the exact ones are in the folder rollouts.`));
   place.append(filters(), el("div", { class: "status" },
     el("span", { id: "count", role: "status" }), el("span", { id: "scale", class: "scale" })), el("div", { id: "groups" }),
   el("button", { id: "next", type: "button", hidden: true, onclick: () => { shownGroups += PAGE; apply(false); } }, "Show more groups"));
@@ -520,11 +540,17 @@ function showSamples() {
   apply(true);
 }
 
+// The last step that every run has, so that runs are compared at the same step.
+function commonStep(steps) {
+  const own = data.runs.map((run) => new Set(run.samples.chunks.map((chunk) => chunk.step))).filter((found) => found.size);
+  return steps.findLast((step) => own.every((found) => found.has(step))) ?? steps.at(-1);
+}
+
 function filters() {
   const steps = [...new Set(rows.map((row) => row.step))].sort((one, two) => one - two);
   const finishes = [...new Set(rows.map((row) => row.finish))].sort();
   const step = el("select", { name: "step" }, option("", "all"), ...steps.map((one) => option(one)));
-  step.value = steps.at(-1);
+  step.value = commonStep(steps);
   [...step.options].forEach((one) => { one.defaultSelected = one.selected; });
   const chosen = Object.entries(COLORS).filter(([name]) => hasColumn(name));
   return el("form", { id: "filters", class: "filters", "aria-label": "Filter the samples" },
@@ -608,7 +634,7 @@ function groupOf(members, chunk, colored) {
   const scores = all.filter((row) => !row.bad && row.score !== null).map((row) => row.score);
   const mean = scores.reduce((sum, one) => sum + one, 0) / scores.length;
   const range = scores.length ? `mean reward ${short(mean)} (${short(Math.min(...scores))} to ${short(Math.max(...scores))})` : "no reward";
-  const title = [data.runs.length > 1 ? data.runs[run].name : null, `step ${step}${summary.failed ? " (not trained on)" : ""}`, `prompt ${uid}`, several(all.length, "sample"), range];
+  const title = [data.runs.length > 1 ? data.runs[run].name : null, `step ${step}${summary.failed ? " (not trained on)" : ""}`, `prompt group ${uid}`, several(all.length, "sample"), range];
   const cards = el("div", { class: "cards" }, ...members.map((row) => card(row, chunk, summary, colored)));
   const left = all.length - members.length;
   const others = left ? el("button", { type: "button", onclick: () => {
@@ -634,7 +660,7 @@ function card(row, chunk, summary, colored) {
   if (parts.length > 1 || parts.some(([, scores]) => scores[row.row] !== row.score)) for (const [name, scores] of parts) facts.push([name, short(scores[row.row])]);
   const start = chunk.starts[row.row];
   if (chunk.columns.advantage && row.length) facts.push(["advantage", meanAdvantage(chunk, row)]);
-  facts.push(["", row.finish], ["", several(row.length, "token")]);
+  facts.push(["ended by", row.finish], ["", several(row.length, "token")]);
   if (!summary.valid[row.row] && !row.bad) facts.push(["", "in no statistic"]);
   const body = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "answer; arrow keys move over its tokens" });
   body.chunk = chunk;

@@ -1,7 +1,6 @@
 """The page of a report: one HTML file that holds its data, its style and its program, and loads nothing."""
 
 import html
-import json
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -14,10 +13,10 @@ from rltrain.base.secret_values import redacted
 from rltrain.monitoring.report.charts import charts, descriptions
 from rltrain.monitoring.report.config_differences import Command, between, differences
 from rltrain.monitoring.report.run_files import RunFiles, read_run
-from rltrain.monitoring.report.samples import encode_samples, number, packed
+from rltrain.monitoring.report.samples import encode_samples, number, packed, to_json
 
 REPORT = "report.html"
-MAX_BYTES = 19_000_000  # of the samples of a page; curves and the page's own text come on top
+MAX_BYTES = 19_800_000  # of a page
 
 
 def write_report(
@@ -31,7 +30,7 @@ def write_report(
         folders: output folders of the runs.
         output: path of the page.
         defaults: what a run is compared with that did not record its command.
-        max_bytes: size limit of all samples on the page. Samples beyond it are left out, and the page says so.
+        max_bytes: size limit of the page. Samples beyond it are left out, and the page says so.
 
     Returns:
         What could not be read, one line each.
@@ -61,32 +60,23 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> str:
     """Return the HTML text of the report of these runs; see `write_report`."""
-    encoded = [encode_samples(run, max_bytes // len(runs)) for run in runs]
     names = sorted({name for run in runs for row in (*run.steps, *run.evaluations) for name in row} - {"step"})
-    data = {
+    data: dict[str, Any] = {
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "charts": charts(names),
         "descriptions": descriptions(names),
         "between": between([run.config for run in runs]),
-        "runs": [
-            {
-                **_described(run, defaults),
-                "samples": {
-                    **samples.index,
-                    "vocabulary": samples.vocabulary,
-                    "shown": samples.shown,
-                    "total": samples.total,
-                    "rounding": samples.rounding,
-                },
-            }
-            for run, samples in zip(runs, encoded, strict=True)
-        ],
+        "runs": [_described(run, defaults) for run in runs],
     }
-    blocks = {"data": packed(_json(data))}
+    rest = _filled("", {"data": packed(to_json(data))})
+    encoded = [encode_samples(run, (max_bytes - len(rest)) // len(runs)) for run in runs]
+    for run, shown, samples in zip(runs, data["runs"], encoded, strict=True):
+        shown["notes"] = [redacted(note) for note in run.notes]
+        shown["samples"] = {**samples.index, "vocabulary": samples.vocabulary, **samples.counts}
+    blocks = {"data": packed(to_json(data))}
     for place, samples in enumerate(encoded):
         blocks |= {f"chunk-{place}-{number}": chunk for number, chunk in enumerate(samples.chunks)}
-    title = ", ".join(run.name for run in runs)
-    return _filled(title, blocks)
+    return _filled(", ".join(run.name for run in runs), blocks)
 
 
 def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
@@ -102,7 +92,6 @@ def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
         "command": redacted(shlex.join(run.command.arguments)) if run.command else None,
         "presets": redacted(" ".join(command.presets)) if command else None,
         "differences": differences(run.config, command.values) if command and command.values else None,
-        "notes": [redacted(note) for note in run.notes],
     }
 
 
@@ -110,10 +99,6 @@ def columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the metrics of rows column by column, with None where a row lacks a metric or it is not finite."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [number(row.get(name)) for row in rows] for name in names}
-
-
-def _json(data: Any) -> bytes:
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _filled(title: str, blocks: dict[str, str]) -> str:

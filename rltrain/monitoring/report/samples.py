@@ -25,10 +25,12 @@ from rltrain.base.secret_values import redacted
 from rltrain.monitoring.report.run_files import RunFiles, SampleFile
 
 SMALLEST = 1e-3  # s of the codes: the resolution near 0 is s / k
-PRECISIONS = (1500, 200, 25)  # k of the codes: numbers are rounded to 1 / (2 k) of their size
-BYTES_OF_PRECISION = {1500: 1.75, 200: 1.4, 25: 1.05}  # measured size of a number after compression
-BYTES_OF_ID = 1.7
+# Size of a number after compression for each k, from the finest to the coarsest. Measured on log-probs as they occur.
+# Numbers are rounded to 1 / (2 k) of their size.
+BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
+BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
+ESTIMATES_ARE_HIGH_BY = 1.15
 MISSING = -(1 << 15)  # code of a number that is not finite
 OBSERVED, SAMPLED, TRAINED = 0, 1, 2  # state of a response token
 NOT_SAMPLED = -1  # `policy_version` of an observation; the same as in rltrain.batch.trajectory, which imports torch
@@ -87,6 +89,11 @@ class Samples:
     total: int = 0
     rounding: float = 0.0
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """The numbers that the page shows about its samples."""
+        return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
+
 
 @dataclass(frozen=True)
 class Size:
@@ -109,11 +116,11 @@ def encode_samples(run: RunFiles, budget: int) -> Samples:
     sizes = _sizes(run)
     share = 1.0
     while True:
-        k = next((k for k in PRECISIONS if _estimate(sizes, k) * share <= budget), PRECISIONS[-1])
-        share = min(share, budget / max(1.0, _estimate(sizes, k)))
+        k = next((k for k in BYTES_OF_NUMBER if _estimate(sizes, k) * share <= budget), min(BYTES_OF_NUMBER))
+        share = min(share, ESTIMATES_ARE_HIGH_BY * budget / max(1.0, _estimate(sizes, k)))
         notes = list(run.notes)
         found = _encoded(run, sizes, share, k)
-        size = sum(map(len, found.chunks))
+        size = sum(map(len, found.chunks)) + len(packed(to_json([found.index, found.vocabulary])))
         if size <= budget or found.shown <= 1:
             return found
         run.notes[:] = notes
@@ -151,7 +158,7 @@ def _size(file: SampleFile) -> Size:
 
 def _estimate(sizes: dict[SampleFile, Size], k: int) -> float:
     """Estimate the size of all samples in bytes of base64 text."""
-    of_token = [BYTES_OF_ID + BYTES_OF_PRECISION[k] * size.numbers for size in sizes.values()]
+    of_token = [BYTES_OF_ID + BYTES_OF_NUMBER[k] * size.numbers for size in sizes.values()]
     pairs = zip(sizes.values(), of_token, strict=True)
     return sum(size.rows * BYTES_OF_SAMPLE + size.tokens * one for size, one in pairs) * 4 / 3
 
@@ -263,7 +270,7 @@ class Chunk:
             "responses": self._responses(),
             "scale": [SMALLEST, k],
         }
-        text = json.dumps(header, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+        text = to_json(header)
         return packed(len(text).to_bytes(4, "little") + text + b"".join(planes))
 
     def _states(self, version: np.ndarray | None) -> np.ndarray:
@@ -363,6 +370,11 @@ def number(value: Any) -> float | int | None:
         return None
     rounded = float(f"{value:.6g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def to_json(data: Any) -> bytes:
+    """Return data as JSON. Halves of surrogate pairs, which UTF-8 cannot encode, become question marks."""
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def packed(data: bytes) -> str:
