@@ -84,7 +84,6 @@ def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
     command = run.command or defaults
     return {
         "name": run.name,
-        "folder": str(run.folder),
         "steps": columns(run.steps),
         "evaluations": columns(run.evaluations),
         "alarms": [{"step": row["step"], "alarm": redacted(str(row["alarm"]))} for row in run.alarms],

@@ -30,7 +30,7 @@ SMALLEST = 1e-3  # s of the codes: the resolution near 0 is s / k
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-ESTIMATES_ARE_HIGH_BY = 1.15
+PROBED_TOKENS = 300_000  # tokens that are encoded to correct the estimate
 MISSING = -(1 << 15)  # code of a number that is not finite
 OBSERVED, SAMPLED, TRAINED = 0, 1, 2  # state of a response token
 NOT_SAMPLED = -1  # `policy_version` of an observation; the same as in rltrain.batch.trajectory, which imports torch
@@ -113,18 +113,35 @@ def encode_samples(run: RunFiles, budget: int) -> Samples:
         run: files of the run. A table that cannot be read becomes a note.
         budget: size limit of the encoded samples in bytes of base64 text.
     """
-    sizes = _sizes(run)
-    share = 1.0
+    sizes, k, share = _sizes(run), max(BYTES_OF_NUMBER), 1.0
+    if _estimate(sizes, k) > budget:
+        off = _probe(run, sizes)
+        k = next((k for k in BYTES_OF_NUMBER if off * _estimate(sizes, k) <= budget), min(BYTES_OF_NUMBER))
+        share = min(1.0, budget / (off * _estimate(sizes, k)))
     while True:
-        k = next((k for k in BYTES_OF_NUMBER if _estimate(sizes, k) * share <= budget), min(BYTES_OF_NUMBER))
-        share = min(share, ESTIMATES_ARE_HIGH_BY * budget / max(1.0, _estimate(sizes, k)))
         notes = list(run.notes)
         found = _encoded(run, sizes, share, k)
-        size = sum(map(len, found.chunks)) + len(packed(to_json([found.index, found.vocabulary])))
+        size = _bytes_of(found)
         if size <= budget or found.shown <= 1:
             return found
         run.notes[:] = notes
         share *= 0.95 * budget / size
+
+
+def _bytes_of(samples: Samples) -> int:
+    return sum(map(len, samples.chunks)) + len(packed(to_json([samples.index, samples.vocabulary])))
+
+
+def _probe(run: RunFiles, sizes: dict[SampleFile, Size]) -> float:
+    """Encode a few tables, and return the factor by which the estimate of their size is wrong."""
+    files = list(sizes)
+    few = {files[place]: sizes[files[place]] for place in {0, len(files) // 2, len(files) - 1}}
+    tokens, notes, k = sum(size.tokens for size in few.values()), list(run.notes), min(BYTES_OF_NUMBER)
+    share = min(1.0, PROBED_TOKENS / max(1, tokens))
+    found = _encoded(run, few, share, k)
+    run.notes[:] = notes
+    whole = _estimate(few, k) * found.shown / max(1, found.total)
+    return _bytes_of(found) / whole if whole else 1.0
 
 
 def _sizes(run: RunFiles) -> dict[SampleFile, Size]:
