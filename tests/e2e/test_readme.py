@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rltrain import report
 from rltrain.main import main
 from rltrain.monitoring.catalogue import METRICS
 from rltrain.settings.algorithm_rules import check_algorithm
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PRESETS = "config/algorithm/README.md"
 GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md", PRESETS, *GUIDES]
-WITHOUT_COMMANDS = {"docs/metrics.md", "docs/reading-a-run.md", "docs/algorithms.md"}
+WITHOUT_COMMANDS = {"docs/metrics.md", "docs/algorithms.md"}
 LONGEST_README = 200  # lines: five minutes
 COMMAND = "python -m rltrain.main"
 TINY = [
@@ -79,6 +80,13 @@ def test_the_readme_is_short_and_leads_to_every_guide():
 def test_a_command_of_a_document_is_accepted(document, arguments):
     args = parse_args(shlex.split(arguments, comments=True))
     check_algorithm(compose(args.overrides)[0])
+
+
+def test_a_command_that_writes_a_report_is_accepted():
+    command = "python -m rltrain.report"
+    lines = [line.partition(command)[2] for name in DOCUMENTS for line in bash_lines(name) if command in line]
+    parsed = [report.parse(shlex.split(line, comments=True)) for line in lines]
+    assert [len(folders) for folders, _ in parsed] == [1, 2]
 
 
 def test_a_command_of_the_readme_goes_through_main(capsys):

@@ -790,7 +790,7 @@ function details(chunk, place) {
     el("table", {}, ...rowsOfTip.map(([name, text]) => el("tr", {}, el("th", {}, name), el("td", {}, text))))];
 }
 
-const nearOne = (value) => (Math.abs(value - 1) < 1e-6 ? "1" : value > 0.5 && value < 2 ? trimmed(value.toFixed(5)) : short(value));
+const nearOne = (value) => (value > 0.5 && value < 2 ? trimmed(value.toFixed(4)) : short(value));
 
 function moveToken(event, body) {
   const spans = [...body.children], now = spans.findIndex((span) => span.classList.contains("now"));
