@@ -81,12 +81,12 @@ def test_samples_are_found_by_step_text_reward_and_failure(opened, made):
     page.fill("[name=least]", "0.2")
     page.fill("[name=most]", "0.6")
     settled(page, "2 samples of 5, in 2 groups")
-    page.click("text=Reset")
+    page.get_by_role("button", name="Reset", exact=True).click()
     settled(page, "2 samples of 5, in 1 group")
     page.check("[name=failed]")
     settled(page, "1 sample of 5, in 1 group")
     assert "it broke" in page.inner_text(".card")
-    page.click("text=Show the whole group")
+    page.get_by_role("button", name="Show the whole group").click()
     assert page.locator(".card").count() == 2
 
 
