@@ -521,7 +521,7 @@ function showSamples() {
     `${several(run.samples.chunks.length, "step")}, to stay small. All samples are in the folder rollouts.`)));
   const rounding = Math.max(...data.runs.map((run) => run.samples.rounding));
   place.append(el("p", { class: "faint" }, "Click or hover a token to see its values; in a focused answer the arrow keys move from token to token. " +
-    `The page rounds values of tokens to ${percent(rounding)}; the exact ones are in the folder rollouts.`));
+    `The page rounds values of tokens to ${Number((100 * rounding).toPrecision(1))}%; the exact ones are in the folder rollouts.`));
   place.append(filters(), el("div", { class: "status" },
     el("span", { id: "count", role: "status" }), el("span", { id: "scale", class: "scale" })), el("div", { id: "groups" }),
   el("button", { id: "next", type: "button", hidden: true, onclick: () => { shownGroups += PAGE; apply(false); } }, "Show more groups"));
