@@ -53,7 +53,7 @@ def batch(responses=("12", "9"), *, uids=None, observed=(), scores=None, errors=
     )  # fmt: skip
     count = len(made.values("responses"))
     engine = -torch.arange(1, count + 1) / 8
-    version = torch.full((count,), 3)
+    version = torch.full((count,), 70_003)  # more than two bytes hold
     starts = made.offsets("responses").tolist()
     for row, token in observed:
         version[starts[row] + token] = -1

@@ -98,7 +98,7 @@ def test_a_token_shows_its_values_and_an_observation_has_none(opened, made):
     assert tip(page) == {
         "token": '"1"', "state": "sampled and trained on", "id": "49", "advantage": "-1",
         "rollout log-prob": "-0.125 (88.3%)", "old log-prob": "0.125", "ratio old / rollout": "1.284",
-        "ref log-prob": "-0.625", "KL, old − ref": "0.75", "weight version": "3",
+        "ref log-prob": "-0.625", "KL, old − ref": "0.75", "weight version": "70003",
     }  # fmt: skip
     token(page, 0, 1).hover()
     assert tip(page) == {"token": '"2"', "state": "observation: not sampled, not trained on", "id": "50"}

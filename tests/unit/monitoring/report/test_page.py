@@ -48,7 +48,7 @@ def test_the_tokens_of_an_answer_have_the_values_of_the_batch(tmp_path):
     assert [vocabulary["ids"][number] for number in vocabulary["special"]] == [EOS_ID]
     assert header["lengths"] == [3, 2]
     assert columns["state"].tolist() == [2, 0, 2, 2, 2]
-    assert (columns["version"] - 1).tolist() == [3, -1, 3, 3, 3]
+    assert (columns["version"] - 1).tolist() == [70_003, -1, 70_003, 70_003, 70_003]
     assert columns["log_prob"] == pytest.approx(made.values("rollout_log_probs").numpy(), rel=1e-3)
     assert columns["log_ratio"] == pytest.approx(np.full(5, 0.25), rel=1e-3)
     assert columns["kl"] == pytest.approx(np.full(5, 0.75), rel=1e-3)
