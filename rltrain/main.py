@@ -145,6 +145,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     If the command line asks for the plan alone, nothing is started and nothing is written.
     """
     from rltrain.monitoring.console import summary
+    from rltrain.run.command import describe
     from rltrain.run.resume import beginning, require_usable
     from rltrain.trajectories.token_rewards import with_all_knobs
 
@@ -170,6 +171,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     lock.take()
     (output_dir / "config.yaml.partial").write_text(text, "utf-8")  # never incomplete, so a killed run can be resumed
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
+    describe(output_dir, args, tokenizer)
     try:
         if local:
             join_cluster(config)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rltrain.base.errors import one_line
 from rltrain.batch.data_proto import DataProto
+from rltrain.monitoring.report.page import REPORT
 
 SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
 PLAIN_EVERY = 10  # steps between lines where the output is not a terminal
@@ -159,7 +160,12 @@ def summary(
             table.add_row(f"{kind} accuracy", *(f"{row[f'eval/{kind}_accuracy']:.1%}" for row in _ends(evaluations)))
         table.add_row("answer length", *(f"{row['eval/sampled_length']:.1f}" for row in _ends(evaluations)))
         console.print(table)
-    for name, path in (("learning curve", curve), ("model", output_dir / "model"), ("all results", output_dir)):
+    for name, path in (
+        ("learning curve", curve),
+        ("report", output_dir / REPORT),
+        ("model", output_dir / "model"),
+        ("all results", output_dir),
+    ):
         if path is not None and path.exists():
             console.print(Text(f"{name + ':':<16}{path}"), soft_wrap=True)
     what, command = ("next:", next_command) if finished else ("to go on:", resume_command)

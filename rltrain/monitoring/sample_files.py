@@ -13,6 +13,18 @@ from rltrain.batch.data_proto import DataProto
 
 SHOWN = 8  # samples of a step that are sent to trackers
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
+# Columns with one value per response token. A table has those of them that its batch has: `old_log_probs` is missing if
+# one optimizer step trains on the whole batch, and `entropies` if no loss reads them.
+_OF_TOKENS = (
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "entropies",
+    "policy_version",
+    "advantages",
+)
 
 
 class SampleFiles:
@@ -83,7 +95,7 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
         ],
     }
     names = {"responses": "response_ids"}
-    for name in ("responses", "response_mask", "rollout_log_probs", "policy_version", "advantages"):
+    for name in _OF_TOKENS:
         if name in batch:
             values = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
             columns[names.get(name, name)] = values

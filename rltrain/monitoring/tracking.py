@@ -10,6 +10,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.json_lines import JsonLinesFile, rows_of
 from rltrain.monitoring.learning_curve import CURVES, draw_learning_curve
 from rltrain.monitoring.ledger import LEDGER, ledger_line
+from rltrain.monitoring.report.refresh import ReportFile
 from rltrain.monitoring.sample_files import SampleFiles, sample_rows
 from rltrain.monitoring.sinks import EVALUATIONS, METRICS, TakesConfig, TakesSamples
 from rltrain.monitoring.trackers.background import BackgroundSink
@@ -62,6 +63,7 @@ class Tracker:
         for sink in self.sinks:
             if isinstance(sink, TakesConfig):
                 sink.log_config(config or {})
+        self.report = ReportFile(output_dir)
         self.ledger, self.alarms = (JsonLinesFile(output_dir / name) for name in (LEDGER, ALARMS))
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
@@ -119,6 +121,7 @@ class Tracker:
             sink.log_step(step, metrics)
         if self.sample_every and (step == 1 or step % self.sample_every == 0):
             self._log_samples(step, batch)
+        self.report.refresh()
         self.display.step(step, metrics, batch)
         self._report_failed_sinks(step)
 
@@ -160,11 +163,14 @@ class Tracker:
         self.evaluations.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_eval(step, metrics)
+        self.report.refresh()
         self.display.evaluation(step, metrics)
         self._report_failed_sinks(step)
 
     def close(self) -> Path | None:
-        """Close all sinks and files, and draw the learning curve. Sinks in threads close at the same time.
+        """Close all sinks and files, draw the learning curve and write the report.
+
+        Sinks in threads close at the same time.
 
         Returns:
             The path of the curve's image, or None if there was no step.
@@ -177,6 +183,8 @@ class Tracker:
         self._report_failed_sinks(int(self.history[-1]["step"]) if self.history else 0)
         self.ledger.close()
         self.alarms.close()
+        if self.history or any(self.samples.tables.iterdir()):
+            self.report.close()
         if not self.history:
             return None
         path = self.output_dir / "learning_curve.png"

@@ -32,16 +32,24 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
     Raises:
         ConfigError: the settings or the resulting values are invalid. The message is one line.
     """
-    items = [item for file in files for item in from_file(file)]
-    items += [from_command_line(text) for text in overrides]
-    values = _resolve(with_profile(items))
+    values = _resolve(_items(overrides, files))
     expand(values)
     _refuse_secrets(values)
     config = parse(Config, values)
     return config, to_yaml(config)
 
 
-def with_profile(items: list[Item]) -> list[Item]:
+def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
+    from_files = [item for file in files for item in from_file(file)]
+    return _with_profile([*from_files, *map(from_command_line, overrides)])
+
+
+def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
+    """Return the choices of config groups that the settings of a user make, the profile included, as `GROUP=CHOICE`."""
+    return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
+
+
+def _with_profile(items: list[Item]) -> list[Item]:
     """Return a user's settings, preceded by the profile for instruct models if they name a model and no profile."""
     paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
     own_model = bool(paths) and paths[-1] != "builtin"
@@ -55,9 +63,7 @@ def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dic
         overrides: settings of the command line.
         files: paths of config files of the user.
     """
-    items = with_profile(
-        [item for file in files for item in from_file(file)] + [from_command_line(o) for o in overrides]
-    )
+    items = _items(overrides, files)
     named = {item.key for item in items if isinstance(item, Setting)}
     file = config_dir() / "profile" / f"{chosen(items).get('profile', 'demo')}.yaml"
     values = OmegaConf.to_container(OmegaConf.load(file))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rltrain import report
 from rltrain.main import main
 from rltrain.monitoring.catalogue import METRICS
 from rltrain.settings.algorithm_rules import check_algorithm
@@ -97,6 +98,13 @@ def test_a_command_of_a_document_is_accepted(document, arguments, tmp_path):
         assert any("," in text for text in args.overrides)  # tests/unit/run/test_sweep.py runs sweeps
         return
     check_algorithm(compose(args.overrides, files)[0])
+
+
+def test_a_command_that_writes_a_report_is_accepted():
+    command = "python -m rltrain.report"
+    lines = [line.partition(command)[2] for name in DOCUMENTS for line in bash_lines(name) if command in line]
+    parsed = [report.parse(shlex.split(line, comments=True)) for line in lines]
+    assert [len(folders) for folders, _ in parsed] == [1, 2]
 
 
 def test_a_command_of_the_readme_goes_through_main(capsys):

@@ -138,7 +138,7 @@ def test_no_file_names_a_path_of_somebodys_machine():
     assert {path: own.search(text)[0] for path, text in texts().items() if own.search(text)} == {}
 
 
-def test_the_wheel_holds_the_code_and_the_config(tmp_path):
+def test_the_wheel_holds_the_code_the_config_and_the_files_of_the_report(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -146,4 +146,5 @@ def test_the_wheel_holds_the_code_and_the_config(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     there = {str(path.relative_to(ROOT)) for path in SOURCES}
     there |= {f"rltrain/{path.relative_to(ROOT)}" for path in (ROOT / "config").rglob("*.*")}
+    there |= {f"rltrain/monitoring/report/page.{kind}" for kind in ("html", "css", "js")}
     assert {name for name in names if ".dist-info/" not in name} == there

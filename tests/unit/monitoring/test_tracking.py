@@ -17,6 +17,7 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.tracking import Tracker
 
 NAN = math.nan
+PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # columns that some steps compute
 PARTS = ["right", "short"]
 
 
@@ -256,6 +257,17 @@ def test_a_table_of_samples_in_another_order_moves_their_tokens_along():
     rows = sample_table(batch().reorder([2, 0, 1]), PARTS).to_pylist()
     assert [row["response_ids"] for row in rows] == [[6], [4, 5], []]
     assert [row["prompt_ids"] for row in rows] == [[3], [1], [1, 2]]
+
+
+def test_a_table_of_samples_has_the_log_probs_and_entropies_that_the_step_computed():
+    columns = {name: torch.tensor([-0.5, -1.5, -2.5]) - place for place, name in enumerate(PASSES)}
+    for names in ([], PASSES[:1], PASSES):
+        made = batch().with_values("responses", **{name: columns[name] for name in names})
+        rows = sample_table(made, PARTS).to_pylist()
+        assert [name for name in PASSES if name in rows[0]] == names
+        assert {name: [value for row in rows for value in row[name]] for name in names} == {
+            name: columns[name].tolist() for name in names
+        }
 
 
 def test_tensorboard_has_every_metric(run):

@@ -1,0 +1,57 @@
+"""The charts of the page: which metrics are drawn together, and in which order."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rltrain.monitoring.catalogue import METRICS
+
+# Title and metrics of each chart above the fold. `*` stands for one word, and each match is a chart of its own. All
+# other metrics have a chart of their own below.
+CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward/mean",)),
+    ("", ("reward/*/mean",)),
+    ("accuracy", ("eval/greedy_accuracy", "eval/sampled_accuracy", "reward/accuracy")),
+    ("reward of evaluations", ("eval/greedy_reward", "eval/sampled_reward")),
+    ("answer length", ("rollout/length_mean", "eval/sampled_length", "eval/greedy_length")),
+    ("truncated answers", ("rollout/truncated_fraction",)),
+    ("KL", ("actor/ref_kl", "reward/kl", "actor/ppo_kl")),
+    ("entropy", ("rollout/entropy", "actor/entropy")),
+    ("clip fraction", ("actor/clip_fraction", "actor/clip_fraction_c", "actor/weight_clip_fraction")),
+    ("groups without a signal", ("reward/zero_spread_fraction", "reward/same_outcome_fraction")),
+    ("engine gap", ("rollout/log_prob_gap", "actor/engine_gap")),
+    ("staleness", ("rollout/staleness_mean", "rollout/staleness_max")),
+    ("gradient norm", ("actor/grad_norm", "actor/grad_norm_max")),
+    ("learning rate", ("actor/lr", "critic/lr")),
+    ("critic", ("critic/explained_variance",)),
+    ("speed", ("perf/tokens_per_s",)),
+)
+PHASES = "timing/"
+
+
+def charts(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the charts of metrics with these names: title, metrics, and whether the chart is one of the main ones."""
+    left = dict.fromkeys(name for name in names if name != "step" and not name.startswith(PHASES))
+    found = []
+    for title, patterns in CHARTS:
+        for chosen in _matches(patterns, left):
+            found.append({"title": title or chosen[0], "metrics": chosen, "main": True})
+            for name in chosen:
+                left.pop(name)
+    return [*found, *({"title": name, "metrics": [name], "main": False} for name in sorted(left))]
+
+
+def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
+    """Return the metrics of each chart that the patterns make."""
+    if "*" in patterns[0]:
+        return [[name] for name in names if re.fullmatch(patterns[0].replace("*", r"[^/]+"), name)]
+    there = set(names)
+    chosen = [name for name in patterns if name in there]
+    return [chosen] if chosen else []
+
+
+def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return meaning, unit and healthy range of each metric that the catalogue has, by its name."""
+    found = {name: next((metric for metric in METRICS if metric.matches(name)), None) for name in names}
+    return {name: {**asdict(metric), "name": name} for name, metric in found.items() if metric is not None}

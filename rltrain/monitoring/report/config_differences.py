@@ -1,0 +1,84 @@
+"""In which keys a run's config differs from the presets that its command chose.
+
+A run records its command and the config of its presets in the file `command.json`, because presets may change later.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.secret_values import redacted
+
+COMMAND = "command.json"
+_OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}  # differ in every run
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a run was started.
+
+    Attributes:
+        arguments: arguments of the command.
+        presets: arguments that choose a file of a config group, such as `algorithm=dapo`.
+        values: config of these presets alone, as nested values; {} if it is unknown.
+    """
+
+    arguments: list[str]
+    presets: list[str]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def write_command(command: Command, output_dir: Path) -> None:
+    """Write `command.json`, without secrets."""
+    values = {
+        "arguments": [redacted(one) for one in command.arguments],
+        "presets": [redacted(one) for one in command.presets],
+        "values": command.values,
+    }
+    (output_dir / COMMAND).write_text(redacted(json.dumps(values, default=str)) + "\n", "utf-8", "replace")
+
+
+def read_command(text: str) -> Command:
+    """Parse the content of `command.json`.
+
+    Raises:
+        ValueError: the text is not what `write_command` writes.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict) or not isinstance(found.get("values"), dict):
+        raise ValueError("it holds no command")
+    lists = [found.get(name) for name in ("arguments", "presets")]
+    if not all(isinstance(one, list) and all(isinstance(word, str) for word in one) for one in lists):
+        raise ValueError("it holds no arguments")
+    return Command(found["arguments"], found["presets"], found["values"])
+
+
+def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
+    """Return (key, value of the presets, value of the run) where they differ.
+
+    Values are JSON texts. None stands for a key that is absent.
+    """
+    own, theirs = flat(config), flat(presets)
+    keys = sorted((own.keys() | theirs.keys()) - _OF_A_PLACE)
+    return [(key, theirs.get(key), own.get(key)) for key in keys if theirs.get(key) != own.get(key)]
+
+
+def between(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
+    """Return the keys whose values differ between runs, each with the value of every run as JSON text."""
+    values = [flat(config) for config in configs]
+    keys = sorted({key for one in values for key in one}) if len(configs) > 1 else []
+    rows = [(key, [one.get(key) for one in values]) for key in keys]
+    return [(key, row) for key, row in rows if len(set(row)) > 1]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested values as JSON texts by dotted keys, without secrets. A list is one value."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = redacted(json.dumps(value, default=str, ensure_ascii=False))
+    return found

@@ -1,0 +1,118 @@
+"""The page of a report: one HTML file that holds its data, its style and its program, and loads nothing."""
+
+import html
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.secret_values import redacted
+from rltrain.monitoring.report.charts import charts, descriptions
+from rltrain.monitoring.report.config_differences import Command, between, differences
+from rltrain.monitoring.report.run_files import RunFiles, read_run
+from rltrain.monitoring.report.samples import encode_samples, number, packed, to_json
+
+REPORT = "report.html"
+MAX_BYTES = 19_800_000  # of a page
+
+
+def write_report(
+    folders: Sequence[Path], output: Path, *, defaults: Command | None = None, max_bytes: int = MAX_BYTES
+) -> list[str]:
+    """Write the report of one or several runs to an HTML file.
+
+    The file is replaced at once, so a reader never sees half a page.
+
+    Args:
+        folders: output folders of the runs.
+        output: path of the page.
+        defaults: what a run is compared with that did not record its command.
+        max_bytes: size limit of the page. Samples beyond it are left out, and the page says so.
+
+    Returns:
+        What could not be read, one line each.
+
+    Raises:
+        ConfigError: a folder is not the output folder of a run.
+        OSError: the page cannot be written.
+    """
+    runs = [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    text = page(runs, defaults, max_bytes)
+    partial = output.with_name(f"{output.name}.partial")
+    partial.write_text(text, "utf-8", "replace")
+    os.replace(partial, output)
+    return [f"{run.folder}: {note}" for run in runs for note in run.notes]
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return a short name for each folder: its own, with those of the folders around it if two have the same."""
+    parts = [folder.resolve().parts for folder in folders]
+    deepest = max(map(len, parts), default=1)
+    for depth in range(1, deepest + 1):
+        names = ["/".join(one[-depth:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{one[-1]} ({place})" for place, one in enumerate(parts, 1)]
+
+
+def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> str:
+    """Return the HTML text of the report of these runs; see `write_report`."""
+    names = sorted({name for run in runs for row in (*run.steps, *run.evaluations) for name in row} - {"step"})
+    data: dict[str, Any] = {
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "charts": charts(names),
+        "descriptions": descriptions(names),
+        "between": between([run.config for run in runs]),
+        "runs": [_described(run, defaults) for run in runs],
+    }
+    rest = _filled("", {"data": packed(to_json(data))})
+    encoded = [encode_samples(run, (max_bytes - len(rest)) // len(runs)) for run in runs]
+    for run, shown, samples in zip(runs, data["runs"], encoded, strict=True):
+        shown["notes"] = [redacted(note) for note in run.notes]
+        shown["samples"] = {**samples.index, "vocabulary": samples.vocabulary, **samples.counts}
+    blocks = {"data": packed(to_json(data))}
+    for place, samples in enumerate(encoded):
+        blocks |= {f"chunk-{place}-{number}": chunk for number, chunk in enumerate(samples.chunks)}
+    return _filled(", ".join(run.name for run in runs), blocks)
+
+
+def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
+    """Return what the page shows of a run besides its samples."""
+    command = run.command or defaults
+    return {
+        "name": run.name,
+        "steps": columns(run.steps),
+        "evaluations": columns(run.evaluations),
+        "alarms": [{"step": row["step"], "alarm": redacted(str(row["alarm"]))} for row in run.alarms],
+        "config": run.config_text,
+        "command": redacted(shlex.join(run.command.arguments)) if run.command else None,
+        "presets": redacted(" ".join(command.presets)) if command else None,
+        "differences": differences(run.config, command.values) if command and command.values else None,
+    }
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the metrics of rows column by column, with None where a row lacks a metric or it is not finite."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [number(row.get(name)) for row in rows] for name in names}
+
+
+def _filled(title: str, blocks: dict[str, str]) -> str:
+    """Return the page with its title, style, program and data. The data is base64 text, so it needs no escaping."""
+    whole, style, program = (_file(f"page.{kind}") for kind in ("html", "css", "js"))
+    head, body = whole.split("<!-- data -->")
+    head = head.replace("<!-- title -->", html.escape(redacted(title)))
+    head = head.replace("/* style */", style)
+    body = body.replace("/* program */", program)
+    return "".join([head, *_blocks(blocks.items()), body])
+
+
+def _blocks(blocks: Iterable[tuple[str, str]]) -> Iterable[str]:
+    return (f'<script type="application/gzip;base64" id="{name}">{text}</script>\n' for name, text in blocks)
+
+
+def _file(name: str) -> str:
+    return resources.files("rltrain.monitoring.report").joinpath(name).read_text("utf-8")

@@ -1,0 +1,180 @@
+"""What a report reads from the output folder of a run. A damaged file becomes a note; the rest of the run is read."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rltrain.base.errors import ConfigError, described, one_line
+from rltrain.base.secret_values import redacted
+from rltrain.monitoring.report.config_differences import COMMAND, Command, read_command
+from rltrain.monitoring.token_texts import TOKENS, read_token_texts
+
+CONFIG = "config.yaml"
+ROLLOUTS = "rollouts"
+_SAMPLES = re.compile(r"(step|failed)_(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """A table of samples in the folder `rollouts`.
+
+    Attributes:
+        path: path of the parquet file.
+        step: number of the training step.
+        failed: whether the step was not trained on, because too many rewards failed.
+    """
+
+    path: Path
+    step: int
+    failed: bool
+
+
+@dataclass
+class RunFiles:
+    """The files of one run.
+
+    Attributes:
+        folder: output folder of the run.
+        name: short name that tells the run from the others of the page.
+        steps: metrics of each training step.
+        evaluations: metrics of each evaluation.
+        alarms: the alarms, each with `step` and `alarm`.
+        config_text: the config as YAML text, without secrets.
+        config: the config as nested values; {} if it cannot be read.
+        command: how the run was started; None if the run did not record it.
+        samples: tables of samples in the order of their steps.
+        token_texts: text of each token by its id; [] if unknown.
+        special_ids: ids of the special tokens.
+        notes: what could not be read, one line each.
+    """
+
+    folder: Path
+    name: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    alarms: list[dict[str, Any]] = field(default_factory=list)
+    config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    command: Command | None = None
+    samples: list[SampleFile] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
+    special_ids: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_run(folder: Path, name: str = "") -> RunFiles:
+    """Read the output folder of a run.
+
+    Raises:
+        ConfigError: the folder does not exist, or no run wrote it.
+    """
+    _require_run(folder)
+    run = RunFiles(folder, name or folder.resolve().name)
+    run.steps = _json_lines(run, "metrics.jsonl")
+    run.evaluations = _json_lines(run, "evaluations.jsonl")
+    run.alarms = [line for line in _json_lines(run, "alarms.jsonl", needed=False) if "alarm" in line]
+    _read_config(run)
+    run.command = _command(run)
+    run.samples = sample_files(folder)
+    _read_token_texts(run)
+    if not run.steps:
+        run.notes.append("no training step has ended yet, so there are no curves")
+    return run
+
+
+def _require_run(folder: Path) -> None:
+    hint = "give the output folder of a run (trainer.output_dir)"
+    if not folder.exists():
+        raise ConfigError(f"{folder}: no such folder; {hint}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder; {hint}")
+    if not any((folder / name).exists() for name in ("metrics.jsonl", CONFIG)):
+        raise ConfigError(f"{folder}: holds neither metrics.jsonl nor {CONFIG}, so no run wrote it; {hint}")
+
+
+def sample_files(folder: Path) -> list[SampleFile]:
+    """Return the tables of samples of a run, in the order of their steps."""
+    rollouts = folder / ROLLOUTS
+    names = [path.name for path in rollouts.iterdir()] if rollouts.is_dir() else []
+    found = [match for name in names if (match := _SAMPLES.fullmatch(name))]
+    files = [SampleFile(rollouts / match[0], int(match[2]), match[1] == "failed") for match in found]
+    return sorted(files, key=lambda file: (file.step, file.failed))
+
+
+def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
+    """Return the text of a file of the run, or None with a note if it cannot be read."""
+    try:
+        return (run.folder / name).read_text("utf-8", "replace")
+    except FileNotFoundError:
+        if needed:
+            run.notes.append(f"{name}: is missing")
+    except OSError as error:
+        run.notes.append(f"{name}: cannot be read ({error.strerror or error})")
+    return None
+
+
+def _json_lines(run: RunFiles, name: str, *, needed: bool = True) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines. A line that is no object with a step is left out, with a note."""
+    found = []
+    for number, line in enumerate((_text(run, name, needed=needed) or "").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            found.append(row)
+        elif line.strip():
+            run.notes.append(f"{name}: line {number} is no JSON object with a step and is left out")
+    return found
+
+
+def _read_config(run: RunFiles) -> None:
+    text = _text(run, CONFIG)
+    if text is None:
+        return
+    run.config_text = redacted(text)
+    try:
+        values = yaml.safe_load(run.config_text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        run.notes.append(f"{CONFIG}: is no YAML ({one_line(' '.join(str(error).split()), 120)})")
+        return
+    if isinstance(values, Mapping):
+        run.config = dict(values)
+    else:
+        run.notes.append(f"{CONFIG}: holds no config")
+
+
+def _command(run: RunFiles) -> Command | None:
+    text = _text(run, COMMAND, needed=False)
+    try:
+        return None if text is None else read_command(text)
+    except (ValueError, RecursionError) as error:
+        run.notes.append(f"{COMMAND}: cannot be read ({one_line(str(error), 120)})")
+        return None
+
+
+def _read_token_texts(run: RunFiles) -> None:
+    """Read the texts of tokens. A run of an older version has none, but its model folder has the tokenizer."""
+    path, model = run.folder / TOKENS, run.folder / "model"
+    try:
+        if path.exists():
+            run.token_texts, run.special_ids = read_token_texts(path)
+        elif (model / "tokenizer_config.json").exists():
+            run.token_texts, run.special_ids = _texts_of_model(model)
+        elif run.samples:
+            run.notes.append(f"{TOKENS}: is missing, so tokens are shown by their ids")
+    except Exception as error:  # readers and tokenizers may raise any exception on a damaged file
+        run.notes.append(f"{TOKENS}: cannot be read, so tokens are shown by their ids ({described(error, 120)})")
+
+
+def _texts_of_model(model: Path) -> tuple[list[str], set[int]]:
+    from rltrain.data.model_directory import load_tokenizer  # transformers takes seconds to import
+    from rltrain.monitoring.token_texts import special_ids, token_texts
+
+    tokenizer = load_tokenizer(str(model))
+    return token_texts(tokenizer), special_ids(tokenizer)

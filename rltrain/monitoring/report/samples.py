@@ -1,0 +1,399 @@
+"""The samples of a run in the compact form that the page reads.
+
+Each table of samples becomes one *chunk*: a header as JSON, and the values of all its tokens, column by column. A
+chunk is compressed and written as base64 text, and the page decompresses it when it shows or searches its samples.
+
+A log-prob, an advantage and other real numbers are stored as 16-bit codes, code = round(k asinh(x / s)): near 0 a code
+is a step of s / k, and beyond s it is a share 1 / k of the number. A small k makes a smaller page and rounder numbers.
+"""
+
+import gzip
+import json
+import math
+import re
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rltrain.base.errors import described
+from rltrain.base.secret_values import redacted
+from rltrain.monitoring.report.run_files import RunFiles, SampleFile
+
+SMALLEST = 1e-3  # s of the codes: the resolution near 0 is s / k
+# Size of a number after compression for each k, from the finest to the coarsest. Measured on log-probs as they occur.
+# Numbers are rounded to 1 / (2 k) of their size.
+BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
+BYTES_OF_ID = 1.3
+BYTES_OF_SAMPLE = 40
+PROBED_TOKENS = 300_000  # tokens that are encoded to correct the estimate
+MISSING = -(1 << 15)  # code of a number that is not finite
+OBSERVED, SAMPLED, TRAINED = 0, 1, 2  # state of a response token
+NOT_SAMPLED = -1  # `policy_version` of an observation; the same as in rltrain.batch.trajectory, which imports torch
+_COLUMNS = (
+    *("uid", "prompt", "response", "score", "valid", "finish_reason", "reward_error", "reward_components"),
+    *("response_ids", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropies"),
+    *("policy_version", "advantages", "prompt_ids"),
+)
+_NEEDED = {"uid", "prompt", "response", "response_ids"}
+_UNFINISHED_CHARACTER = re.compile(r"\\x[89a-f][0-9a-f]")
+
+
+@dataclass
+class Vocabulary:
+    """The tokens that occur on the page, numbered anew, so that frequent ones have small numbers.
+
+    Attributes:
+        ids: id of each token in the tokenizer's vocabulary, by its number on the page.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    _numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def numbers(self, ids: np.ndarray) -> np.ndarray:
+        """Return the number of each id (N,), and add the ids that are new."""
+        found, counts = np.unique(ids, return_counts=True)
+        if len(found) and found[-1] >= len(self._numbers):
+            grown = np.full(int(found[-1]) + 1, -1, np.int64)
+            grown[: len(self._numbers)] = self._numbers
+            self._numbers = grown
+        new = self._numbers[found] < 0
+        added = found[new][np.argsort(-counts[new], kind="stable")]
+        self._numbers[added] = len(self.ids) + np.arange(len(added))
+        self.ids += added.tolist()
+        numbers: np.ndarray = self._numbers[ids]
+        return numbers
+
+
+@dataclass
+class Samples:
+    """The samples of a run as the page reads them.
+
+    Attributes:
+        chunks: each chunk as base64 text.
+        index: what the page knows of each sample before it decompresses a chunk, column by column.
+        vocabulary: text of each token of the page.
+        shown: number of samples on the page.
+        total: number of samples of the run.
+        rounding: largest relative error of a stored number.
+    """
+
+    chunks: list[str] = field(default_factory=list)
+    index: dict[str, Any] = field(default_factory=dict)
+    vocabulary: dict[str, Any] = field(default_factory=dict)
+    shown: int = 0
+    total: int = 0
+    rounding: float = 0.0
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The numbers that the page shows about its samples."""
+        return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a table, from the metadata of its file."""
+
+    rows: int
+    tokens: int
+    numbers: int  # columns of real numbers
+
+
+def encode_samples(run: RunFiles, budget: int) -> Samples:
+    """Read and encode the samples of a run.
+
+    If they do not all fit, whole groups are left out, evenly over the steps, and steps if there are too many.
+
+    Args:
+        run: files of the run. A table that cannot be read becomes a note.
+        budget: size limit of the encoded samples in bytes of base64 text.
+    """
+    sizes, k, share = _sizes(run), max(BYTES_OF_NUMBER), 1.0
+    if _estimate(sizes, k) > budget:
+        off = _probe(run, sizes)
+        k = next((k for k in BYTES_OF_NUMBER if off * _estimate(sizes, k) <= budget), min(BYTES_OF_NUMBER))
+        share = min(1.0, budget / (off * _estimate(sizes, k)))
+    while True:
+        notes = list(run.notes)
+        found = _encoded(run, sizes, share, k)
+        size = _bytes_of(found)
+        if size <= budget or found.shown <= 1:
+            return found
+        run.notes[:] = notes
+        share *= 0.95 * budget / size
+
+
+def _bytes_of(samples: Samples) -> int:
+    return sum(map(len, samples.chunks)) + len(packed(to_json([samples.index, samples.vocabulary])))
+
+
+def _probe(run: RunFiles, sizes: dict[SampleFile, Size]) -> float:
+    """Encode a few tables, and return the factor by which the estimate of their size is wrong."""
+    files = list(sizes)
+    few = {files[place]: sizes[files[place]] for place in {0, len(files) // 2, len(files) - 1}}
+    tokens, notes, k = sum(size.tokens for size in few.values()), list(run.notes), min(BYTES_OF_NUMBER)
+    share = min(1.0, PROBED_TOKENS / max(1, tokens))
+    found = _encoded(run, few, share, k)
+    run.notes[:] = notes
+    whole = _estimate(few, k) * found.shown / max(1, found.total)
+    return _bytes_of(found) / whole if whole else 1.0
+
+
+def _sizes(run: RunFiles) -> dict[SampleFile, Size]:
+    """Return the size of each table that can be read."""
+    sizes = {}
+    for file in run.samples:
+        try:
+            sizes[file] = _size(file)
+        except Exception as error:  # a damaged file may raise any exception
+            run.notes.append(_left_out(file, error))
+    return sizes
+
+
+def _left_out(file: SampleFile, error: Exception) -> str:
+    return f"rollouts/{file.path.name}: cannot be read, so its samples are left out ({described(error, 120)})"
+
+
+def _size(file: SampleFile) -> Size:
+    metadata = pq.read_metadata(file.path)
+    names = set(metadata.schema.to_arrow_schema().names)
+    if missing := _NEEDED - names:
+        raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+    tokens = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        tokens += sum(one.num_values for one in columns if one.path_in_schema.startswith("response_ids."))
+    numbers = len(names & {"rollout_log_probs", "old_log_probs", "ref_log_probs", "entropies"})
+    return Size(metadata.num_rows, tokens, numbers)
+
+
+def _estimate(sizes: dict[SampleFile, Size], k: int) -> float:
+    """Estimate the size of all samples in bytes of base64 text."""
+    of_token = [BYTES_OF_ID + BYTES_OF_NUMBER[k] * size.numbers for size in sizes.values()]
+    pairs = zip(sizes.values(), of_token, strict=True)
+    return sum(size.rows * BYTES_OF_SAMPLE + size.tokens * one for size, one in pairs) * 4 / 3
+
+
+def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int) -> Samples:
+    vocabulary, found = Vocabulary(), Samples(total=sum(size.rows for size in sizes.values()), rounding=0.5 / k)
+    texts = run.token_texts
+    rows: list[dict[str, Any]] = []
+    files = [file for file in run.samples if file in sizes]
+    for file, groups in _chosen(files, share):
+        try:
+            chunk = Chunk(file, _read(file, groups), texts, run.special_ids)
+            found.chunks.append(chunk.encode(vocabulary, k))
+        except Exception as error:  # a damaged file may raise any exception
+            run.notes.append(_left_out(file, error))
+            continue
+        rows.append(chunk.summary())
+    found.shown = sum(len(row["uid"]) for row in rows)
+    found.index = {"chunks": rows}
+    found.vocabulary = {
+        "ids": vocabulary.ids,
+        "texts": [texts[one] if one < len(texts) else f"<id {one}>" for one in vocabulary.ids],
+        "special": [number for number, one in enumerate(vocabulary.ids) if one in run.special_ids],
+    }
+    return found
+
+
+def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleFile, float]]:
+    """Yield the files to show, each with the share of its groups to show. The first and the last file always stay."""
+    groups = 8  # a file is left out only if less than a group of a small file would be shown of each
+    count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
+    if count >= len(files):
+        yield from ((file, share) for file in files)
+        return
+    places = np.unique(np.linspace(0, len(files) - 1, count).round().astype(int))
+    yield from ((files[place], share * len(files) / len(places)) for place in places.tolist())
+
+
+def _read(file: SampleFile, share: float) -> pa.Table:
+    """Return a share of the groups of a table: at least one, and the first ones, with all their samples."""
+    schema = pq.read_schema(file.path)
+    table = pq.read_table(file.path, columns=[name for name in _COLUMNS if name in schema.names])
+    uids = table["uid"].to_numpy()
+    groups = list(dict.fromkeys(uids.tolist()))
+    kept = groups[: max(1, math.floor(len(groups) * share + 1e-9))]
+    return table if len(kept) == len(groups) else table.filter(pa.array(np.isin(uids, kept)))
+
+
+class Chunk:
+    """The samples of one table.
+
+    Args:
+        file: the table's file.
+        table: the rows to show.
+        texts: text of each token by its id.
+        special_ids: ids of the special tokens.
+    """
+
+    def __init__(self, file: SampleFile, table: pa.Table, texts: Sequence[str], special_ids: set[int]) -> None:
+        self.file, self.texts, self.special_ids = file, texts, special_ids
+        self.secret = _rows_with_secrets(table)
+        self.table = table.combine_chunks()
+        self.offsets, ids = self._tokens("response_ids")
+        self.ids = ids.astype(np.int64)
+
+    def _tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the offsets (B + 1,) and the values (N,) of a column of lists. Rows with a secret have no values."""
+        array = self.table[name].combine_chunks()
+        array = array if isinstance(array, pa.ListArray) else array.cast(pa.list_(array.type.value_type))
+        lengths = np.diff(array.offsets.to_numpy())
+        kept = np.repeat(~self.secret, lengths)
+        lengths = np.where(self.secret, 0, lengths)
+        values = array.flatten().to_numpy(zero_copy_only=False)[kept]
+        return np.concatenate([[0], np.cumsum(lengths)]), values
+
+    def _column(self, name: str) -> np.ndarray | None:
+        if name not in self.table.column_names:
+            return None
+        offsets, values = self._tokens(name)
+        if not np.array_equal(offsets, self.offsets):
+            raise ValueError(f"its column {name} has other lengths than response_ids")
+        return values
+
+    def encode(self, vocabulary: Vocabulary, k: int) -> str:
+        """Return the chunk as base64 text."""
+        planes: list[bytes] = []
+        layout: list[tuple[str, int, int]] = []
+
+        def add(name: str, values: np.ndarray, width: int) -> None:
+            layout.append((name, len(values), width))
+            little = values.astype("<i4").view(np.uint8).reshape(-1, 4)
+            planes.extend(little[:, place].tobytes() for place in range(width))
+
+        prompts, rows_of_prompts = self._prompts()
+        prompt_ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(p["ids"], np.int64) for p in prompts)])
+        add("tokens", vocabulary.numbers(self.ids), 3)
+        add("prompt_tokens", vocabulary.numbers(prompt_ids), 3)
+        version = self._column("policy_version")
+        add("state", self._states(version), 1)
+        if version is not None:
+            add("version", version + 1, 3)
+        for name, values in self._numbers().items():
+            add(name, codes(values, k), 2)
+        header = {
+            "layout": layout,
+            "lengths": np.diff(self.offsets).tolist(),
+            "prompts": [{"text": p["text"], "length": len(p["ids"])} for p in prompts],
+            "prompt": rows_of_prompts,
+            "responses": self._responses(),
+            "scale": [SMALLEST, k],
+        }
+        text = to_json(header)
+        return packed(len(text).to_bytes(4, "little") + text + b"".join(planes))
+
+    def _states(self, version: np.ndarray | None) -> np.ndarray:
+        trained = self._column("response_mask")
+        trained = np.ones(len(self.ids), bool) if trained is None else trained.astype(bool)
+        sampled = trained if version is None else version != NOT_SAMPLED
+        return np.where(trained, TRAINED, np.where(sampled, SAMPLED, OBSERVED))
+
+    def _numbers(self) -> dict[str, np.ndarray]:
+        """Return the columns of real numbers. Log-probs of other models are stored as distances, which are smaller."""
+        rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
+        found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
+        if rollout is not None and old is not None:
+            found["log_ratio"] = old - rollout
+        policy = rollout if old is None else old  # without a pass of the actor, the engine's stands for the policy
+        if policy is not None and ref is not None:
+            found["kl"] = policy - ref
+        return {name: values for name, values in found.items() if values is not None}
+
+    def _prompts(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the different prompts, and the number of each row's prompt."""
+        texts = self.table["prompt"].to_pylist()
+        keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
+        ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)
+        numbers: dict[tuple[int, str], int] = {}
+        prompts: list[dict[str, Any]] = []
+        for row, key in enumerate(keys):
+            if key not in numbers:
+                numbers[key] = len(prompts)
+                hidden = self.secret[row]
+                text = redacted(texts[row]) if hidden else texts[row]
+                prompts.append({"text": text, "ids": [] if hidden else ids[row]})
+        return prompts, [numbers[key] for key in keys]
+
+    def _responses(self) -> list[str | None]:
+        """Return the text of each response; None if the texts of its tokens add up to it."""
+        found: list[str | None] = []
+        for row, text in enumerate(self.table["response"].to_pylist()):
+            ids = self.ids[self.offsets[row] : self.offsets[row + 1]].tolist()
+            found.append(None if text == self._joined(ids) else redacted(text) if self.secret[row] else text)
+        return found
+
+    def _joined(self, ids: Sequence[int]) -> str | None:
+        """Return the texts of tokens as the page joins them: without special tokens. None if that is not the text."""
+        if any(one >= len(self.texts) for one in ids):
+            return None
+        text = "".join(self.texts[one] for one in ids if one not in self.special_ids)
+        return None if _UNFINISHED_CHARACTER.search(text) else text
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the page needs to filter and sort the samples, column by column."""
+        table, count = self.table, self.table.num_rows
+        names = set(table.column_names)
+
+        def column(name: str, default: Any) -> list[Any]:
+            return table[name].to_pylist() if name in names else [default] * count
+
+        components = [row or {} for row in column("reward_components", {})]
+        parts = list(dict.fromkeys(name for row in components for name in row))
+        errors = [redacted(error or "") for error in column("reward_error", "")]
+        return {
+            "step": self.file.step,
+            "failed": self.file.failed,
+            "uid": table["uid"].to_pylist(),
+            "score": [number(score) for score in column("score", math.nan)],
+            "valid": [int(bool(valid)) for valid in column("valid", True)],
+            "finish": column("finish_reason", ""),
+            "errors": {row: error for row, error in enumerate(errors) if error},
+            "components": {name: [number(row.get(name)) for row in components] for name in parts},
+            "length": np.diff(self.offsets).tolist(),
+            "hidden": np.flatnonzero(self.secret).tolist(),
+        }
+
+
+def _rows_with_secrets(table: pa.Table) -> np.ndarray:
+    """Return whether the prompt or the response of each row holds a secret: (B,) bool."""
+    pairs = zip(table["prompt"].to_pylist(), table["response"].to_pylist(), strict=True)
+    texts = [f"{prompt}\n{response}" for prompt, response in pairs]
+    together = "\n".join(texts)
+    if redacted(together) == together:
+        return np.zeros(len(texts), bool)
+    return np.array([redacted(text) != text for text in texts], bool)
+
+
+def codes(values: np.ndarray, k: int) -> np.ndarray:
+    """Return the codes of real numbers: (N,) integers of 16 bits."""
+    values = values.astype(np.float64)
+    finite = np.isfinite(values)
+    largest = np.sinh((-MISSING - 1) / k) * SMALLEST if k > 100 else np.inf
+    clipped = np.clip(np.where(finite, values, 0), -largest, largest)
+    return np.where(finite, np.rint(k * np.arcsinh(clipped / SMALLEST)), MISSING).astype(np.int64)
+
+
+def number(value: Any) -> float | int | None:
+    """Return a number with six digits, as JSON can hold it; None if it is not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def to_json(data: Any) -> bytes:
+    """Return data as JSON. Halves of surrogate pairs, which UTF-8 cannot encode, become question marks."""
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def packed(data: bytes) -> str:
+    """Return bytes compressed, as base64 text."""
+    return b64encode(gzip.compress(data, 6, mtime=0)).decode("ascii")

@@ -1,0 +1,86 @@
+"""The text of each token of a vocabulary, and the file `tokens.parquet` that keeps these texts beside a run's samples.
+
+With this file, the token ids in the tables of samples can be read without the tokenizer.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+TOKENS = "tokens.parquet"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def write_token_texts(tokenizer: Any, output_dir: Path) -> Path:
+    """Write `tokens.parquet`, a table with the id, the text and the role of each token, and return its path.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+        output_dir: output folder of the run; must exist.
+    """
+    texts, special = token_texts(tokenizer), special_ids(tokenizer)
+    ids = list(range(len(texts)))
+    table = pa.table({"id": ids, "text": texts, "special": [number in special for number in ids]})
+    pq.write_table(table, output_dir / TOKENS)
+    return output_dir / TOKENS
+
+
+def read_token_texts(path: Path) -> tuple[list[str], set[int]]:
+    """Read `tokens.parquet`.
+
+    Returns:
+        (text of each token by its id, ids of the special tokens).
+    """
+    table = pq.read_table(path)
+    flags = table["special"].to_pylist()
+    return table["text"].to_pylist(), {number for number, flag in enumerate(flags) if flag}
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of the special tokens, such as the end token."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+
+
+def token_texts(tokenizer: Any) -> list[str]:
+    r"""Return the text that each token stands for, by its id.
+
+    A token keeps the space before its word. Bytes that are no whole character are written as `\xNN`. An id that the
+    vocabulary leaves out has the text `<id N>`.
+    """
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    if "ByteLevel" in decoder:
+        bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        found = [_from_byte_level(piece, bytes_of) for piece in pieces]
+    elif "WordPiece" in decoder:
+        found = [piece and (piece[2:] if piece.startswith("##") else f" {piece}") for piece in pieces]
+    else:
+        found = [piece and _from_sentence_piece(piece) for piece in pieces]
+    return [f"<id {number}>" if text is None else text for number, text in enumerate(found)]
+
+
+def _byte_characters() -> str:
+    """Return the character by which byte-level tokenizers write each byte: itself if it is visible."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return "".join(chr(byte if byte in visible else next(others)) for byte in range(256))
+
+
+def _from_byte_level(piece: str | None, bytes_of: dict[str, int]) -> str | None:
+    if piece is None or not all(character in bytes_of for character in piece):
+        return piece  # an added token, which is written as it is
+    return _text(bytes(bytes_of[character] for character in piece))
+
+
+def _from_sentence_piece(piece: str) -> str:
+    if byte := _BYTE.fullmatch(piece):
+        return _text(bytes([int(byte[1], 16)]))
+    return piece.replace("▁", " ")
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")

@@ -1,0 +1,72 @@
+"""A headless Chromium, and pages of runs that are opened in it without a network."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rltrain.monitoring.report.page import write_report
+from tests.made_runs import batch, made_run
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def missing(what: str) -> None:
+    """Skip the tests, or fail if `make browser-test` asks for them."""
+    text = f"{what}: run `make browser-test`, which installs what is missing or says how"
+    if os.environ.get("RLTRAIN_BROWSER_TEST") == "required":
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium of the system, or Playwright's own."""
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ImportError:
+        missing("playwright is not installed")
+    own = next(filter(None, map(shutil.which, BROWSERS)), None)
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to the superuser
+    with sync_playwright() as playwright:
+        try:
+            opened = playwright.chromium.launch(executable_path=own, args=flags)
+        except Error as error:
+            missing(f"no Chromium starts ({str(error).splitlines()[0]})")
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Open a page of a run's report. Errors of the page's program, and requests that it makes, fail the test."""
+    contexts, problems = [], []
+
+    def open_page(path: Path, **options):
+        context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}, "offline": True} | options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
+        page.on("request", lambda request: None if request.url == path.as_uri() else problems.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready=yes]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """The page of a run of two steps with a failed reward, an observation, and text that looks like HTML."""
+    folder = tmp_path_factory.mktemp("runs") / "made"
+    first = batch(["12", "</script><b>x</b>", "a\nb"], uids=[7, 7, 8], scores=[1.0, 0.0, 0.5], observed=[(0, 1)])
+    second = batch(["56", "78"], uids=[9, 9], scores=[0.25, 0.0], errors=["", "it broke"])
+    made_run(folder, [first, second])
+    write_report([folder], folder / "report.html")
+    return folder / "report.html"
