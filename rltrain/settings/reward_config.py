@@ -6,6 +6,7 @@ from typing import Any, Literal
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
+REWARD_MODEL_KEY = "reward.models: path of '{}'"  # name of a reward model's `path` in messages
 _LARGEST_WEIGHT = 3.4e38  # largest float32
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
@@ -67,7 +68,7 @@ class RewardModelConfig:
     @property
     def key(self) -> str:
         """Name of the model's `path` in messages."""
-        return f"reward.models: path of '{self.name}'"
+        return REWARD_MODEL_KEY.format(self.name)
 
 
 @section
