@@ -177,6 +177,8 @@ def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], e
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
     """Pass the download's progress on. Returns its last message, which says how it ended; {} if there is none."""
     for line in lines:
+        if not line.startswith('{"'):
+            continue  # something else in the process has printed it
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

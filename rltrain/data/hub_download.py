@@ -22,6 +22,7 @@ _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _FOLDERS = ["*/*"]
 _ATTEMPTS, _PAUSE_S = 3, 1.0
 _EVERY_S = 0.2  # seconds between messages about progress
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may hold a signature
 
 
@@ -102,7 +103,7 @@ def _progress_class() -> type:
         def update(self, n: float | None = 1) -> None:
             """Count, and write a message now and then."""
             super().update(n)
-            if self in bars and time.monotonic() - last[0] >= _EVERY_S:
+            if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
                 last[0] = time.monotonic()
                 totals = [bar.total for bar in bars if bar.total]
                 _say(bytes=[int(max(bar.n for bar in bars)), int(min(totals, default=0))])
@@ -116,7 +117,7 @@ def _say(**message: Any) -> None:
 
 
 def _is_of_disk(error: BaseException) -> bool:
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    return getattr(error, "errno", None) in _OF_DISK
 
 
 def _explained(error: Exception, model: str, revision: str | None) -> str:
