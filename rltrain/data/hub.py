@@ -142,9 +142,8 @@ def _in_cache(name: HubName) -> Path | None:
     from rltrain.data.hub_download import snapshot
 
     try:
-        get_cached_repo_tree(
-            name.model, revision=name.revision
-        )  # without the list of files, nobody knows what is missing
+        # Without the list of the commit's files, the client would take any folder for the whole snapshot.
+        get_cached_repo_tree(name.model, revision=name.revision)
         return snapshot(name.model, name.revision, local_files_only=True)
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
         return None

@@ -31,7 +31,7 @@ def hub(made, tmp_path, monkeypatch):
     with Hub(tmp_path / "store") as server:
         server.push("org/tiny", made)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        for name, value in server.environment(tmp_path / "home").items():
+        for name, value in server.environment(tmp_path / "cache").items():
             monkeypatch.setenv(name, value)
         yield server
 
@@ -92,4 +92,4 @@ def test_ranks_and_engines_in_processes_of_their_own_use_the_downloaded_model(hu
     assert run.survivors == []
     weights = [request for request in hub.requests if request.path.startswith("/cdn") and request.method == "GET"]
     assert len(weights) == 1, "downloaded more than once"
-    assert os.listdir(tmp_path / "home" / "hub")
+    assert os.listdir(tmp_path / "cache" / "hub")

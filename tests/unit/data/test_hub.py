@@ -36,7 +36,7 @@ pathlib.Path.open = open
 def hub(tmp_path, monkeypatch):
     """The hub. The cache of this process is the client's, and nothing has been found in it yet."""
     monkeypatch.setattr(hub_module, "_snapshots", {})
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     with Hub(tmp_path / "store") as server:
         yield server
 
@@ -47,7 +47,7 @@ def client(hub, tmp_path):
 
     def get(path: str, *, on_bytes=lambda done, total: None, **more: str) -> str:
         inherited = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
-        environment = inherited | hub.environment(tmp_path / "home") | more
+        environment = inherited | hub.environment(tmp_path / "cache") | more
         hub.requests.clear()
         return fetch(hub_name(path), f"model.path={path}", on_bytes=on_bytes, environment=environment)
 
@@ -228,7 +228,7 @@ def test_another_machine_downloads_the_pinned_commit_and_a_directory_stays_one(h
     ticks: list[None] = []
     options = {
         "on_progress": lambda: ticks.append(None),
-        "environment": inherited | hub.environment(tmp_path / "home"),
+        "environment": inherited | hub.environment(tmp_path / "cache"),
     }
     folder = directory_on_node(pinned, **options)
     assert (tmp_path / folder / "model.safetensors").read_bytes() == b"old"
@@ -282,7 +282,7 @@ def test_an_unknown_revision_is_named(hub, client, tmp_path):
 def test_a_model_that_is_not_in_the_cache_is_refused_offline(hub, client, tmp_path):
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     assert refusal(client, "org/model@v1", HF_HUB_OFFLINE="1") == (
-        f"no such directory, and {tmp_path}/home/hub does not hold all of it, while HF_HUB_OFFLINE forbids a download; "
+        f"no such directory, and {tmp_path}/cache/hub does not hold all of it, while HF_HUB_OFFLINE forbids a download; "
         "unset that, or run `hf download org/model --revision v1` where there is a network"
     )
     assert hub.requests == []
@@ -319,7 +319,7 @@ def test_a_full_disk_is_named(hub, client, tmp_path):
     (tmp_path / "fault").mkdir()
     (tmp_path / "fault" / "sitecustomize.py").write_text(FULL_DISK)
     assert refusal(client, "org/model", PYTHONPATH=str(tmp_path / "fault")) == (
-        f"cannot be stored in {tmp_path}/home/hub (OSError: [Errno 28] No space left on device); free space there, or "
+        f"cannot be stored in {tmp_path}/cache/hub (OSError: [Errno 28] No space left on device); free space there, or "
         "set HF_HOME to another folder"
     )
 

@@ -19,10 +19,10 @@ STEP = "run/checkpoints/step_2"
 def hub(tmp_path, monkeypatch):
     """A hub with the model org/model, whose commit is `first`. Downloads of this process go there."""
     monkeypatch.setattr(hub_module, "_snapshots", {})
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with Hub(tmp_path / "store") as server:
-        for name, value in server.environment(tmp_path / "home").items():
+        for name, value in server.environment(tmp_path / "cache").items():
             monkeypatch.setenv(name, value)
         yield server
 

@@ -22,11 +22,11 @@ def pinned(tmp_path, monkeypatch):
     (tmp_path / "commit" / "config.json").write_text("{}")
     (tmp_path / "commit" / "model.safetensors").write_bytes(b"w")
     monkeypatch.setattr(hub_module, "_snapshots", {})
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop("HF_HUB_OFFLINE", None)
     with Hub(tmp_path / "store") as server:
-        os.environ.update(server.environment(tmp_path / "home"))
+        os.environ.update(server.environment(tmp_path / "cache"))
         yield f"org/model@{server.push('org/model', tmp_path / 'commit')}"
 
 
