@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -92,6 +93,16 @@ class _Break:
     reset: bool
 
 
+class _Server(ThreadingHTTPServer):
+    """Says nothing about clients that go away in the middle of an answer."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class Hub:
     """The server. Use it as a context manager.
 
@@ -109,8 +120,7 @@ class Hub:
         self._breaks: dict[str, _Break] = {}
         self._unavailable = 0
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

@@ -136,8 +136,8 @@ def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], No
     def update(done: int, total: int) -> None:
         nonlocal said_at
         if console.is_terminal:
-            bar.start()
             bar.update(task, completed=done, total=total or None)
+            bar.start()
         elif time.monotonic() - said_at >= DOWNLOAD_LINE_EVERY_S:
             figures = "" if said_at == -math.inf else f": {decimal(done)} of {decimal(total)}"
             console.print(f"downloading {what}{figures}", markup=False, highlight=False, soft_wrap=True)
