@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verbose = config.verbose
         if not verbose:
             quiet()
-        check(config)
+        config = check(config, fetch=lambda checked: _with_models(checked, console))
         ensure_home()  # after the check, which refuses '~' in a path if the user has no home folder
         check_cache(config)
         with RunLock(config.trainer) as lock:
@@ -86,6 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(f"unexpected {described(error, LONGEST)}{hint}", FAILED, verbose=verbose)
     except KeyboardInterrupt:
         return STOPPED
+
+
+def _with_models(config: Config, console: Console) -> Config:
+    from rltrain.run.hub_models import fetch_models
+
+    ensure_home()  # the cache of the hub is there
+    return fetch_models(config, console)
 
 
 def _require_working_directory() -> None:
@@ -253,7 +260,7 @@ async def _train(
     from workers.placement import start
 
     async with BackgroundTasks() as tasks:
-        path = model_directory(config, display)
+        path = start_model(config, display)
         with display.waiting("starting the workers"):
             workers = await start(config, path, stop_ids, tasks, needs_critic=needs_critic(config.algorithm))
         async with workers:
@@ -349,23 +356,25 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
         from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 
         return char_tokenizer(), [EOS_ID]
-    path = model_directory(config, None)
-    tokenizer = load_tokenizer(path)
-    check_vocabulary(path, tokenizer, f"model.path={config.model.path}")
-    return tokenizer, end_token_ids(path, tokenizer)
+    tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(config.model.path, tokenizer, f"model.path={config.model.path}")
+    return tokenizer, end_token_ids(config.model.path, tokenizer)
 
 
-def model_directory(config: Config, display: "ConsoleDisplay | None") -> str:
-    """Return the directory of the start model. The first use makes the built-in model, with progress on the display."""
+def start_model(config: Config, display: "ConsoleDisplay") -> str:
+    """Return the start model: an absolute directory, or a pinned name on the hub, whose files each node has.
+
+    The first use makes the built-in model, with progress on the display.
+    """
+    from rltrain.data.hub import portable
     from rltrain.data.model_weights import BUILTIN_MODEL
 
-    if config.model.path != BUILTIN_MODEL:
-        return str(Path(config.model.path).expanduser().absolute())
-    from rltrain.tasks.tiny_model import cached_start
+    if config.model.path == BUILTIN_MODEL:
+        from rltrain.tasks.tiny_model import cached_start
 
-    task = builtin_task(config)
-    assert display is not None, "making the built-in model needs a display"
-    return str(cached_start(task, on_step=display.progress_of(f"making the weak start for '{task.name}', once")))
+        task = builtin_task(config)
+        return str(cached_start(task, on_step=display.progress_of(f"making the weak start for '{task.name}', once")))
+    return portable(config.model.path)
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | None]:
@@ -388,7 +397,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
         val = load_prompts(data.val, tokenizer, split="val", limit=data.val_size, **options)
     if config.model.path != BUILTIN_MODEL:
         for key, source in (("train", prompts), ("val", val)) if val else (("train", prompts),):
-            check_prompt_ids(model_directory(config, None), source.largest_id(), f"data.{key}={source.source}")
+            check_prompt_ids(config.model.path, source.largest_id(), f"data.{key}={source.source}")
     for function in config.reward.functions:
         for source in (prompts, val) if val else (prompts,):
             try:

@@ -22,6 +22,7 @@ from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.cpu_threads import cpu_cores, openmp_settings
 from rltrain.base.errors import ConfigError, WorkerError, one_line
 from rltrain.batch.row_costs import RowWork, row_work
+from rltrain.data.hub import portable
 from rltrain.data.model_directory import text_config
 from rltrain.settings.schema import REWARD_MODEL, Config
 from workers.cluster import ray_daemons
@@ -79,7 +80,7 @@ class Training:
 
     Args:
         config: The whole config.
-        paths: Model directory of each role.
+        paths: Model of each role: an absolute directory, or a pinned name on the hub.
         spawns: For each role, the function that starts the process of a rank, given the rank's number. Roles with the
             same function share processes.
 
@@ -112,12 +113,14 @@ class Training:
         """Form the ranks' process groups and build all roles. Raises WorkerLost if a process dies or hangs."""
         for processes in {tuple(rank.process for rank in group.ranks) for group in self.groups.values()}:
             await meet(processes, self.config)
+        limit_s = self.config.placement.start_timeout_s
+        ranks = [(role, rank.process) for role, group in self.groups.items() for rank in group.ranks]
+        folders = await results([process.model_directory(self.paths[role]) for role, process in ranks], limit_s=limit_s)
         calls = [
-            rank.process.build(role, ROLES[role.partition(" ")[0]], self.config, self.paths[role])
-            for role, group in self.groups.items()
-            for rank in group.ranks
+            process.build(role, ROLES[role.partition(" ")[0]], self.config, folder)
+            for (role, process), folder in zip(ranks, folders, strict=True)
         ]
-        await results(calls, limit_s=self.config.placement.start_timeout_s)
+        await results(calls, limit_s=limit_s)
 
     async def restart(self) -> None:
         """Kill all training ranks and start new ones, which have the weights that the run began with."""
@@ -364,7 +367,7 @@ async def start(
 
     Args:
         config: The whole config. Unless the launcher is `inprocess`, `connect` must have been called.
-        path: Model directory.
+        path: The model: an absolute directory, or a pinned name on the hub.
         stop_ids: Ids of the model's end tokens.
         tasks: The run's background tasks.
         needs_critic: Whether the advantage estimator needs values.
@@ -392,16 +395,16 @@ async def _start(
 ) -> Workers:
     roles = config.roles(needs_critic=needs_critic)
     models = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
-    paths = {role: str(Path(models[role]).expanduser().absolute()) if role in models else path for role in roles}
+    paths = {role: portable(models[role]) if role in models else path for role in roles}
     start_all = _start_here if config.placement.launcher == "inprocess" else _start_on_ray
-    rewards, pool, training, liveness = await start_all(config, (config, path, list(stop_ids)), paths, tasks, devices)
+    rewards, pool, training, liveness = await start_all(config, _Engine(path, stop_ids), paths, tasks, devices)
     await training.build()
     await pool.start()
     return Workers(pool, rewards, training, [training.groups[role] for role in models], devices, liveness)
 
 
 async def _start_here(
-    config: Config, engine: tuple[Any, ...], paths: dict[str, str], tasks: BackgroundTasks, _: SharedDevices | None
+    config: Config, engine: "_Engine", paths: dict[str, str], tasks: BackgroundTasks, _: SharedDevices | None
 ) -> "_Started":
     """Build all roles in the current process."""
     threads = config.placement.threads_per_worker
@@ -411,14 +414,14 @@ async def _start_here(
     rewards = RewardPool.in_process(config.reward)
 
     def start_engine() -> Building:
-        return Building(Role(process, "rollout"), [process.build("rollout", ENGINE, *engine, threaded=False)])
+        return engine.build(process, config, threaded=False)
 
     return rewards, RolloutPool([Replica(0, start_engine)], tasks, replaces=False), training, None
 
 
 async def _start_on_ray(
     config: Config,
-    engine: tuple[Any, ...],
+    engine: "_Engine",
     paths: dict[str, str],
     tasks: BackgroundTasks,
     devices: SharedDevices | None,
@@ -427,8 +430,8 @@ async def _start_on_ray(
 
     Args:
         config: The whole config.
-        engine: Arguments of the rollout role.
-        paths: Model directory of each role of the training ranks.
+        engine: What every engine is made of.
+        paths: Model of each role of the training ranks.
         tasks: The run's background tasks.
         devices: GPUs that replicas share with training ranks. If `devices` is None, Ray chooses a device for each
             process.
@@ -444,8 +447,7 @@ async def _start_on_ray(
     spawn_engine = spawner(config, "rollout replica", placement.rollout_replicas, liveness=liveness, devices=devices)
 
     def start_engine(number: int) -> Building:
-        process = spawn_engine(number)
-        return Building(Role(process, "rollout"), [process.build("rollout", ENGINE, *engine, threaded=True)])
+        return engine.build(spawn_engine(number), config, threaded=True)
 
     pool = RolloutPool(
         [
@@ -463,6 +465,20 @@ async def _start_on_ray(
         for name in dict.fromkeys(shared or f"{role} rank" for role in paths)
     }
     return rewards, pool, Training(config, paths, {r: spawns[shared or f"{r} rank"] for r in paths}), liveness
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What every engine is made of: the model, and the ids of its end tokens."""
+
+    path: str
+    stop_ids: Sequence[int]
+
+    def build(self, process: WorkerProcess, config: Config, *, threaded: bool) -> Building:
+        """Start to build an engine in a process. The process builds it as soon as its machine has the model."""
+        folder = process.model_directory(self.path)
+        built = process.build("rollout", ENGINE, config, folder.later, list(self.stop_ids), threaded=threaded)
+        return Building(Role(process, "rollout"), [built], [folder])
 
 
 _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
+from rltrain.data.hub import local_directory
 from rltrain.data.model_weights import check_weights, read_json, weight_files
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
@@ -27,9 +28,9 @@ def check_directory(path: str, key: str = "model.path") -> None:
     Raises:
         ConfigError: something is missing from the directory. The message names it.
     """
-    where, folder = f"{key}={path}", Path(path).expanduser()
+    where, folder = f"{key}={path}", local_directory(path)
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
-    require(folder.exists(), f"{where}: no such directory; give the folder of a model{other}")
+    require(folder.exists(), f"{where}: no such directory; give the folder of a model, its ORG/NAME on the hub{other}")
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
     require((folder / "config.json").is_file(), f"{where}: holds no config.json; give a model's own folder")
     read_json(folder / "config.json")
@@ -52,7 +53,7 @@ def check_reward_model(path: str, key: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
     check_directory(path, key)
-    config = text_config(Path(path).expanduser())
+    config = text_config(path)
     kind = str((config.get("architectures") or ["unknown"])[0])
     # transformers assumes two labels by default.
     labels = config.get("num_labels", len(config.get("id2label", ("LABEL_0", "LABEL_1"))))
@@ -77,7 +78,7 @@ def check_critic(path: str) -> None:
     from transformers import AutoModelForTokenClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
 
-    kind = read_json(Path(path).expanduser() / "config.json").get("model_type")
+    kind = read_json(local_directory(path) / "config.json").get("model_type")
     require(
         kind in known,
         f"model.path={path}: models of the type {kind} have no critic (transformers has no token classifier of them); "
@@ -207,7 +208,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # parsers raise many exception types for broken files
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
@@ -268,7 +269,7 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
         ConfigError: no end token exists, so that no answer would ever stop, or an end token is not in the model's
             vocabulary.
     """
-    folder, model = Path(path), text_config(path)
+    folder, model = local_directory(path), text_config(path)
     sources = [read_json(folder / "generation_config.json"), model]
     found = {tokenizer.eos_token_id, *(id for source in sources for id in _as_list(source.get("eos_token_id")))}
     ids = sorted(id for id in found if isinstance(id, int) and id >= 0)
@@ -299,7 +300,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        whole = AutoConfig.from_pretrained(str(Path(path).expanduser()), local_files_only=True, trust_remote_code=False)
+        whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # unknown model types, and configs that do not fit their type
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
@@ -316,7 +317,7 @@ def text_config(path: str | Path) -> dict[str, Any]:
 
     If the config has a `text_config` section for the language model, the values of that section take precedence.
     """
-    whole = read_json(Path(path) / "config.json")
+    whole = read_json(local_directory(path) / "config.json")
     return whole | (whole.get("text_config") or {})
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError, one_line
+from rltrain.data.hub import local_directory
 from rltrain.settings.typed import require
 
 BUILTIN_MODEL = "builtin"
@@ -195,7 +196,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             return tiny_model()
         kind = kind or AutoModelForCausalLM
         try:
-            folder, heads = Path(path).expanduser(), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
+            folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
         except Exception as error:  # unknown model types, and configs that do not fit their type
@@ -228,7 +229,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
         ConfigError: the weights do not fit. The message names the broken file, or the tensors that are missing,
             unexpected, or of another shape or type. Adapters and quantized models are refused too.
     """
-    folder = Path(path).expanduser()
+    folder = local_directory(path)
     require(
         not (folder / "adapter_config.json").is_file(),
         f"{where}: holds adapter_config.json, an adapter that engines would not apply; merge it into the model "
@@ -394,7 +395,7 @@ def check_engine_files(path: str, where: str) -> None:
     Raises:
         ConfigError: the files differ. The message names them.
     """
-    folder = Path(path).expanduser()
+    folder = local_directory(path)
     read, index = set(weight_files(folder, where)), folder / NAMES[1]
     engine = next((found for end in (SAFETENSORS, TORCH) if (found := set(folder.glob(f"*{end}")))), set())
     if any(file.suffix == SAFETENSORS for file in engine):

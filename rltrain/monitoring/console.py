@@ -1,13 +1,24 @@
 """Console output of a run: progress bar, samples, warnings, and a final summary of the results."""
 
+import math
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +27,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.report.page import REPORT
 
 SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
+DOWNLOAD_LINE_EVERY_S = 60.0  # seconds between lines about a download where the output is not a terminal
 PLAIN_EVERY = 10  # steps between lines where the output is not a terminal
 
 
@@ -102,6 +114,41 @@ class ConsoleDisplay:
     def warning(self, text: str) -> None:
         """Print a warning as one coloured line."""
         self.console.print(Text(f"warning: {one_line(text, 1000)}", "yellow"), soft_wrap=True)
+
+
+@contextmanager
+def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of a download while the block runs: a bar on a terminal, otherwise a line every minute.
+
+    Yields:
+        Callback that takes the number of bytes so far and in total. Nothing is shown until its first call.
+    """
+    bar = Progress(
+        TextColumn("downloading {task.description}", markup=False),
+        BarColumn(bar_width=16),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+    )
+    task, said_at = bar.add_task(what, total=None), -math.inf
+
+    def update(done: int, total: int) -> None:
+        nonlocal said_at
+        if console.is_terminal:
+            bar.update(task, completed=done, total=total or None)
+            bar.start()
+        elif time.monotonic() - said_at >= DOWNLOAD_LINE_EVERY_S:
+            figures = "" if said_at == -math.inf else f": {decimal(done)} of {decimal(total)}"
+            console.print(f"downloading {what}{figures}", markup=False, highlight=False, soft_wrap=True)
+            said_at = time.monotonic()
+
+    try:
+        yield update
+    finally:
+        if console.is_terminal:
+            bar.stop()
 
 
 def step_text(metrics: dict[str, float]) -> str:

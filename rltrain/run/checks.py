@@ -8,7 +8,7 @@ import difflib
 import importlib.util
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,13 @@ _A_NAME_INSIDE = "x" * 200
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # variable that Ray sets for the entry point of `ray job submit`
 
 
-def check(config: Config) -> None:
-    """Check that the config can run on this machine.
+def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
+    """Check that the config can run on this machine. Returns the config after `fetch`.
+
+    Args:
+        config: the whole config.
+        fetch: puts the models that the config names on the hub onto this machine, and pins their names. It may take
+            long, so everything that can be checked without the models is checked before.
 
     Raises:
         ConfigError: the config cannot run. The message is one line with the value, the rule and a remedy.
@@ -71,12 +76,23 @@ def check(config: Config) -> None:
         builtin_task(config)
     else:
         local_path(config.model.path, f"model.path={config.model.path}")
-        check_directory(config.model.path)
     _check_rewards(config)
     sandbox_warning(config)
     check_algorithm(config)
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
+    config = fetch(config)
+    _check_models(config)
+    return config
+
+
+def _check_models(config: Config) -> None:
+    """Check the model and the reward models against the rest of the config."""
+    if config.model.path != BUILTIN_MODEL:
+        check_directory(config.model.path)
+    for model in config.reward.models:
+        check_reward_model(model.path, model.key)
+        check_vocabulary(model.path, load_tokenizer(model.path, model.key), f"{model.key}={model.path}")
     check_limits(config, _model_config(config.model.path))
     if config.model.path != BUILTIN_MODEL:
         _check_weights(config)
@@ -152,7 +168,7 @@ def builtin_task(config: Config) -> Task:
     require(
         source.startswith(BUILTIN),
         f"model.path=builtin with data.train={source}: the tiny model knows only the built-in tasks "
-        f"({', '.join(names)}); give model.path=DIR",
+        f"({', '.join(names)}); give model.path=DIR or a name on the hub",
     )
     if source not in names:
         near = difflib.get_close_matches(source, names, n=1, cutoff=0.0)[0]
@@ -290,9 +306,6 @@ def _check_rewards(config: Config) -> None:
         load_function(function.path)
     for model in config.reward.models:
         local_path(model.path, f"{model.key}={model.path}")
-        check_reward_model(model.path, model.key)
-        tokenizer = load_tokenizer(Path(model.path).expanduser(), model.key)
-        check_vocabulary(Path(model.path).expanduser(), tokenizer, f"{model.key}={model.path}")
     if config.reward.aggregation not in AGGREGATIONS:
         check_aggregation(config.reward.aggregation)
     own = {task.reward: name for name, task in TASKS.items()}

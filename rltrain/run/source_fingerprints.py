@@ -6,6 +6,7 @@ A fingerprint is one number. A run can be resumed only while the fingerprints of
 import zlib
 from pathlib import Path
 
+from rltrain.data.hub import local_directory
 from rltrain.data.model_weights import BUILTIN_MODEL, weight_files
 from rltrain.data.prompts import PromptSet
 from rltrain.rewards.loading import absolute, source_name
@@ -44,7 +45,7 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
 
 def _weights(folder: str, where: str) -> int:
     crc = 0
-    for file in weight_files(Path(folder).expanduser(), where):
+    for file in weight_files(local_directory(folder), where):
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             crc = zlib.crc32(f"{file.name} {size}".encode(), crc)

@@ -62,7 +62,8 @@ def _reward_function(function: Any) -> Any:
 def _reward_models(models: Any) -> list[Any]:
     """Convert each entry of `reward.models` to a mapping with all keys.
 
-    A string is the directory of the model. By default, the name is that of the directory, and the weight is 1.
+    A string is the model's directory or its name on the hub. By default, the name is the last part of it, without
+    revision, and the weight is 1.
     """
     require(
         isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
@@ -73,8 +74,8 @@ def _reward_models(models: Any) -> list[Any]:
 def _reward_model(model: Any) -> Any:
     given = {"path": model} if isinstance(model, str) else model
     if not isinstance(given, dict) or not isinstance(given.get("path"), str):
-        raise ConfigError(f"reward.models: {model!r} names no directory; write DIR or {{path:DIR,weight:0.5}}")
-    name = Path(given["path"]).name or "reward_model"
+        raise ConfigError(f"reward.models: {model!r} names no model; write DIR or {{path:DIR,weight:0.5}}")
+    name = Path(given["path"]).name.partition("@")[0] or "reward_model"
     return {"name": name, "weight": 1.0, "gate": False, "outcome": True, "prompt_template": None} | given
 
 

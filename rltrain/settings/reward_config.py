@@ -6,6 +6,7 @@ from typing import Any, Literal
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
+REWARD_MODEL_KEY = "reward.models: path of '{}'"  # name of a reward model's `path` in messages
 _LARGEST_WEIGHT = 3.4e38  # largest float32
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
@@ -37,12 +38,12 @@ class RewardFunctionConfig:
 
 @section
 class RewardModelConfig:
-    """One reward model. `path` is the directory of a sequence classifier with one output in Hugging Face format."""
+    """One reward model. `path` is a sequence classifier with one output in Hugging Face format."""
 
-    name: str = key("Name of the reward model in metrics and messages.", if_left_out="name of the directory")
+    name: str = key("Name of the reward model in metrics and messages.", if_left_out="last part of the path")
     path: str = key(
-        "Directory of a sequence classifier with one output, in Hugging Face format.",
-        values="path of a directory",
+        "Sequence classifier with one output, in Hugging Face format: a directory, or a name on the hub.",
+        values="path of a directory, or `ORG/NAME` with an optional `@REVISION`",
         if_left_out="required",
     )
     weight: float = key("Factor of the model's score in the sum of all scores.", if_left_out="`1.0`")
@@ -67,7 +68,7 @@ class RewardModelConfig:
     @property
     def key(self) -> str:
         """Name of the model's `path` in messages."""
-        return f"reward.models: path of '{self.name}'"
+        return REWARD_MODEL_KEY.format(self.name)
 
 
 @section
@@ -77,7 +78,7 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = key(
         "Reward functions. An entry is a mapping, or only the path of a function."
     )
-    models: list[RewardModelConfig] = key("Reward models. An entry is a mapping, or only the directory of a model.")
+    models: list[RewardModelConfig] = key("Reward models. An entry is a mapping, or only the path of a model.")
     aggregation: str = key(
         "How the scores of an answer are combined. sum: weighted sum. normalize_then_sum: weighted sum of scores that "
         "are first normalised in their group. A path: a function of the user.",

@@ -158,9 +158,9 @@ class ModelConfig:
     """The model. `dtype` applies to the engine and to the trainer's matrix products. Master weights stay float32."""
 
     path: str = key(
-        "Directory of a causal language model in Hugging Face format. builtin: the tiny model of the built-in task in "
-        "data.train.",
-        values="`builtin`, or the path of a directory",
+        "Causal language model in Hugging Face format: a directory, or a name on the hub, which the run completes with "
+        "its commit. builtin: the tiny model of the built-in task in data.train.",
+        values="`builtin`, the path of a directory, or `ORG/NAME` with an optional `@REVISION`",
     )
     dtype: Literal["float32", "bfloat16"] = key(
         "Number format of the engine and of the trainer's matrix products. Master weights are always float32."

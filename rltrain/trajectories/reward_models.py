@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,9 +131,9 @@ def reward_models(config: Config, groups: Sequence[WorkerGroup[RewardModelWorker
             model,
             group,
             number=number,
-            tokenizer=load_tokenizer(Path(model.path).expanduser(), model.key),
-            longest=longest_row(Path(model.path).expanduser()),
-            pad=text_config(Path(model.path).expanduser()).get("pad_token_id"),
+            tokenizer=load_tokenizer(model.path, model.key),
+            longest=longest_row(model.path),
+            pad=text_config(model.path).get("pad_token_id"),
             max_tokens=budget,
         )
         for number, (model, group) in enumerate(zip(config.reward.models, groups, strict=True), start=first)

@@ -67,7 +67,7 @@ def requests(count: int, *, temperature: float = 1.0, seed: int = 0, uid: int = 
 
 def buckets(model: torch.nn.Module, version: int = 1) -> list[Bucket]:
     sender = Sender(model, version=version, dtype="float32", check=True)
-    return [join([sender.write(number, None)]) for number in range(len(sender.plan))]
+    return [join([sender.write(number, None)]) for number in range(len(sender.layout))]
 
 
 async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:

@@ -67,7 +67,7 @@ async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int
     """A whole sync with its checks."""
     sender, name = Sender(model.to(device()), version=version, dtype="bfloat16", check=True), f"sync {next(NUMBERS)}"
     await engine.call(RolloutWorker.start_load, name, version)
-    for number in range(len(sender.plan)):
+    for number in range(len(sender.layout)):
         bucket = join([sender.write(number, None)])
         if spoil:
             for piece in bucket.pieces:

@@ -35,6 +35,9 @@ class WorkerProcess(Protocol):
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> "Pending[None]":
         """Start to create an object of the class `path` ("module:Class") in the process, as the role named `role`."""
 
+    def model_directory(self, path: str) -> "Pending[str]":
+        """Start to find a model's directory on the process's machine, or to download the model there."""
+
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
         """Start a method of a role, without waiting for the result. `Role.start` is the typed form of this method."""
 
@@ -120,6 +123,10 @@ class LocalProcess:
             self.host.build(role, path, *args, **kwargs)
         return Pending(self, None)
 
+    def model_directory(self, path: str) -> Pending[str]:
+        """Find the directory at once. See `WorkerProcess.model_directory`."""
+        return Pending(self, self.host.model_directory(path))
+
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Run a method of a role.
 
@@ -173,6 +180,11 @@ class RayProcess(WatchedProcess):
         """Start to create an object of the class `path` in the process. See `WorkerProcess.build`."""
         self.phase = f"{role}.build"
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
+
+    def model_directory(self, path: str) -> Pending[str]:
+        """Start to find a model's directory. See `WorkerProcess.model_directory`."""
+        self.phase = "model download"
+        return self.begin(Host.model_directory, path)
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Start a method of a role, and return without waiting for its result."""

@@ -19,6 +19,7 @@ from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import progress
 
+OFFLINE = "HF_HUB_OFFLINE"  # keeps huggingface_hub from using the network
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mallopt(3)
 
 
@@ -44,6 +45,7 @@ class Host:
     """
 
     def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:
+        self.offline = os.environ.get(OFFLINE)
         os.environ.update(environment)
         ensure_home()
         keep_freed_memory()
@@ -52,6 +54,20 @@ class Host:
         self.listener: socket.socket | None = None
         if not verbose:
             quiet()
+
+    def model_directory(self, path: str) -> str:
+        """Return the directory of a model on this machine, after a download if need be. See `directory_on_node`.
+
+        The download may use the network unless the user has turned it off on this machine, although the libraries in
+        this process may not.
+        """
+        from rltrain.data.hub import directory_on_node
+
+        environment = {name: value for name, value in os.environ.items() if name != OFFLINE}
+        if self.offline is not None:
+            environment[OFFLINE] = self.offline
+        with progress.call():
+            return directory_on_node(path, on_progress=progress.tick, environment=environment)
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
         """Create an object of the class `path` ("module:Class") with `args` and `kwargs`, as the role named `role`."""

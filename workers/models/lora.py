@@ -7,7 +7,6 @@ In this module, `X.weight` is the name of the matrix W of layer X, whether or no
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rltrain.base.errors import ConfigError
+from rltrain.data.hub import local_directory
 from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
@@ -122,7 +122,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
     model = skeleton(path)
     names = adapted_layers(model, config)
     if path != BUILTIN_MODEL:
-        BaseWeights(Path(path).expanduser()).require([f"{name}.weight" for name in names])
+        BaseWeights(local_directory(path)).require([f"{name}.weight" for name in names])
     layers = [model.get_submodule(name) for name in names]
     return sum(config.rank * (layer.in_features + layer.out_features) for layer in layers)
 

@@ -38,11 +38,14 @@ class Building:
 
     Attributes:
         role: The engine's role in the process.
-        built: Pending calls that build the engine.
+        built: Pending calls after which the engine is ready.
+        fetched: Pending calls after which the model is on the process's machine. They may take as long as they make
+            progress.
     """
 
     role: Role[RolloutWorker]
     built: Sequence[Pending[None]] = ()
+    fetched: Sequence[Pending[str]] = ()
 
 
 class Owner(Protocol):
@@ -86,7 +89,7 @@ class Replica:
 
     def _begin(self) -> None:
         building = self._start()
-        self.role, self._built, self.began = building.role, building.built, time.monotonic()
+        self.role, self._building, self.began = building.role, building, time.monotonic()
         self.state, self.asleep = ReplicaState.STARTING, False
         self._sent: list[Pending[None]] = []  # `submit` calls that the engine has not yet confirmed
         self._open: list[Pending[list[Completion]]] = []  # the `poll` call without a result, if there is one
@@ -159,8 +162,9 @@ class Replica:
             WorkerError: During the pool's start, the engine could not be built.
         """
         try:
+            await results(self._building.fetched, limit_s=self.start_timeout_s)
             async with asyncio.timeout(None if self.start_timeout_s == math.inf else self.start_timeout_s):
-                await results(self._built, limit_s=math.inf)
+                await results(self._building.built, limit_s=math.inf)
         except TimeoutError:
             limit = f"placement.start_timeout_s={self.start_timeout_s:g} s"
             raise WorkerLost(f"was not ready within {limit}: is there room for it?") from None

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from rltrain.batch.data_proto import DataProto
-from rltrain.monitoring.console import ConsoleDisplay, next_command, sample_text, step_text, summary
+from rltrain.monitoring.console import ConsoleDisplay, downloading, next_command, sample_text, step_text, summary
 
 METRICS = {
     "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 12.3, "perf/tokens_per_s": 12345.6,
@@ -262,3 +262,30 @@ def test_of_two_overrides_for_one_key_the_next_command_keeps_the_later(tmp_path)
     command = next_command(["trainer.seed=1", "trainer.seed=2"], tmp_path).splitlines()[0]
     assert shlex.split(command)[-1] == "trainer.seed=2"
     assert "trainer.seed=1" not in command
+
+
+# Downloads
+
+
+def test_a_download_is_a_line_at_its_start_and_then_one_a_minute_without_a_terminal(monkeypatch):
+    where, clock = console(), [0.0]
+    monkeypatch.setattr("rltrain.monitoring.console.time.monotonic", lambda: clock[0])
+    with downloading(where, "org/model") as on_bytes:
+        for clock[0] in (0.0, 30.0, 61.0, 90.0):
+            on_bytes(int(clock[0]) * 1_000_000, 90_000_000)
+    assert where.file.getvalue() == "downloading org/model\ndownloading org/model: 61.0 MB of 90.0 MB\n"
+
+
+def test_a_download_is_a_bar_on_a_terminal():
+    where = console(terminal=True, width=120)
+    with downloading(where, "org/model") as on_bytes:
+        on_bytes(45_000_000, 90_000_000)
+    assert "45.0/90.0 MB" in where.file.getvalue()
+
+
+def test_nothing_is_shown_of_a_model_that_is_in_the_cache():
+    for terminal in (False, True):
+        where = console(terminal=terminal)
+        with downloading(where, "org/model"):
+            pass
+        assert where.file.getvalue() == ""

@@ -162,7 +162,7 @@ def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
         "Name of the function in metrics and messages.",
         "Factor of the function's score in the sum of all scores.",
         "Name of the function in metrics and messages.",
-        "Reward models. An entry is a mapping, or only the directory of a model.",
+        "Reward models. An entry is a mapping, or only the path of a model.",
     ]
 
 

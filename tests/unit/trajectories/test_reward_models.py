@@ -262,7 +262,7 @@ def test_a_model_is_named_by_its_directory_and_models_alone_are_enough():
         ("[a/rm,b/rm]", "two are named 'rm'"),
         ("[{path: m, name: final_answer}]", "two are named 'final_answer'"),
         ("m", "reward.models=m: must be a list"),
-        ("[{weight: 1.0}]", "names no directory; write DIR or"),
+        ("[{weight: 1.0}]", "names no model; write DIR or"),
         ("[{path: m, prompt_template: '{prompt}'}]", "has no {response}"),
     ],
 )

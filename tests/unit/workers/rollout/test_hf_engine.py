@@ -132,7 +132,7 @@ def shaken(start: str, seed: int) -> torch.nn.Module:
 
 def bucket_of(model: torch.nn.Module, version: int) -> Bucket:
     sender = Sender(model, version=version, dtype="float32", check=True)
-    (bucket,) = [join([sender.write(number, None)]) for number in range(len(sender.plan))]
+    (bucket,) = [join([sender.write(number, None)]) for number in range(len(sender.layout))]
     return bucket
 
 

@@ -1,0 +1,164 @@
+"""The process that downloads a model from the hub for `rltrain.data.hub`.
+
+It writes messages to its standard output, one JSON object a line: {"bytes": [done, total]} while it downloads, and at
+the end {"folder": path} or {"error": reason and remedy}.
+"""
+
+import errno
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import described, one_line
+
+# Files at the top of a repository. Folders hold the same model for other programs (onnx, original, gguf).
+_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
+_TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
+_FOLDERS = ["*/*"]
+_ATTEMPTS, _PAUSE_S = 3, 1.0
+_EVERY_S = 0.2  # seconds between messages about progress
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may hold a signature
+
+
+def main(model: str, revision: str | None) -> None:
+    """Download a model and write how it went."""
+    try:
+        _say(folder=str(_persistently(model, revision)))
+    except Exception as error:
+        _say(error=_explained(error, model, revision))
+
+
+def snapshot(model: str, revision: str | None, **options: Any) -> Path:
+    """Return the folder of a model's commit in the cache, with the files that a run needs.
+
+    Weights are safetensors. Only where there are none, the older files of torch are taken.
+
+    Args:
+        model: the model's name, without revision.
+        revision: branch, tag or commit.
+        options: further arguments of `huggingface_hub.snapshot_download`.
+    """
+    from huggingface_hub import snapshot_download
+
+    def having(revision: str | None, weights: list[str]) -> Path:
+        wanted: dict[str, Any] = {"allow_patterns": [*_SMALL, *weights], "ignore_patterns": _FOLDERS, **options}
+        return Path(snapshot_download(model, revision=revision, **wanted))
+
+    folder = having(revision, _SAFETENSORS)
+    if any(folder.glob("model*.safetensors")):
+        return folder
+    return having(folder.name, ["*.safetensors"] if _names_weights(folder) else _TORCH)
+
+
+def _names_weights(folder: Path) -> bool:
+    """Return whether config.json gives the weights a name of their own, which transformers then looks for."""
+    try:
+        return "transformers_weights" in json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _persistently(model: str, revision: str | None) -> Path:
+    """Download, and try again after a broken connection. Files that are complete are not downloaded again."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return snapshot(model, revision, tqdm_class=_progress_class())
+        except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
+            raise  # answers of the hub, and no connection at all: huggingface_hub has tried again where that helps
+        except Exception as error:
+            if attempt == _ATTEMPTS or _is_of_disk(error):
+                raise
+            time.sleep(_PAUSE_S * attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _progress_class() -> type:
+    """Return a progress bar that shows nothing and writes messages.
+
+    huggingface_hub makes several bars: one counts files, and the others count the same bytes as they are received and
+    written.
+    """
+    from tqdm.auto import tqdm
+
+    bars: list[Any] = []
+    last = [0.0]
+
+    class Progress(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})
+            if self.unit == "B":
+                bars.append(self)
+
+        def display(self, *_: Any, **__: Any) -> None:
+            """Show nothing."""
+
+        def update(self, n: float | None = 1) -> None:
+            """Count, and write a message now and then."""
+            super().update(n)
+            if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
+                last[0] = time.monotonic()
+                totals = [bar.total for bar in bars if bar.total]
+                _say(bytes=[int(max(bar.n for bar in bars)), int(min(totals, default=0))])
+
+    return Progress
+
+
+def _say(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    return getattr(error, "errno", None) in _OF_DISK
+
+
+def _explained(error: Exception, model: str, revision: str | None) -> str:
+    """Return what went wrong and what to do about it, on one line."""
+    from huggingface_hub import constants, errors, get_token, is_offline_mode
+
+    page, reason = f"{constants.ENDPOINT}/{model}", _reason(error)
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.GatedRepoError):
+        token = "HF_TOKEN belongs to an account without access" if get_token() else "no HF_TOKEN is set"
+        return (
+            f"the model is gated, and {token}; accept its licence on {page}, and set HF_TOKEN to that account's token"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{model} has no branch, tag or commit '{revision}'; {page}/tree/main lists the branches and tags"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"no such directory, and no model of that name on {constants.ENDPOINT}; check the name, and set HF_TOKEN "
+            "if the model is private"
+        )
+    if status in (401, 403):
+        return f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to a valid one that may read the model"
+    if is_offline_mode() and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        option = f" --revision {revision}" if revision else ""
+        return (
+            f"no such directory, and {constants.HF_HUB_CACHE} does not hold all of it, while HF_HUB_OFFLINE forbids a "
+            f"download; unset that, or run `hf download {model}{option}` where there is a network"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError) or (status is not None):
+        return (
+            f"no such directory, and {constants.ENDPOINT} cannot be reached ({reason}); try again later, check the "
+            "network and HF_ENDPOINT, or give a directory"
+        )
+    if _is_of_disk(error):
+        cache = constants.HF_HUB_CACHE
+        return f"cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
+    return f"the download from {constants.ENDPOINT} broke off ({reason}); start again: complete files are kept"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the message of the first cause, on one line and without queries of URLs."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return one_line(_QUERY.sub("", described(error, 400)), 200)

@@ -1,0 +1,56 @@
+"""The models of a run that come from the hub: their commits are fixed once, and their files are on this machine."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from rltrain.data.hub import HubName, fetch, hub_name
+from rltrain.data.model_weights import BUILTIN_MODEL
+from rltrain.monitoring.console import downloading
+from rltrain.settings.reward_config import REWARD_MODEL_KEY
+from rltrain.settings.schema import Config
+
+
+def fetch_models(config: Config, console: Console) -> Config:
+    """Return the config with the pinned name of each model on the hub. Their files are then on this machine.
+
+    A run that is resumed keeps the commit of a model whose name has no revision.
+
+    Args:
+        config: the whole config.
+        console: shows the progress of downloads.
+
+    Raises:
+        ConfigError: a model cannot be had. The message says why and what to do.
+    """
+    paths = {"model.path": config.model.path, **{model.key: model.path for model in config.reward.models}}
+    names = {key: hub_name(path) for key, path in paths.items() if path != BUILTIN_MODEL}
+    wanted = {key: name for key, name in names.items() if name is not None}
+    kept: dict[tuple[str, str], str] = {}
+    if config.trainer.resume != "never" and any(name.revision is None for name in wanted.values()):
+        from rltrain.run.resume import saved_values  # imports torch, which takes seconds
+
+        kept = _commits(saved_values(config.trainer))
+    for key, name in wanted.items():
+        commit = kept.get((key, name.model))
+        chosen = name if name.revision or commit is None else HubName(name.model, commit)
+        with downloading(console, str(chosen)) as on_bytes:
+            paths[key] = fetch(chosen, f"{key}={paths[key]}", on_bytes=on_bytes)
+    models = [replace(model, path=paths[model.key]) for model in config.reward.models]
+    return replace(
+        config, model=replace(config.model, path=paths["model.path"]), reward=replace(config.reward, models=models)
+    )
+
+
+def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Return the commits in the config of a run, by the config key and the model's name without revision."""
+    model, reward = saved.get("model"), saved.get("reward")
+    found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}
+    models = reward.get("models") if isinstance(reward, Mapping) else None
+    for entry in models if isinstance(models, list) else ():
+        if isinstance(entry, Mapping):
+            found[REWARD_MODEL_KEY.format(entry.get("name"))] = entry.get("path")
+    parts = {key: str(path).partition("@") for key, path in found.items()}
+    return {(key, model): revision for key, (model, _, revision) in parts.items() if HubName(model, revision).pinned}

@@ -1,0 +1,48 @@
+"""A worker process: the model that its roles need."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from rltrain.base.errors import ConfigError
+from rltrain.data import hub as hub_module
+from tests.hub_server import Hub
+from workers.cluster.worker_process import Host
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # what every worker process gets, for the libraries in it
+
+
+@pytest.fixture
+def pinned(tmp_path, monkeypatch):
+    """The pinned name of a model on a hub that this process uses. Its cache is empty."""
+    (tmp_path / "commit").mkdir()
+    (tmp_path / "commit" / "config.json").write_text("{}")
+    (tmp_path / "commit" / "model.safetensors").write_bytes(b"w")
+    monkeypatch.setattr(hub_module, "_snapshots", {})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("HF_HUB_OFFLINE", None)
+    with Hub(tmp_path / "store") as server:
+        os.environ.update(server.environment(tmp_path / "cache"))
+        yield f"org/model@{server.push('org/model', tmp_path / 'commit')}"
+
+
+def test_a_process_downloads_a_model_that_its_machine_does_not_have_although_its_libraries_are_offline(pinned):
+    host = Host(OFFLINE, verbose=True)
+    folder = Path(host.model_directory(pinned))
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_process_downloads_nothing_where_the_user_has_turned_the_network_off(pinned):
+    os.environ.update(OFFLINE)
+    host = Host(OFFLINE, verbose=True)
+    with pytest.raises(ConfigError, match=f"^{pinned} on {socket.gethostname()}: no such directory, and .* forbids a"):
+        host.model_directory(pinned)
+
+
+def test_a_directory_is_itself():
+    assert Host({}, verbose=True).model_directory("/models/mine") == "/models/mine"
