@@ -24,6 +24,7 @@ from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs, redacted
 from rltrain.base.standard_streams import open_closed_streams, outlive_readers
 from rltrain.base.storage import Folder, absolute
+from rltrain.data.prompt_form import PromptOptions
 from rltrain.data.prompts import PromptSet, load_prompts
 from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
 from rltrain.run.lock import RunLock
@@ -152,7 +153,7 @@ def run(config: Config, overrides: Sequence[str], console: Console, lock: RunLoc
     if config.placement.launcher == "ray" and not local:
         join_cluster(config)
     began = time.perf_counter()
-    plan(config, console, len(prompts), len(val_prompts or ()))
+    plan(config, console, prompts, val_prompts)
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (the output of reward processes is dropped)
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
@@ -361,6 +362,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
         "overlong": data.overlong_prompts,
         "special_tokens": data.special_tokens,
         "lossy_tokenizer": data.lossy_tokenizer,
+        "options": PromptOptions(prompt=data.prompt, system_prompt=data.system_prompt, chat=data.chat),
     }
     prompts = load_prompts(data.train, tokenizer, split="train", **options)
     val = None
@@ -380,7 +382,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
     return prompts, val
 
 
-def plan(config: Config, console: Console, train_prompts: int, val_prompts: int) -> None:
+def plan(config: Config, console: Console, prompts: PromptSet, val_prompts: PromptSet | None) -> None:
     """Print the plan of the run."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -400,8 +402,11 @@ def plan(config: Config, console: Console, train_prompts: int, val_prompts: int)
         path=config.model.path,
         parameters=parameter_count(config.model.path),
         adapters=adapters,
-        train_prompts=train_prompts,
-        val_prompts=val_prompts,
+        train_prompts=len(prompts),
+        val_prompts=len(val_prompts or ()),
+        data=prompts.described,
+        val_data=val_prompts.described if val_prompts else "",
+        own_splits=prompts.own_splits,
         needs_critic=needs_critic(config.algorithm),
         devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",
         on_gpu=gpus > 0,

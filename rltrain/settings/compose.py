@@ -13,23 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.secret_values import redacted, secret_in
 from rltrain.rewards.loading import is_penalty
+from rltrain.settings.key import text_keys
 from rltrain.settings.schema import ALL_LINEAR, Config
 from rltrain.settings.typed import keys, parse, require, unknown_key
 
 # Maps each section of knobs to the key that selects their function. The schema does not know which knobs exist.
 # `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
+TEXT_KEYS = text_keys(Config)
+_NEW_LINE = re.compile(r"\\?\\n")
 WHOLE = "model.lora"  # a mapping on the command line replaces the mapping in the chosen file
 AUTO = "auto"
 STALE_UPPER = 2.0  # upper bound of importance weights with `algorithm.correction.level=auto`, as in tis.yaml
@@ -123,8 +128,10 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
     Raises:
         ConfigError: the overrides or the resulting values are invalid. The message is one line.
     """
-    accepted = [line for text in overrides for line in _accept(text)]
+    typed, others = _split_text(overrides)
+    accepted = [line for text in others for line in _accept(text)]
     values = _resolve(_without_knobs_of_other_functions(accepted))
+    _set_text(values, typed)
     reward = values.get("reward")
     if isinstance(reward, dict):
         reward["functions"] = _reward_functions(reward.get("functions"))
@@ -138,6 +145,38 @@ def compose(overrides: Sequence[str]) -> tuple[Config, str]:
     _refuse_secrets(values)
     config = parse(Config, values)
     return config, to_yaml(config)
+
+
+def _split_text(overrides: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
+    r"""Take out the keys that the schema calls text. Their values never reach Hydra, so any character may be in them.
+
+    The two characters `\n` become a line break, and `\\n` becomes `\n`. `null` stands for no text.
+
+    Returns:
+        The values by key, and the other overrides.
+    """
+    typed: dict[str, str | None] = {}
+    others: list[str] = []
+    for override in overrides:
+        key, equals, value = override.lstrip("+").partition("=")
+        if equals and key in TEXT_KEYS:
+            typed[key] = None if value == "null" else _NEW_LINE.sub(_line_break, value)
+        else:
+            others.append(override)
+    return typed, others
+
+
+def _line_break(typed: re.Match[str]) -> str:
+    return "\n" if typed[0] == r"\n" else r"\n"
+
+
+def _set_text(values: dict[str, Any], typed: Mapping[str, str | None]) -> None:
+    for key, value in typed.items():
+        *sections, name = key.split(".")
+        inside = values
+        for section in sections:
+            inside = inside[section]
+        inside[name] = value
 
 
 def _without_knobs_of_other_functions(overrides: list[str]) -> list[str]:
@@ -163,7 +202,15 @@ def _without_knobs_of_other_functions(overrides: list[str]) -> list[str]:
 
 def to_yaml(config: Config) -> str:
     """Return a config as YAML text with every key."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    # `OmegaConf.create` would refuse free text with an unpaired "${".
+    text: str = yaml.dump(
+        dataclasses.asdict(config),
+        Dumper=get_omega_conf_dumper(),
+        default_flow_style=False,
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    return text
 
 
 def _resolve(overrides: list[str]) -> dict[str, Any]:
