@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             quiet()
         check(config)
         ensure_home()  # after the check, which refuses '~' in a path if the user has no home folder
+        config = _with_datasets(config, console)
         check_cache(config)
         with RunLock(config.trainer) as lock:
             return run(config, args.overrides, console, lock)
@@ -81,6 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(f"unexpected {described(error, LONGEST)}{hint}", FAILED, verbose=verbose)
     except KeyboardInterrupt:
         return STOPPED
+
+
+def _with_datasets(config: Config, console: Console) -> Config:
+    from rltrain.run.pinned_datasets import fetch_datasets
+
+    return fetch_datasets(config, console)
 
 
 def _require_working_directory() -> None:

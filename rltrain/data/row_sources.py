@@ -13,7 +13,8 @@ import re
 from typing import Literal
 
 from rltrain.base.storage import local_path
-from rltrain.data.row_files import find_path, path_rows
+from rltrain.data.hub_datasets import dataset_name, dataset_rows, require_library
+from rltrain.data.row_files import ENDINGS, find_path, path_rows
 from rltrain.data.row_functions import function_rows, load_row_function
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
@@ -36,7 +37,9 @@ def kind_of(source: str, where: str) -> Kind:
         return "builtin"
     if local_path(source, where).exists():
         return "path"
-    return "function" if _FUNCTION.fullmatch(source) else "path"
+    if _FUNCTION.fullmatch(source):
+        return "function"
+    return "hub" if dataset_name(source) is not None and not source.endswith(ENDINGS) else "path"
 
 
 def check_source(source: str, where: str) -> None:
@@ -50,6 +53,8 @@ def check_source(source: str, where: str) -> None:
             load_row_function(source, where)
         case "path":
             find_path(source, where)
+        case "hub":
+            require_library(where)
 
 
 def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | None) -> Rows:
@@ -71,7 +76,9 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
             rows = _builtin_rows(source, where, split, seed, limit)
         case "function":
             rows = function_rows(source, where, split=split, seed=seed)
-        case _:
+        case "hub":
+            rows = dataset_rows(source, where, key=split)
+        case "path":
             rows = path_rows(source, where)
     require(len(rows) > 0, f"{where}: holds no rows; give it at least one prompt")
     return rows

@@ -15,7 +15,16 @@ from rltrain.monitoring.alarms import Alarms
 from rltrain.monitoring.json_lines import rows_of
 from rltrain.monitoring.learning_curve import CURVES
 from rltrain.monitoring.sinks import EVALUATIONS, METRICS
-from rltrain.run.checkpoints import MANIFEST, Checkpoint, Checkpoints, read, read_manifest, require_own, steps_in
+from rltrain.run.checkpoints import (
+    CONFIG,
+    MANIFEST,
+    Checkpoint,
+    Checkpoints,
+    read,
+    read_manifest,
+    require_own,
+    steps_in,
+)
 from rltrain.run.checks import RUN_FILES
 from rltrain.run.source_fingerprints import sources
 from rltrain.settings.algorithm_rules import needs_critic
@@ -65,6 +74,24 @@ def beginning(config: Config) -> Beginning:
             f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
             f"({reason(error)}); name a folder that can"
         ) from None
+
+
+def saved_values(trainer: TrainerConfig) -> Mapping[str, Any]:
+    """Return the values of the config of the run that `trainer.resume` continues.
+
+    Returns:
+        Nested values; {} if a new run begins, or if the config cannot be read, for which `beginning` gives the reason.
+    """
+    if trainer.resume == NEVER:
+        return {}
+    run = Folder(absolute(trainer.output_dir if trainer.resume == AUTO else trainer.resume))
+    own = Folder(absolute(trainer.checkpoint_dir)) if trainer.resume == AUTO else run.at("checkpoints")
+    try:
+        of_steps = [place.at(f"step_{step}") for place in (run, own) for step in reversed(steps_in(place))]
+        found = next((place for place in (run, *of_steps) if place.exists(CONFIG)), None)
+        return {} if found is None else _values(found.read(CONFIG).decode(), str(found))
+    except Exception:  # a file system driver may raise any exception
+        return {}
 
 
 def _beginning(config: Config) -> Beginning:

@@ -82,8 +82,8 @@ def test_data_of_no_known_form_names_its_columns_and_the_way_out(tmp_path):
     path = jsonl(tmp_path, {"text": "a", "label": 1})
     assert error_of(path) == (
         f"data.train={path}: no column is called prompt, messages, conversations, question, problem, instruction; "
-        "there are text, label; name the column with data.prompt=COLUMN, or write a template such as data.prompt='{COLUMN}"
-        " Think step by step.'"
+        "there are text, label; name the column with data.prompt=COLUMN, or write a template such as "
+        "data.prompt='{COLUMN} Think step by step.'"
     )
 
 
@@ -112,7 +112,8 @@ def test_a_template_is_filled_from_the_row(tmp_path, chat_model):
     prompts = load(path, chat_model, prompt=template, max_prompt_length=90)
     assert prompts[0].text == "[user]2 + 3? (2 points, 0.5) {x}\nAnswer after ####.[bot]"
     assert prompts.described == (
-        f'1 row of {path}; prompt = "{{question}} ({{points}} points, {{ ... rt}}) {{{{x}}}}\\nAnswer after ####.", as a user message'
+        f'1 row of {path}; prompt = "{{question}} ({{points}} points, {{ ... rt}}) {{{{x}}}}\\nAnswer after ####.", '
+        "as a user message"
     )
     assert load(path, prompt=template)[0].text == "2 + 3? (2 points, 0.5) {x}\nAnswer after ####."
 
