@@ -18,6 +18,10 @@ ALL_LINEAR = "all-linear"  # LoRA target that stands for every linear layer exce
 SHORTEST_HANG_S = 10.0  # processes are polled once a second, and report progress once per micro-batch
 
 
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 @section
 class TrainerConfig:
     """Length of the run, batch sizes, output, checkpoints, failure limits and evaluation."""
@@ -261,7 +265,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("prompt", "system_prompt"):
-            require(getattr(self, name) != "", f"{name} is empty; write some text, or null")
+            text = getattr(self, name)
+            require(text != "", f"{name} is empty; write some text, or null")
+            require(text is None or _is_unicode(text), f"{name}={text!a} is not valid Unicode; write it in UTF-8")
         require(
             self.chat != "never" or self.system_prompt is None,
             "chat=never with data.system_prompt: a system message needs the chat template; use data.chat=auto, or "

@@ -2,11 +2,14 @@
 
 import datetime
 import decimal
+from pathlib import Path
 
 import numpy
 import pytest
 
 from tests.prompt_loading import error_of, load
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -121,3 +124,12 @@ def test_a_missing_file_of_a_function_names_its_neighbour(function, tmp_path):
     function("def rows():\n    return []")
     assert f"did you mean {tmp_path}/made.py?" in error_of(f"{tmp_path}/mode.py:rows")
     assert "there is no module 'nowhere'" in error_of("nowhere.data:rows")
+
+
+def test_the_function_of_the_guide_gives_other_rows_for_evaluation():
+    source = "examples/own_data/rows.py"
+    assert (ROOT / source).read_text() in (ROOT / "docs" / "models-and-data.md").read_text()
+    train, val = (load(f"{ROOT}/{source}:sums", split=split) for split in ("train", "val"))
+    assert (len(train), len(val), train[0].text == val[0].text) == (2000, 200, False)
+    a, b = map(int, train[0].text.rstrip("=").split("+"))
+    assert train[0].columns["answer"] == str(a + b)
