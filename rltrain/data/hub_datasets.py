@@ -90,7 +90,8 @@ def require_library(where: str) -> None:
     """Raise ConfigError if the library `datasets` is not installed."""
     require(
         importlib.util.find_spec("datasets") is not None,
-        f"{where}: data sets of the hub need the library datasets; run pip install 'rltrain[datasets]'",
+        f"{where}: no such file or folder, and data sets of the hub need the library datasets; check the path, or "
+        "run pip install 'rltrain[datasets]'",
     )
 
 

@@ -103,7 +103,7 @@ def test_a_name_without_revision_may_have_become_a_pinned_one():
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(hub_datasets, "_files", {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert refusal("a/b").endswith("run pip install 'rltrain[datasets]'")
+    assert refusal("a/b").endswith("; check the path, or run pip install 'rltrain[datasets]'")
 
 
 # Downloads
