@@ -25,6 +25,7 @@ from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs, redacted
 from rltrain.base.standard_streams import open_closed_streams, outlive_readers
 from rltrain.base.storage import Folder, absolute
+from rltrain.data.prompt_form import PromptOptions
 from rltrain.data.prompts import PromptSet, load_prompts
 from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
 from rltrain.run.lock import RunLock
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             quiet()
         config = check(config, fetch=lambda checked: _with_models(checked, console))
         ensure_home()  # after the check, which refuses '~' in a path if the user has no home folder
+        config = _with_datasets(config, console)
         check_cache(config)
         with RunLock(config.trainer) as lock:
             return run(config, args, console, lock)
@@ -93,6 +95,12 @@ def _with_models(config: Config, console: Console) -> Config:
 
     ensure_home()  # the cache of the hub is there
     return fetch_models(config, console)
+
+
+def _with_datasets(config: Config, console: Console) -> Config:
+    from rltrain.run.pinned_datasets import fetch_datasets
+
+    return fetch_datasets(config, console)
 
 
 def _require_working_directory() -> None:
@@ -169,7 +177,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     if config.placement.launcher == "ray" and not local:
         join_cluster(config)
     began = time.perf_counter()
-    plan(config, args, console, len(prompts), len(val_prompts or ()))
+    plan(config, args, console, prompts, val_prompts)
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (the output of reward processes is dropped)
     if args.action == "plan":
@@ -390,6 +398,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
         "overlong": data.overlong_prompts,
         "special_tokens": data.special_tokens,
         "lossy_tokenizer": data.lossy_tokenizer,
+        "options": PromptOptions(prompt=data.prompt, system_prompt=data.system_prompt, chat=data.chat),
     }
     prompts = load_prompts(data.train, tokenizer, split="train", **options)
     val = None
@@ -409,7 +418,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
     return prompts, val
 
 
-def plan(config: Config, args: Args, console: Console, train_prompts: int, val_prompts: int) -> None:
+def plan(config: Config, args: Args, console: Console, prompts: PromptSet, val_prompts: PromptSet | None) -> None:
     """Print the plan of the run."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -429,8 +438,11 @@ def plan(config: Config, args: Args, console: Console, train_prompts: int, val_p
         path=config.model.path,
         parameters=parameter_count(config.model.path),
         adapters=adapters,
-        train_prompts=train_prompts,
-        val_prompts=val_prompts,
+        train_prompts=len(prompts),
+        val_prompts=len(val_prompts or ()),
+        data=prompts.described,
+        val_data=val_prompts.described if val_prompts else "",
+        own_splits=prompts.own_splits,
         needs_critic=needs_critic(config.algorithm),
         devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",
         on_gpu=gpus > 0,

@@ -11,7 +11,7 @@ from rltrain.data.token_bound import TokenBound
 from rltrain.settings.typed import require
 
 SpecialTokens = Literal["text", "refuse", "allow"]
-ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] under prompt'
+ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] as its prompt'
 _ALLOW = "set data.special_tokens=allow to make control tokens of such text"
 
 

@@ -1,36 +1,29 @@
-"""Loading of prompts from files or built-in tasks, and the shuffled, resumable order in which they are used.
+"""Loading of prompts: the rows of a source, checked, tokenized and held as one set.
 
 Prompts are loaded as token ids and data columns. Any error in the data raises a one-line `ConfigError` during loading,
 before any worker starts. This module does not import torch. Callers pass in the tokenizer.
 """
 
-import difflib
-import json
-import random
-import re
+import itertools
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, overload
 
 from rltrain.base.errors import ConfigError
-from rltrain.base.storage import local_path
 from rltrain.data.chat_templates import ChatTemplates
 from rltrain.data.control_tokens import ControlTokens
-from rltrain.data.prompt_encoding import ROW_HELP, Overlong, PromptEncoder, SpecialTokens, unicode
+from rltrain.data.prompt_encoding import Overlong, PromptEncoder, SpecialTokens
+from rltrain.data.prompt_form import PromptForm, PromptOptions, RowError, prompt_form
+from rltrain.data.row_sources import Split, load_rows
+from rltrain.data.rows import Rows
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-BUILTIN = "builtin:"
-BUILTIN_TRAIN_ROWS = 8192
-BUILTIN_VAL_ROWS = 512
 RESERVED_COLUMNS = ("response", "finish_reason")  # reward functions get values under these names from the sample
 _BATCH = 1024  # prompts per call of the tokenizer
 _ROUND_TRIPS = 64  # number of prompts that are encoded, decoded and compared with the original
-_ENDINGS = (".jsonl", ".json", ".parquet")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, paired or not
 
 
 @dataclass(frozen=True)
@@ -58,17 +51,21 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         source: the source of the prompts, as written in the config.
-        columns: names of the data's columns besides `prompt`.
+        columns: names of the columns that reward functions get.
         filtered: number of prompts left out because they are too long.
         notes: one-line messages for the user about the prompts.
+        own_splits: whether the source has other rows for evaluation than for training, although both have one name.
+        described: one line for the user about the source, and about what its rows became.
     """
 
-    def __init__(self, source: str, rows: "_Rows", tokenizer: Any, *, special_tokens: SpecialTokens = "text") -> None:
-        self.source = source
-        self.columns = rows.columns
+    def __init__(
+        self, source: str, rows: Rows, form: PromptForm, tokenizer: Any, *, special_tokens: SpecialTokens = "text"
+    ) -> None:
+        self.source, self.own_splits, self.described = source, rows.own_splits, ""
+        self.columns = form.columns
         self.filtered = 0
         self.notes: list[str] = []
-        self._rows, self._tokenizer = rows, tokenizer
+        self._rows, self._form, self._tokenizer = rows, form, tokenizer
         allowed = special_tokens == "allow"
         self._left_out = tuple(token for token in tokenizer.all_special_tokens if token) if allowed else ()
         # Flat arrays, because lists of Python ints would take ten times the memory.
@@ -87,16 +84,17 @@ class PromptSet(Sequence[Prompt]):
         index = range(len(self))[index]  # resolves a negative index and raises IndexError
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
-        text, chat = row["prompt"], row["prompt"] if isinstance(row["prompt"], list) else None
+        text = self._form.finished(self._form.read(row))
+        chat = text if isinstance(text, list) else None
         if not isinstance(text, str) or any(token in text for token in self._left_out):
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Prompt(index, text, ids, {name: row.get(name) for name in self.columns}, chat)
+        return Prompt(index, text, ids, self._form.values(row), chat)
 
     def fingerprint(self) -> int:
         """Return a checksum of the prompts' token ids, their order, and the values of the other columns."""
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
         for row in map(self._rows.row, self._kept if self.columns else ()):
-            crc = zlib.crc32(repr([row.get(name) for name in self.columns]).encode(), crc)
+            crc = zlib.crc32(repr([*self._form.values(row).values()]).encode(), crc)
         return crc
 
     def rows(self, count: int) -> list[int]:
@@ -118,24 +116,26 @@ def load_prompts(
     source: str,
     tokenizer: Any,
     *,
-    split: Literal["train", "val"],
+    split: Split,
     seed: int,
     max_prompt_length: int,
     overlong: Literal["refuse", "filter"],
+    options: PromptOptions = PromptOptions(),  # noqa: B008 (it is immutable)
     special_tokens: SpecialTokens = "text",
     lossy_tokenizer: Literal["refuse", "allow"] = "refuse",
     limit: int | None = None,
 ) -> PromptSet:
-    """Read, check and tokenize the prompts of a built-in task or a file.
+    """Read, check and tokenize the prompts of a source.
 
     Args:
-        source: `builtin:NAME`, or a path that ends in .jsonl, .json or .parquet.
+        source: a built-in task, file, folder, function or data set of the hub. See `rltrain.data.row_sources`.
         tokenizer: a Hugging Face tokenizer.
         split: the config key under `data` that names the source. Built-in tasks have different prompts in each split.
-        seed: random seed for the prompts of a built-in task.
+        seed: random seed for the prompts of a built-in task, and for functions that take one.
         max_prompt_length: maximum number of tokens in a prompt.
         overlong: treatment of longer prompts. "refuse" raises an error, and "filter" leaves them out and counts them
             in `PromptSet.filtered`.
+        options: which columns prompts are made of, and whether they go through the chat template.
         special_tokens: treatment of text that spells a control token. "text" encodes it as ordinary text, "refuse"
             raises an error, and "allow" encodes it as the control token.
         lossy_tokenizer: whether the tokenizer may lose parts of the first prompts. See
@@ -146,248 +146,69 @@ def load_prompts(
         ConfigError: the data is invalid. The message is one line with the file, the row, the error and its fix.
     """
     where = f"data.{split}={source}"
-    rows = _builtin_rows(source, where, split, seed, limit) if source.startswith(BUILTIN) else _file_rows(source, where)
-    require(len(rows) > 0, f"{where}: holds no rows; give it at least one prompt")
+    rows = load_rows(source, where, split=split, seed=seed, limit=limit)
     for name in RESERVED_COLUMNS:
         require(name not in rows.columns, f"{where}: column '{name}' is what the sample itself is called; rename it")
-    prompts = PromptSet(source, rows, tokenizer, special_tokens=special_tokens)
-    too_long: dict[int, Overlong] = {}
+    has_template, sample = bool(tokenizer.chat_template), rows.read(0, _BATCH, rows.columns)
+    form = prompt_form(rows.columns, options, where=where, has_template=has_template, sample=sample)
+    prompts = PromptSet(source, rows, form, tokenizer, special_tokens=special_tokens)
     with ChatTemplates() as templates:
         encoder = PromptEncoder(tokenizer, special_tokens=special_tokens, templates=templates)
-        for start in range(0, len(rows), _BATCH):
-            batch = dict(enumerate(rows.prompts(start, start + _BATCH), start))
-            for row, ids in encoder.encode(batch, rows.place, max_prompt_length):
-                if limit is not None and len(prompts) == limit:
-                    break
-                if isinstance(ids, Overlong):
-                    too_long[row] = ids
-                else:
-                    prompts.append(row, ids)
-            if limit is not None and len(prompts) == limit:
-                break
+        too_long, chats = _encode(rows, form, prompts, encoder, max_prompt_length, limit)
     if too_long and overlong == "refuse":
         raise _overlong_error(rows, too_long, max_prompt_length)
     require(len(prompts) > 0, _nothing_left(where, too_long, max_prompt_length))
     if lossy_tokenizer == "refuse":
-        _require_round_trips(rows, prompts.rows(_ROUND_TRIPS), tokenizer)
+        _require_round_trips(rows, form, prompts.rows(_ROUND_TRIPS), tokenizer)
     prompts.filtered = len(too_long)
     prompts.notes = _notes(where, prompts, encoder, max_prompt_length)
+    prompts.described = (
+        f"{len(rows):,} row{'s' * (len(rows) > 1)} of {source}; {form.described(chats, len(prompts) + len(too_long))}"
+    )
     return prompts
 
 
-class PromptOrder:
-    """The order in which prompts are used. Its state can be saved and loaded.
+def _encode(
+    rows: Rows, form: PromptForm, prompts: PromptSet, encoder: PromptEncoder, max_length: int, limit: int | None
+) -> tuple[dict[int, Overlong], int]:
+    """Encode rows and append them to the set, up to the limit.
 
-    Each epoch uses every index once, in a new permutation.
+    Returns:
+        The prompts that are too long, by row, and the number of rows that hold chat messages.
     """
-
-    def __init__(self, size: int, seed: int, shuffle: bool) -> None:
-        """Order the indices 0..size-1. Without `shuffle`, the indices ascend in every epoch."""
-        assert size > 0, "an order needs at least one prompt"
-        self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._drawn = 0
-        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # (epoch, indices in the order of that epoch)
-
-    def next(self, count: int) -> list[int]:
-        """Return the next `count` indices, which may span several epochs."""
-        taken = [self.at(position) for position in range(self._drawn, self._drawn + count)]
-        self._drawn += count
-        return taken
-
-    def at(self, position: int) -> int:
-        """Return the index at a position counted over all epochs, whether or not `next` has returned it yet."""
-        return self._of_epoch(position // self._size)[position % self._size]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for `load_state_dict`."""
-        return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle, "drawn": self._drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned.
-
-        Raises:
-            ConfigError: the state comes from an order with another size, seed or shuffle setting.
-        """
-        for name, value in self.state_dict().items():
-            require(
-                name == "drawn" or state[name] == value,
-                f"{name}={value}: the checkpoint's prompts were ordered with {name}={state[name]}, so they cannot be "
-                "continued in their order; use the data and seed of the checkpoint, or start a new run",
-            )
-        self._drawn = state["drawn"]
-
-    def _of_epoch(self, epoch: int) -> Sequence[int]:
-        if self._permutation[0] != epoch:
-            indices = list(range(self._size))
-            if self._shuffle:
-                random.Random(f"{self._seed}/prompt order/{epoch}").shuffle(indices)
-            self._permutation = (epoch, indices)
-        return self._permutation[1]
+    too_long: dict[int, Overlong] = {}
+    chats = 0
+    for start in range(0, len(rows), _BATCH):
+        batch, of_chat = _prompts(rows, form, start)
+        for row, ids in encoder.encode(batch, rows.place, max_length):
+            if limit is not None and len(prompts) == limit:
+                return too_long, chats
+            chats += row in of_chat
+            if isinstance(ids, Overlong):
+                too_long[row] = ids
+            else:
+                prompts.append(row, ids)
+    return too_long, chats
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of a source, in memory as dicts or as an Arrow table. `place(i)` returns the location of row i."""
-
-    content: Any
-    columns: tuple[str, ...]
-    place: Callable[[int], str]
-
-    @classmethod
-    def of_dicts(cls, rows: list[dict[str, Any]], place: Callable[[int], str]) -> "_Rows":
-        names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-        return cls(rows, tuple(names), place)
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-    def row(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any]
-        row = self.content[index] if isinstance(self.content, list) else self.content.slice(index, 1).to_pylist()[0]
-        return row
-
-    def prompts(self, start: int, stop: int) -> list[Any]:
-        if isinstance(self.content, list):
-            return [row.get("prompt") for row in self.content[start:stop]]
-        found: list[Any] = self.content.column("prompt").slice(start, stop - start).to_pylist()
-        return found
-
-
-def _builtin_rows(source: str, where: str, split: str, seed: int, limit: int | None) -> _Rows:
-    from rltrain.tasks import TASKS
-
-    name = source.removeprefix(BUILTIN)
-    require(name in TASKS, f"{where}: unknown built-in task; there are {', '.join(BUILTIN + task for task in TASKS)}")
-    count = limit or (BUILTIN_TRAIN_ROWS if split == "train" else BUILTIN_VAL_ROWS)
-    return _Rows.of_dicts(TASKS[name].prompts(split, seed, count), lambda i: f"{where}, row {i + 1}")
-
-
-def _file_rows(source: str, where: str) -> _Rows:
-    path = local_path(source, where)
-    require(path.suffix in _ENDINGS, f"{where}: unknown kind of file; it must end in {', '.join(_ENDINGS)}")
-    require(path.exists(), _missing_file(path, where))
-    require(path.is_file(), f"{where}: is a folder; name one file in it, ending in {', '.join(_ENDINGS)}")
-    if path.suffix == ".parquet":
-        return _parquet_rows(path, where)
-    try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8 byte-order mark
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
-    is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
-    return _array_rows(content, where) if is_array else _line_rows(content, where)
-
-
-def _missing_file(path: Path, where: str) -> str:
-    if not path.parent.is_dir():
-        return f"{where}: no such file, nor its folder {path.parent}; check the path (it starts at {Path.cwd()})"
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else f"check the path (it starts at {Path.cwd()})"
-    return f"{where}: no such file; {hint}"
-
-
-def _line_rows(content: bytes, where: str) -> _Rows:
-    rows, lines = [], array("q")
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            rows.append(_object(line, f"{where}:{number}"))
-            lines.append(number)
-    return _Rows.of_dicts(rows, lambda i: f"{where}:{lines[i]}")
-
-
-def _object(line: bytes, place: str) -> dict[str, Any]:
-    value = _json(line, place)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {type(value).__name__} where an object was expected; {ROW_HELP}")
-    if _SURROGATE.search(line):
-        unicode(json.dumps(value, ensure_ascii=False), place, "the row")
-    return value
-
-
-def _json(content: bytes, place: str) -> Any:
-    try:
-        return json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
-    except (ValueError, RecursionError) as error:  # ValueError: invalid JSON, or a number with thousands of digits
-        reason = str(error).partition(";")[0]
-        raise ConfigError(f"{place}: not valid JSON ({reason}); put one object on each line of a .jsonl file") from None
-
-
-def _array_rows(content: bytes, where: str) -> _Rows:
-    def place(index: int) -> str:
-        return f"{where}, row {index + 1}"
-
-    suspect = _SURROGATE.search(content)
-    for index, row in enumerate(rows := _json(content, where)):
-        if not isinstance(row, dict):
-            raise ConfigError(f"{place(index)}: {type(row).__name__} where an object was expected; {ROW_HELP}")
-        if suspect:
-            unicode(json.dumps(row, ensure_ascii=False), place(index), "the row")
-    return _Rows.of_dicts(rows, place)
-
-
-def _parquet_rows(path: Path, where: str) -> _Rows:
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            table = file.read()
-        names = table.column_names
-    except Exception as error:  # pyarrow raises many exception types for a damaged file
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ConfigError(f"{where}: not a readable parquet file ({reason}); write it again") from None
-    require("prompt" in names, f"{where}: no column 'prompt' among {', '.join(names) or 'none'}; {ROW_HELP}")
-    twice = [name for name in names if names.count(name) > 1]
-    require(not twice, f"{where}: several columns are called '{''.join(twice[:1])}'; rename all but one of them")
-    for name in names:
-        _check_values(table.column(name), name, where)
-    return _Rows(table, tuple(name for name in names if name != "prompt"), lambda i: f"{where}, row {i + 1}")
-
-
-def _check_values(column: Any, name: str, where: str) -> None:
-    """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
-
-    Without this check, the error would occur only when the value is used.
-    """
-    if _is_safe(column.type):
-        return
-    for start in range(0, len(column), _BATCH):
-        piece = column.slice(start, _BATCH)
+def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], set[int]]:
+    """Return the prompts of a batch of rows by their number, and the numbers of those that hold chat messages."""
+    found, chats = {}, set()
+    for index, row in zip(itertools.count(start), rows.read(start, start + _BATCH, form.reads), strict=False):
         try:
-            piece.to_pylist()
-        except Exception:
-            for row in range(len(piece)):
-                _check_value(piece.slice(row, 1), f"{where}, row {start + row + 1}, column '{name}'")
+            value = form.read(row)
+            found[index] = form.finished(value)
+        except RowError as error:
+            raise ConfigError(f"{rows.place(index)}: {error}") from None
+        if isinstance(value, list):
+            chats.add(index)
+    return found, chats
 
 
-def _check_value(cell: Any, place: str) -> None:
-    try:
-        cell.to_pylist()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
-        ) from None
-    except Exception:  # e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with one name
-        raise ConfigError(
-            f"{place}: a value of type {cell.type} that Python cannot hold; write it as text, or a time in whole "
-            "microseconds between the years 1 and 9999, without a zone or in UTC"
-        ) from None
-
-
-def _is_safe(kind: Any) -> bool:
-    """Return whether Python can represent every value of an Arrow type, so that no value needs a check."""
-    from pyarrow import types
-
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _is_safe(kind.value_type)
-    numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-    return bool(numeric or types.is_boolean(kind) or types.is_null(kind) or types.is_binary(kind))
-
-
-def _require_round_trips(rows: _Rows, kept: Sequence[int], tokenizer: Any) -> None:
+def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], tokenizer: Any) -> None:
     """Raise ConfigError if the tokenizer loses a part of these rows' prompts."""
     control = ControlTokens(tokenizer)
-    prompts = [(row, rows.row(row)["prompt"]) for row in kept]
+    prompts = [(row, form.finished(form.read(rows.row(row)))) for row in kept]
     texts = [
         (row, text)
         for row, prompt in prompts
@@ -419,7 +240,7 @@ def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -
     return notes
 
 
-def _overlong_error(rows: _Rows, too_long: dict[int, Overlong], limit: int) -> ConfigError:
+def _overlong_error(rows: Rows, too_long: dict[int, Overlong], limit: int) -> ConfigError:
     row, first = next(iter(too_long.items()))
     most = max(found.tokens for found in too_long.values())
     others = f" ({len(too_long)} prompts are, up to {most} tokens)" if len(too_long) > 1 else ""

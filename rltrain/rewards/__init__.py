@@ -9,8 +9,8 @@ options in parentheses have defaults.
 | `final_answer.final_answer` | answer | | 1 if the text after the last `#` is the answer and the response is finished |
 | `final_answer.exact_answer` | answer | | 1 if the whole response is the answer and the response is finished |
 | `exact_match.exact_match` | answer | (ignore_case, ignore_whitespace) | 1 if the whole response is the answer |
-| `numeric_match.numeric_match` | answer | (marker, rel_tol, abs_tol) | 1 if the last number is the answer |
-| `math_answer.math_answer` | answer | (float_rounding, strict) | 1 if the expressions are equal |
+| `numeric_match.numeric_match` | answer | (marker, answer_marker, rel_tol, abs_tol) | 1 if the last number is it |
+| `math_answer.math_answer` | answer | (answer_marker, float_rounding, strict) | 1 if the expressions are equal |
 | `multiple_choice.multiple_choice` | answer | (choices) | 1 if the chosen letter is the answer |
 | `regex_format.regex_format` | | pattern, (full, flags) | 1 if the pattern matches |
 | `json_schema.json_schema` | schema | | 1 if the response is JSON that is valid under the schema |

@@ -94,14 +94,33 @@ def load_function(path: str) -> Callable[..., Any]:
             f"{where}: no function is named{f'; did you mean {near[0]}?' if near else ''}; use package.module:function"
             f", file.py:function, or one of {', '.join(BUILTIN)}"
         )
+    function = _function_of(target, name, where)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{where}: '{name}' has a yield, so calling it scores nothing; return the score instead")
+    return function
+
+
+def import_function(path: str, where: str) -> Callable[..., Any]:
+    """Import the function that `path` names, whatever it is for.
+
+    Args:
+        path: `package.module:function` or `file.py:function`. See `load_function` for where these are searched.
+        where: start of the error message.
+
+    Raises:
+        ConfigError: as `load_function` raises.
+    """
+    target, _, name = path.rpartition(":")
+    return _function_of(target, name, where)
+
+
+def _function_of(target: str, name: str, where: str) -> Callable[..., Any]:
     module = _file_module(local_path(target, where), where) if _is_file(target) else _module(target, where)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None and not hasattr(module, name):
         raise ConfigError(f"{where}: {target} has no function '{name}'{_nearest_function(name, module)}")
     if not callable(function):
         raise ConfigError(f"{where}: '{name}' is of type {type(function).__name__}, not a function; name a function")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"{where}: '{name}' has a yield, so calling it scores nothing; return the score instead")
     return function
 
 

@@ -39,7 +39,13 @@ _PROSE = re.compile(r"(?<![\\A-Za-z])(?!pi\b)[A-Za-z]{2,}(?![A-Za-z(])|[$\n]|\\[
 
 
 def math_answer(
-    prompt: str, response: str, *, answer: str | float | None, float_rounding: int = 6, strict: bool = True
+    prompt: str,
+    response: str,
+    *,
+    answer: str | float | None,
+    answer_marker: str | None = None,
+    float_rounding: int = 6,
+    strict: bool = True,
 ) -> float | None:
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
@@ -65,6 +71,8 @@ def math_answer(
         prompt: unused.
         response: the model's text.
         answer: the right answer: a number, or an expression in LaTeX or plain text, with or without `$` or a box.
+        answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the answer contains it,
+            only the part after its last occurrence is read.
         float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
         strict: True: variables must have the same names, and a set never equals a tuple. False: variables are matched
             by their order.
@@ -77,7 +85,8 @@ def math_answer(
     """
     if answer is None:
         return None
-    right, given = _bare(str(answer)), _stated(response)
+    text = str(answer)
+    right, given = _bare(text.rpartition(answer_marker)[2] if answer_marker else text), _stated(response)
     words = _WORDS.fullmatch(right)
     expressions = [] if words else [*_right(right, False)]
     if given is not None and _key(given, words) == _key(right, words):

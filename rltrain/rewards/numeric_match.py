@@ -36,6 +36,7 @@ def numeric_match(
     *,
     answer: str | float | None,
     marker: str | None = None,
+    answer_marker: str | None = None,
     rel_tol: float = 1e-9,
     abs_tol: float = 0.0,
 ) -> float | None:
@@ -55,7 +56,9 @@ def numeric_match(
         response: the model's text.
         answer: the right number, or a text that contains exactly one number. If the text contains the marker, only the
             part after the marker is read.
-        marker: the text before the number, for example "####"; None for no marker.
+        marker: the text before the number in the response and in the answer, for example "####"; None for no marker.
+        answer_marker: the text before the number in the answer alone, as in GSM8K's solutions; None for that of
+            `marker`.
         rel_tol: two numbers are equal if they differ by at most this fraction of the larger one.
         abs_tol: two numbers are also equal if they differ by at most this amount.
 
@@ -70,7 +73,7 @@ def numeric_match(
         raise ValueError(f"rel_tol={rel_tol} and abs_tol={abs_tol} must be >= 0; use 0 for none")
     if answer is None:
         return None
-    right, right_is_percent = _only_number(answer, marker)
+    right, right_is_percent = _only_number(answer, answer_marker or marker)
     found = _stated(response, marker)
     if found is None:
         return 0.0
@@ -134,7 +137,7 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
     if found is None or not math.isfinite(found[0]):
         raise ValueError(
             f"answer {str(answer)[:80]!r} has to hold one number, and {len(numbers)} were found; use math_answer or "
-            "exact_match for other answers, or name the marker that stands before the number"
+            "exact_match for other answers, or set answer_marker to the text before the number, such as ####"
         )
     return found
 

@@ -25,7 +25,8 @@ from rltrain.data.model_directory import (
     model_config,
 )
 from rltrain.data.model_weights import BUILTIN_MODEL, check_engine_files, check_weights
-from rltrain.data.prompts import BUILTIN
+from rltrain.data.prompt_form import template_parts
+from rltrain.data.row_sources import BUILTIN, check_source
 from rltrain.monitoring.trackers.loading import check_trackers
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
@@ -284,9 +285,10 @@ def _is_installed(module: str) -> bool:
 
 def _check_data(data: DataConfig) -> None:
     for key, source in (("train", data.train), ("val", data.val)):
-        where = f"data.{key}={source}"
-        there = source is None or source.startswith(BUILTIN) or local_path(source, where).exists()
-        require(there, f"{where}: no such file; check the path (it starts at {Path.cwd()})")
+        if source is not None:
+            check_source(source, f"data.{key}={source}")
+    if data.prompt is not None and set("{}") & set(data.prompt):
+        template_parts(data.prompt)
 
 
 def _model_config(path: str) -> Mapping[str, Any]:

@@ -28,6 +28,9 @@ class Facts:
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before they are loaded.
         val_prompts: number of prompts in one evaluation; None if there is no evaluation.
+        data: what the training data was read as; "" before it is loaded.
+        val_data: the same of the prompts for evaluation.
+        own_splits: whether the source of the prompts has other rows for evaluation than for training.
         needs_critic: whether the advantage estimator reads values.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
         on_gpu: whether the devices are GPUs.
@@ -42,6 +45,9 @@ class Facts:
     adapters: int | None = None
     train_prompts: int | None = None
     val_prompts: int | None = None
+    data: str = ""
+    val_data: str = ""
+    own_splits: bool = False
     needs_critic: bool = False
     devices: str = ""
     on_gpu: bool = False
@@ -56,6 +62,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
     return [
         ("step", batch_line(config)),
         ("run", _run(config, facts)),
+        *([("data", _data(facts))] if facts.data and not config.data.train.startswith("builtin:") else []),
         ("algorithm", _algorithm(config)),
         *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
         *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
@@ -116,14 +123,20 @@ def _run(config: Config, facts: Facts) -> str:
     return "; ".join(parts)
 
 
+def _data(facts: Facts) -> str:
+    """Describe as what the data was read: source, and form of the prompts."""
+    return facts.data if facts.val_data in ("", facts.data) else f"{facts.data}; evaluation: {facts.val_data}"
+
+
 def _evaluation(config: Config, facts: Facts) -> str:
     if config.data.val is None:
         return "no evaluation (data.val=null)"
     every = config.trainer.eval_every
     when = f"before, after and every {_count(every, 'step')}" if every else "before and after"
     count = f"{facts.val_prompts:,}" if facts.val_prompts else f"at most {config.data.val_size:,}"
-    same_file = config.data.val == config.data.train and not config.data.val.startswith("builtin:")
-    which = "of the training prompts themselves (data.val=FILE holds others out)" if same_file else "held-out prompts"
+    has_own = facts.own_splits or config.data.val.startswith("builtin:")
+    same = config.data.val == config.data.train and not has_own
+    which = "of the training prompts themselves (data.val=FILE holds others out)" if same else "held-out prompts"
     return f"evaluated {when} on {count} {which}"
 
 

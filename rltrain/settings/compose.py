@@ -4,17 +4,29 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.secret_values import redacted, secret_in
 from rltrain.settings.config_groups import config_dir
 from rltrain.settings.expansion import expand
-from rltrain.settings.overrides import KNOBS, Choice, Item, Setting, apply, chosen, from_command_line, from_file
+from rltrain.settings.overrides import (
+    KNOBS,
+    Choice,
+    Item,
+    Setting,
+    apply,
+    chosen,
+    from_command_line,
+    from_file,
+    set_text,
+)
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import parse
 
@@ -32,7 +44,9 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
     Raises:
         ConfigError: the settings or the resulting values are invalid. The message is one line.
     """
-    values = _resolve(_items(overrides, files))
+    items = _items(overrides, files)
+    values = _resolve(items)
+    set_text(values, items)
     expand(values)
     _refuse_secrets(values)
     config = parse(Config, values)
@@ -75,7 +89,15 @@ def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dic
 
 def to_yaml(config: Config) -> str:
     """Return a config as YAML text with every key."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    # `OmegaConf.create` would refuse free text with an unpaired "${".
+    text: str = yaml.dump(
+        dataclasses.asdict(config),
+        Dumper=get_omega_conf_dumper(),
+        default_flow_style=False,
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    return text
 
 
 def _resolve(items: list[Item]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Key:
         at_most: largest valid value.
         below: the valid values are less than this number.
         refusal: template of the error message, with the fields `name`, `rule` and `value`.
+        text: whether the command line takes the value as it is typed: no character of it has a meaning for Hydra.
     """
 
     meaning: str
@@ -41,6 +42,7 @@ class Key:
     at_most: float | None
     below: float | None
     refusal: str
+    text: bool
 
     def allows(self, value: float) -> bool:
         """Return whether the value is inside the bounds."""
@@ -76,6 +78,7 @@ def key(
     at_most: float | None = None,
     below: float | None = None,
     refusal: str = "{name} must be {rule}, got {value}",
+    text: bool = False,
 ) -> Any:
     """Declare a field of a section. See `Key` for the arguments. The field has no default value."""
     declared = Key(
@@ -89,6 +92,7 @@ def key(
         at_most=at_most,
         below=below,
         refusal=refusal,
+        text=text,
     )
     return field(metadata={_KEY: declared})
 
@@ -161,6 +165,11 @@ def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> 
 def _section_in(hint: Any) -> type | None:
     """Return the section that a type consists of, or None if it is the type of a plain value."""
     return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def text_keys(kind: type) -> frozenset[str]:
+    """Return the keys whose values the command line takes as they are typed."""
+    return frozenset(one.path for one in declared_keys(kind) if one.key.text)
 
 
 def changeable_keys(kind: type) -> frozenset[str]:

@@ -35,6 +35,7 @@ NAMES = (
     Name("model.path", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain"),
     Name("data.train", "dataset_name", "data.train_files", "prompt_data"),
     Name("data.val", "eval_dataset", "data.val_files", "eval_dataset"),
+    Name("data.prompt", "", "data.prompt_key", "input_key"),
     Name("reward.functions", "reward_funcs", "custom_reward_function.path", "remote_rm_url", "a list of functions"),
     Name("actor.lr", "learning_rate", "actor_rollout_ref.actor.optim.lr", "actor_learning_rate"),
     Name("actor.lr_schedule", "lr_scheduler_type", "actor_rollout_ref.actor.optim.lr_scheduler_type", "lr_scheduler"),

@@ -5,6 +5,7 @@ each of them by a one-line message that names the existing keys or choices.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf._utils import get_yaml_loader
 
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.settings.config_groups import choices, group_names
+from rltrain.settings.key import text_keys
 from rltrain.settings.other_names import name_here
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys, require, unknown_key
@@ -26,6 +28,8 @@ from rltrain.settings.typed import keys, require, unknown_key
 # Maps each section of knobs to the key that selects their function. The schema does not know which knobs exist.
 # `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
+TEXT_KEYS = text_keys(Config)
+_NEW_LINE = re.compile(r"\\?\\n")
 OPTIONAL = "model.lora"  # a mapping that may be null; setting one of its keys creates it
 
 
@@ -63,12 +67,18 @@ Item = Choice | Setting | Removal
 def from_command_line(text: str) -> Item:
     """Read one word of the command line.
 
+    The values of text keys never reach Hydra, so any character may be in them. In such a value, a backslash and an `n`
+    stand for a line break, a second backslash before them keeps both characters, and `null` stands for no text.
+
     Hydra requires a `+` before a key that is not in the YAML files, as is the case for every knob. rltrain accepts
     `key=value` for all keys.
 
     Raises:
         ConfigError: the word is invalid.
     """
+    typed_key, equals, value = text.lstrip("+").partition("=")
+    if equals and typed_key in TEXT_KEYS:
+        return Setting(typed_key, _as_typed(value))
     override = _parse_override(text)
     key = override.key_or_group
     if key.split(".")[0].split("/")[0] == "hydra":
@@ -85,6 +95,10 @@ def from_command_line(text: str) -> Item:
         require(_is_knob(key), f"'{text}': a key can be set, not removed; write {key}=VALUE")
         return Removal(key)
     return _choice(key, override.value()) if is_group else _setting(key, override.value(), text.lstrip("+"))
+
+
+def _as_typed(value: str) -> str | None:
+    return None if value == "null" else _NEW_LINE.sub(lambda typed: "\n" if typed[0] == r"\n" else r"\n", value)
 
 
 def from_file(path: str) -> list[Item]:
@@ -113,14 +127,15 @@ def from_file(path: str) -> list[Item]:
 
 def _load(path: Path, where: str) -> dict[str, Any]:
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        values = yaml.load(path.read_text("utf-8"), Loader=get_yaml_loader())  # a safe loader: plain values only
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; check the path (it starts at {Path.cwd()})") from None
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a YAML file") from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, ValueError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: not a valid YAML file ({one_line(' '.join(str(error).split()), 200)})") from None
-    require(isinstance(values, dict), f"{where}: holds a list; write keys and values, such as trainer.seed: 1")
+    values = {} if values is None else values
+    require(isinstance(values, dict), f"{where}: holds no mapping; write keys and values, such as trainer.seed: 1")
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -208,7 +223,8 @@ def apply(items: list[Item], composed: Any) -> None:
     """Write settings into a composed config, in their order.
 
     Args:
-        items: settings and removals; choices must already be part of the config.
+        items: settings and removals; choices must already be part of the config. Text keys are left out, because
+            OmegaConf would read references in them: `set_text` sets these.
         composed: the `DictConfig` to change.
 
     Raises:
@@ -216,7 +232,7 @@ def apply(items: list[Item], composed: Any) -> None:
     """
     OmegaConf.set_struct(composed, False)
     for item in items:
-        if isinstance(item, Setting):
+        if isinstance(item, Setting) and item.key not in TEXT_KEYS:
             _set(composed, item)
         elif isinstance(item, Removal):
             section, _, name = item.key.rpartition(".")
@@ -234,6 +250,17 @@ def _set(composed: Any, setting: Setting) -> None:
         )
         OmegaConf.update(composed, section, {}, merge=False)
     OmegaConf.update(composed, setting.key, setting.value, merge=False)
+
+
+def set_text(values: dict[str, Any], items: list[Item]) -> None:
+    """Write the values of text keys into the nested plain values of a config."""
+    for item in items:
+        if isinstance(item, Setting) and item.key in TEXT_KEYS:
+            *sections, name = item.key.split(".")
+            inside = values
+            for section in sections:
+                inside = inside[section]
+            inside[name] = item.value
 
 
 def chosen(items: list[Item]) -> Mapping[str, str]:

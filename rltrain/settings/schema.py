@@ -18,6 +18,10 @@ ALL_LINEAR = "all-linear"  # LoRA target that stands for every linear layer exce
 SHORTEST_HANG_S = 10.0  # processes are polled once a second, and report progress once per micro-batch
 
 
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 @section
 class TrainerConfig:
     """Length of the run, batch sizes, output, checkpoints, failure limits and evaluation."""
@@ -217,11 +221,13 @@ class CriticConfig(OptimizerConfig):
 
 @section
 class DataConfig:
-    """Sources and treatment of the prompts. A source is `builtin:NAME`, or a JSONL, JSON or parquet file."""
+    """Sources and treatment of the prompts. `rltrain.data.row_sources` lists the kinds of sources."""
 
     train: str = key(
-        "Source of the training prompts: a built-in task, or a JSONL, JSON or parquet file with a column prompt.",
-        values="`builtin:median`, `builtin:sort`, or the path of a file",
+        "Source of the training prompts: a built-in task, a file or folder of data, a data set of the hub, or a Python "
+        "function.",
+        values="`builtin:NAME`, a path (JSONL, JSON, parquet or CSV), `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`, "
+        "or `package.module:function` or `file.py:function`",
     )
     val: str | None = key(
         "Source of the prompts for evaluation. A built-in task has its own prompts for this, which are not trained on. "
@@ -233,6 +239,23 @@ class DataConfig:
         "Maximum number of prompts in one evaluation.",
         at_least=1,
         changeable=True,
+    )
+    prompt: str | None = key(
+        "What a prompt is made of. A name: that column. A text with columns in braces, such as {question} Think step "
+        "by step.: that text with the row's values. null: the column prompt, messages, conversations, question, "
+        "problem or instruction.",
+        values="name of a column, template with `{COLUMN}`, or `null`; taken as it is typed",
+        text=True,
+    )
+    system_prompt: str | None = key(
+        "Text of the system message before each prompt. Needs a chat template. null: no system message.",
+        values="text, or `null`; taken as it is typed",
+        text=True,
+    )
+    chat: Literal["auto", "always", "never"] = key(
+        "Whether text goes through the chat template as a user message. auto: if the tokenizer has a chat template and "
+        "the text is not that of a column called prompt. always: all text. never: no text, and chat messages are "
+        "refused."
     )
     shuffle: bool = key("Put the prompts into a new random order for every pass through them.")
     overlong_prompts: Literal["refuse", "filter"] = key(
@@ -246,6 +269,17 @@ class DataConfig:
     lossy_tokenizer: Literal["refuse", "allow"] = key(
         "Treatment of a tokenizer that loses characters, or spaces between words, of the first 64 prompts."
     )
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "system_prompt"):
+            text = getattr(self, name)
+            require(text != "", f"{name} is empty; write some text, or null")
+            require(text is None or _is_unicode(text), f"{name}={text!a} is not valid Unicode; write it in UTF-8")
+        require(
+            self.chat != "never" or self.system_prompt is None,
+            "chat=never with data.system_prompt: a system message needs the chat template; use data.chat=auto, or "
+            "write the text into data.prompt",
+        )
 
 
 @section

@@ -15,7 +15,8 @@ from rltrain.algorithms import required_columns
 from rltrain.base.background_tasks import BackgroundTasks, Changes
 from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto
-from rltrain.data.prompts import Prompt, PromptOrder, PromptSet
+from rltrain.data.prompt_order import PromptOrder
+from rltrain.data.prompts import Prompt, PromptSet
 from rltrain.settings.schema import Config
 from rltrain.trajectories.batch_building import answers_of, mean_score, to_batch, with_scores, without_invalid
 from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, requests_of

@@ -112,7 +112,7 @@ class Run:
 
 def write_job(folder: Path, job: Job, threads: int) -> Path:
     """The job and its prompts, in the order of rltrain's run, for a program that knows nothing of rltrain."""
-    from rltrain.data.prompts import PromptOrder
+    from rltrain.data.prompt_order import PromptOrder
     from rltrain.tasks import TASKS
 
     rows = TASKS["median"].prompts("train", job.seed, 8192)

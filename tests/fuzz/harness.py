@@ -14,7 +14,7 @@ from unittest import mock
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hypothesis import HealthCheck, settings
 
-import rltrain.data.prompts
+import rltrain.data.row_sources
 import rltrain.main
 from rltrain.base.errors import ConfigError
 
@@ -48,7 +48,7 @@ def read_once() -> Iterator[None]:
 
     with (
         mock.patch.object(FileConfigSource, "load_config", load_config),
-        mock.patch.object(rltrain.data.prompts, "BUILTIN_TRAIN_ROWS", ROWS),
+        mock.patch.object(rltrain.data.row_sources, "BUILTIN_TRAIN_ROWS", ROWS),
     ):
         yield
 

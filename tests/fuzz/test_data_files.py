@@ -27,14 +27,21 @@ nested = st.recursive(
 )
 role = st.sampled_from(["user", "system", "assistant", "tool", "", "nobody", None, 1])
 chat = st.lists(
-    st.one_of(nested, st.fixed_dictionaries({"role": role, "content": st.one_of(letters, nested)})), max_size=3
+    st.one_of(
+        nested,
+        st.fixed_dictionaries({"role": role, "content": st.one_of(letters, nested)}),
+        st.fixed_dictionaries({"from": st.one_of(role, st.sampled_from(["human", "gpt"])), "value": letters}),
+    ),
+    max_size=3,
 )
+FORMS = ["messages", "conversations", "question", "problem", "instruction", "input", "solution", "output", "completion"]
 column = st.one_of(
-    letters, st.sampled_from(["answer", "response", "finish_reason", "prompt", "prompts", "uid", "", " "])
+    letters, st.sampled_from(["answer", "response", "finish_reason", "prompt", "prompts", "uid", "", " ", *FORMS])
 )
 row = st.one_of(
     st.fixed_dictionaries({"prompt": st.one_of(st.just("1 2 3"), scalar, chat, nested)}),
     st.builds(lambda others, prompt: {**others, "prompt": prompt}, st.dictionaries(column, nested, max_size=3), scalar),
+    st.dictionaries(st.sampled_from([*FORMS, "answer"]), st.one_of(scalar, chat), min_size=1, max_size=3),
     nested,
 )
 JUNK = [
@@ -45,6 +52,7 @@ JUNK = [
     b'{"prompt": "\\u0000"}',
     b'{"prompt": "1"}{"prompt": "2"}', b'{"prompt": "1"}\r\n{"prompt": "2"}\r\n', b'{"prompt": "1"},\n',
     b"prompt\n1 2\n",
+    b'prompt,answer\n"1\n2",3\n', b"prompt,prompt\n1,2\n", b"prompt\n1,2\n", b'prompt\n"1', b"prompt\n\xff",
     b'{"prompt": "' + b"1 " * 100_000 + b'"}', b'{"prompt": "1", "answer": {"a": [1, {"b": null}]}}',
     b"PAR1", b"PAR1PAR1",
 ]  # fmt: skip
@@ -76,6 +84,9 @@ parquet = st.builds(
     st.dictionaries(st.sampled_from(["prompt", "answer", "response", "", "b"]), st.lists(cell, min_size=2, max_size=2)),
 )
 broken = st.builds(spoiled, parquet, st.integers(0, 10_000), st.integers(0, 255), st.booleans())
+templates = st.sampled_from(
+    ["null", "null", "null", "answer", "{question}", "{prompt} {answer}", "{", "{}", "}", "{{a}}"]
+)
 file = st.one_of(
     st.tuples(st.sampled_from(["p.jsonl", "p.json"]), lines),
     st.tuples(st.just("p.json"), array),
@@ -85,9 +96,9 @@ file = st.one_of(
 
 
 @pytest.mark.timeout(7200)
-@given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans())
+@given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans(), prompt=templates)
 @cases(0.03, 15)
-def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, named, overlong, val):
+def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, named, overlong, val, prompt):
     name, content = named
     (here_once / name).write_bytes(content)
     try:
@@ -98,11 +109,12 @@ def test_a_file_of_prompts_is_used_or_refused_in_one_line(here_once, model, name
                     "rollout=hf", "placement=inprocess", "profile=demo", f"model.path={model}", *other.split(),
                     "reward.functions=[my_reward.py:score]", f"data.overlong_prompts={overlong}",
                     "trainer.output_dir=new_run",
+                    f"data.prompt={prompt}",
                 ])
             )  # fmt: skip
         check_refusal(outcomes[0])
         if outcomes[0].status == 2:
-            assert name in outcomes[0].err, outcomes[0].err
+            assert name in outcomes[0].err or "data.prompt" in outcomes[0].err, outcomes[0].err
     finally:
         (here_once / name).unlink()
     assert "prompts.jsonl" in files(here_once)
@@ -117,17 +129,18 @@ def usual(model):
 
 
 @pytest.mark.timeout(7200)
-@given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans())
+@given(named=file, overlong=st.sampled_from(["refuse", "filter"]), val=st.booleans(), prompt=templates)
 @cases(0.12, 60)
-def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, named, overlong, val):
+def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, named, overlong, val, prompt):
     name, content = named
     config, tokenizer = usual(model)
     data = {"val": name, "train": "prompts.jsonl"} if val else {"train": name}
+    data["prompt"] = None if prompt == "null" else prompt
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, overlong_prompts=overlong, **data))
     (here_once / name).write_bytes(content)
     try:
         said = refused(lambda: [list(prompts or ()) for prompts in load_data(config, tokenizer)])
-        assert not said or name in said, said
+        assert not said or name in said or "data.prompt" in said, said
     finally:
         (here_once / name).unlink()
 

@@ -1,73 +1,30 @@
-"""Prompts from files and built-in tasks, what is wrong with them in one line, and their order."""
+"""Prompts from files and built-in tasks, and what is wrong with them in one line."""
 
 import json
 import subprocess
 import sys
 from array import array
 from decimal import Decimal
-from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace
-from tokenizers.pre_tokenizers import Split
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from rltrain.base.errors import ConfigError
-from rltrain.data.prompts import PromptOrder, load_prompts
 from tests.made_tokenizers import byte_level
-
-BOS, EOS = 1, 2
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[bot]{% endif %}"
+from tests.prompt_loading import (
+    BOS,
+    BOS_TEMPLATE,
+    EOS,
+    PLAIN_TEMPLATE,
+    STRICT_TEMPLATE,
+    coded,
+    error_of,
+    jsonl,
+    load,
+    tokenizer,
 )
-BOS_TEMPLATE = "{{ bos_token }}" + PLAIN_TEMPLATE
-STRICT_TEMPLATE = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_TEMPLATE
-)
-
-
-def tokenizer(*, adds: str = "<s> $A", chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per character (its code + 3); `adds` says which special tokens it puts around a text."""
-    vocab = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code + 3 for code in range(128)}
-    inner = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
-    inner.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
-    inner.decoder = Fuse()
-    inner.post_processor = TemplateProcessing(single=adds, special_tokens=[("<s>", BOS), ("</s>", EOS)])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=16
-    )
-    made.chat_template = chat_template
-    return made
-
-
-def coded(text: str) -> list[int]:
-    return [ord(character) + 3 for character in text]
-
-
-def load(source, chosen=None, **changes):
-    settings = {"split": "train", "seed": 0, "max_prompt_length": 64, "overlong": "refuse"} | changes
-    return load_prompts(str(source), chosen or tokenizer(), **settings)
-
-
-def jsonl(folder: Path, *rows: object, name: str = "p.jsonl") -> Path:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def error_of(source, chosen=None, **changes) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(source, chosen, **changes)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
 
 # What prompts become
 
@@ -277,8 +234,9 @@ def test_a_parquet_file_that_is_none_or_has_no_prompts_is_refused(tmp_path):
     path = tmp_path / "p.parquet"
     path.write_bytes(b"not parquet at all")
     assert "not a readable parquet file" in error_of(path)
-    parquet.write_table(pyarrow.table({"question": ["a"], "answer": ["b"]}), path)
-    assert "no column 'prompt' among question, answer" in error_of(path)
+    parquet.write_table(pyarrow.table({"text": ["a"], "label": ["b"]}), path)
+    assert "no column is called prompt, messages, " in error_of(path)
+    assert "; there are text, label; name the column with data.prompt=COLUMN" in error_of(path)
     parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
     assert f"{path}, row 2: no prompt" in error_of(path)
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
@@ -351,52 +309,9 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
     assert "several columns are called 'x'; rename all but one of them" in error_of(tmp_path / "p.parquet")
 
 
-def test_an_unknown_ending_and_a_folder_are_refused(tmp_path):
-    assert "it must end in .jsonl, .json, .parquet" in error_of(tmp_path / "p.csv")
-    (tmp_path / "d.jsonl").mkdir()
-    assert "is a folder" in error_of(tmp_path / "d.jsonl")
-
-
 def test_importing_it_does_not_import_torch():
     script = "import sys, rltrain.data.prompts; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-# The order
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_uses_each_prompt_once_whatever_the_size_of_the_draws(shuffle):
-    order = PromptOrder(10, seed=3, shuffle=shuffle)
-    drawn = [index for count in (4, 4, 4, 0, 25, 3) for index in order.next(count)]
-    epochs = [drawn[start : start + 10] for start in range(0, 40, 10)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 4
-    assert (len({tuple(epoch) for epoch in epochs}) == 4) == shuffle
-    assert shuffle or epochs[0] == list(range(10))
-
-
-def test_the_seed_decides_the_order():
-    first, same, other = (PromptOrder(50, seed, True).next(120) for seed in (1, 1, 2))
-    assert first == same != other
-
-
-@pytest.mark.parametrize("before", [0, 7, 10, 23])
-def test_a_restored_order_goes_on_where_it_stopped_also_at_an_edge(before):
-    whole = PromptOrder(10, seed=5, shuffle=True)
-    expected = whole.next(before + 30)[before:]
-    first = PromptOrder(10, seed=5, shuffle=True)
-    first.next(before)
-    state = json.loads(json.dumps(first.state_dict()))
-    second = PromptOrder(10, seed=5, shuffle=True)
-    second.next(4)
-    second.load_state_dict(state)
-    assert second.next(30) == expected
-
-
-def test_a_state_of_other_prompts_is_refused():
-    state = PromptOrder(10, seed=5, shuffle=True).state_dict()
-    with pytest.raises(ConfigError, match="size=11: the checkpoint's prompts were ordered with size=10"):
-        PromptOrder(11, seed=5, shuffle=True).load_state_dict(state)
 
 
 def test_other_answers_to_the_same_prompts_have_another_fingerprint(tmp_path):

@@ -359,3 +359,21 @@ def test_no_text_makes_a_function_take_more_than_linear_time(name):
             if took > 1.0:
                 slow.append((piece, took))
     assert slow == []
+
+
+# GSM8K
+
+
+GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 72"
+
+
+def test_the_solutions_of_gsm8k_are_read_after_their_marker():
+    assert numeric_match("", "So 48 + 24 = 72.\n#### 72", answer=GSM8K, marker="####") == 1
+    assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, marker="####") == 0  # the response has to have it too
+    assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, answer_marker="####") == 1
+    assert numeric_match("", "I give it 24.", answer=GSM8K, answer_marker="####") == 0
+    assert numeric_match("", r"The answer: \boxed{1200}", answer="x = 3\n#### 1,200", answer_marker="####") == 1
+    with pytest.raises(ValueError, match="or set answer_marker to the text before the number, such as ####"):
+        numeric_match("", "72", answer=GSM8K)
+    assert [math_answer("", rf"\boxed{{{said}}}", answer=GSM8K, answer_marker="####") for said in (72, 24)] == [1, 0]
+    assert math_answer("", r"\boxed{x}", answer="x", answer_marker="####") == 1

@@ -77,6 +77,20 @@ def test_it_says_which_prompts_are_evaluated(overrides, text):
     assert text in row("run", *overrides)
 
 
+def test_it_says_as_what_the_data_was_read():
+    data, held_out = "9 rows of a.jsonl; prompt = column question, as text", "5 rows of b.jsonl; prompt = column text"
+    words = ["data.train=a.jsonl"]
+    assert row("data", *words, facts=replace(FACTS, data=data, val_data=data)) == data
+    both = row("data", *words, facts=replace(FACTS, data=data, val_data=held_out))
+    assert both == f"{data}; evaluation: {held_out}"
+
+
+def test_a_function_that_has_rows_for_evaluation_holds_prompts_out():
+    words = ["data.train=a.py:rows"]
+    assert "of the training prompts themselves" in row("run", *words)
+    assert "on 256 held-out prompts" in row("run", *words, facts=replace(FACTS, own_splits=True))
+
+
 def test_processes_are_counted_for_each_placement():
     critic = Facts(path="m", needs_critic=True, devices="8 GPUs")
     assert row("processes", "placement.actor_ranks=2", "rollout.vllm.tensor_parallel_size=2") == (

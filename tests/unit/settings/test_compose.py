@@ -54,6 +54,39 @@ def test_composing_twice_gives_equal_configs():
     assert compose(fixed) == compose(fixed)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{question} Think.", "{question}", "a,b", "a=b", "'quoted'", '"', "[x", "{{", "${trainer.seed} ${", "1e3",
+        "true", "~", " two  spaces ", r"\boxed{{}} \\ \x", "\t", "é 🙂", "x: y # z", "@", "$", "\n", "-",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["prompt", "system_prompt"])
+def test_free_text_is_taken_as_it_is_typed_and_config_yaml_holds_it(key, text):
+    config, resolved = compose([f"data.{key}={text}"])
+    assert getattr(config.data, key) == text
+    assert yaml.safe_load(resolved)["data"][key] == text
+
+
+def test_a_typed_backslash_n_is_a_line_break_unless_another_backslash_is_before_it():
+    assert compose([r"data.prompt={q}\nA:"])[0].data.prompt == "{q}\nA:"
+    assert compose([r"data.prompt={q} \\neq 0"])[0].data.prompt == r"{q} \neq 0"
+    assert compose(["data.prompt=a", "+data.prompt=b"])[0].data.prompt == "b"
+    assert compose(["data.prompt=a", "data.prompt=null"])[0].data.prompt is None
+
+
+def test_free_text_that_cannot_be_used_is_refused():
+    assert refusal("data.prompt=") == "data.prompt is empty; write some text, or null"
+    assert refusal("data.system_prompt=\ud800") == (
+        "data.system_prompt='\\ud800' is not valid Unicode; write it in UTF-8"
+    )
+    assert refusal("data.chat=never", "data.system_prompt=x").startswith(
+        "data.chat=never with data.system_prompt: a sys"
+    )
+    assert refusal("~data.prompt") == "'~data.prompt': a key can be set, not removed; write data.prompt=VALUE"
+    assert "holds a key, token or password" in refusal("data.system_prompt=hf_" + "a1B2" * 9)
+
+
 @pytest.mark.parametrize("choice", [f"{group}={choice}" for group in group_names() for choice in choices(group)])
 def test_every_choice_of_every_group_composes(choice):
     compose([choice, "rollout=hf"] if choice == "placement=inprocess" else [choice])

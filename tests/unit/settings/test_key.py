@@ -21,6 +21,7 @@ CHANGEABLE = {
     "model.activation_checkpointing",
     "model.compile",
     "profile",
+    "trainer.trackers",
     "model.cpu_offload",
     "placement.actor_ranks",
     "placement.address",

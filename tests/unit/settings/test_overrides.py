@@ -101,7 +101,7 @@ def test_a_mapping_replaces_that_of_the_preset_and_adapters_may_be_given_by_key(
         ("defaults: [ppo]", "defaults: 'ppo' is no choice"),
         ("trainer: 3", "'trainer: 3': 'trainer' is a section; set its keys one at a time"),
         ("algorithm.loss: 3", "'algorithm.loss: 3': must be a mapping"),
-        ("- 1\n- 2", "holds a list; write keys and values"),
+        ("- 1\n- 2", "holds no mapping; write keys and values"),
         ("a: [1", "not a valid YAML file"),
         ("a: 1\na: 2", "not a valid YAML file"),
         ("trainer: {learning_rate: 3}", "rltrain's name for it is 'actor.lr'"),
@@ -123,6 +123,14 @@ def test_a_file_that_is_not_there_or_a_folder_or_no_text_is_refused(own, tmp_pat
 
 def test_an_empty_file_changes_nothing(own):
     assert from_file(own("# nothing yet\n")) == []
+
+
+def test_text_of_a_file_stays_as_it_is(own):
+    text = "data:\n  prompt: 'a ${b} {question}, =[x'\n  system_prompt: |-\n    Two\n    lines: \\n ${\n"
+    data = compose([], [own(text)])[0].data
+    assert (data.prompt, data.system_prompt) == ("a ${b} {question}, =[x", "Two\nlines: \\n ${")
+    config, written = compose(["model.path=x"], [own(text)])
+    assert compose(["trainer.seed=0"], [own(written)])[0].data == config.data
 
 
 # Names of other trainers

@@ -1,0 +1,110 @@
+"""Arrow tables as rows. Values that Python cannot represent are refused when the table is read."""
+
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.rows import Rows
+from rltrain.settings.typed import require
+
+_BATCH = 1024  # rows that are converted at a time
+
+
+def table_rows(table: Any, where: str) -> Rows:
+    """Return the rows of a `pyarrow.Table`.
+
+    Raises:
+        ConfigError: two columns have one name, or Python cannot represent a value.
+    """
+    names = table.column_names
+    twice = [name for name in names if names.count(name) > 1]
+    require(not twice, f"{where}: several columns are called '{''.join(twice[:1])}'; rename all but one of them")
+    for index, name in enumerate(names):
+        column = _in_microseconds(table.column(index), name, where)
+        _check_values(column, name, where)
+        table = table.set_column(index, name, column)
+    return Rows(table, tuple(names), lambda i: f"{where}, row {i + 1}")
+
+
+def _in_microseconds(column: Any, name: str, where: str) -> Any:
+    """Return a column with times in microseconds, the finest that Python has, in the place of nanoseconds.
+
+    pyarrow would return other classes for nanoseconds where pandas is installed.
+
+    Raises:
+        ConfigError: a time is not a whole number of microseconds.
+    """
+    kind = _microseconds(column.type)
+    if kind == column.type:
+        return column
+    try:
+        return column.cast(kind)
+    except Exception:  # pyarrow has several exception types for values that do not fit
+        for row in range(len(column)):
+            try:
+                column.take([row]).cast(kind)  # a cast of a slice also casts what its lists do not hold
+            except Exception:
+                raise _unusable(column.type, f"{where}, row {row + 1}, column '{name}'") from None
+        raise
+
+
+def _microseconds(kind: Any) -> Any:
+    """Return the type with microseconds in the place of nanoseconds, also inside lists and structs."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_timestamp(kind) and kind.unit == "ns":
+        return pyarrow.timestamp("us", kind.tz)
+    if types.is_duration(kind) and kind.unit == "ns":
+        return pyarrow.duration("us")
+    if types.is_time64(kind) and kind.unit == "ns":
+        return pyarrow.time64("us")
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return make(kind.value_field.with_type(_microseconds(kind.value_type)))
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_microseconds(field.type)) for field in kind])
+    return kind
+
+
+def _unusable(kind: Any, place: str) -> ConfigError:
+    return ConfigError(
+        f"{place}: a value of type {kind} that Python cannot hold; write it as text, or a time in whole "
+        "microseconds between the years 1 and 9999, without a zone or in UTC"
+    )
+
+
+def _check_values(column: Any, name: str, where: str) -> None:
+    """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
+
+    Without this check, the error would occur only when the value is used.
+    """
+    if _is_safe(column.type):
+        return
+    for start in range(0, len(column), _BATCH):
+        piece = column.slice(start, _BATCH)
+        try:
+            piece.to_pylist()
+        except Exception:
+            for row in range(len(piece)):
+                _check_value(piece.slice(row, 1), f"{where}, row {start + row + 1}, column '{name}'")
+
+
+def _check_value(cell: Any, place: str) -> None:
+    try:
+        cell.to_pylist()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
+        ) from None
+    except Exception:  # e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with one name
+        raise _unusable(cell.type, place) from None
+
+
+def _is_safe(kind: Any) -> bool:
+    """Return whether Python can represent every value of an Arrow type, so that no value needs a check."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_safe(kind.value_type)
+    numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    return bool(numeric or types.is_boolean(kind) or types.is_null(kind) or types.is_binary(kind))

@@ -1,0 +1,203 @@
+"""The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
+
+It writes one JSON object to its standard output: the commit, the configuration, the split and the Arrow files of the
+split, or {"error": reason and remedy}. Progress bars of `datasets` go to its standard error.
+"""
+
+import difflib
+import errno
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rltrain.base.errors import ConfigError, described, one_line
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}  # those that are taken unnamed
+_ATTEMPTS, _PAUSE_S = 3, 1.0
+_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may hold a signature
+_SHOWN = 8  # names of configurations or splits in a message
+
+
+def main(repository: str, config: str | None, split: str | None, revision: str | None, *, key: str) -> None:
+    """Download a data set and write how it went. See `rltrain.data.hub_datasets.fetch_dataset`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends this process on Ctrl-C
+    result, sys.stdout = sys.stdout, sys.stderr
+    try:
+        from datasets.utils import logging
+
+        logging.set_verbosity_error()
+        found = _cached(repository, config, split, revision, key) or _from_hub(repository, config, split, revision, key)
+    except ConfigError as error:
+        found = {"error": str(error)}
+    except Exception as error:
+        found = {"error": _explained(error, repository, revision)}
+    result.write(json.dumps(found) + "\n")
+    result.flush()
+
+
+def _cached(
+    repository: str, config: str | None, split: str | None, revision: str | None, key: str
+) -> dict[str, Any] | None:
+    """Return a split that has been prepared before.
+
+    With a commit this needs no network. Without one, only offline mode accepts what the cache happens to hold.
+    """
+    from datasets.packaged_modules.cache.cache import Cache
+    from huggingface_hub import is_offline_mode
+
+    pinned = revision is not None and bool(_COMMIT.fullmatch(revision))
+    if not (pinned and config and split) and not is_offline_mode():
+        return None
+    version = {"version": "0.0.0", "hash": revision} if pinned else {"version": "auto", "hash": "auto"}
+    if revision is not None and not pinned:
+        return None  # the cache does not know branches and tags
+    readings = [(config, split)] if split or config is None else [(config, None), (None, config)]
+    for name, wanted in readings:
+        try:
+            builder = Cache(repo_id=repository, dataset_name=repository.partition("/")[2], config_name=name, **version)
+            builder.download_and_prepare()
+        except ValueError:  # not in the cache
+            continue
+        return _result(builder, _chosen(list(builder.info.splits or ()), wanted, repository, name, key))
+    return None
+
+
+def _from_hub(repository: str, config: str | None, split: str | None, revision: str | None, key: str) -> dict[str, Any]:
+    """Download and prepare all splits of a configuration, as `datasets` does, with the commit that is now current."""
+    import datasets
+    from huggingface_hub import HfApi
+
+    commit = _persistently(lambda: HfApi().dataset_info(repository, revision=revision).sha)
+    configs = _persistently(lambda: datasets.get_dataset_config_names(repository, revision=commit))
+    if config is not None and config not in configs and split is None:
+        config, split = None, config
+    if config is None and len(configs) > 1 and "default" not in configs:
+        raise ConfigError(
+            f"{repository} has several configurations: {_listed(configs)}; name one, as in {repository}:{configs[0]}"
+            f"{f':{split}' if split else ''}"
+        )
+    if config is not None and config not in configs:
+        raise ConfigError(
+            f"{repository} has no configuration '{config}'; there are {_listed(configs)}{_near(config, configs)}"
+        )
+    config = config or ("default" if "default" in configs else configs[0])
+    builder = _persistently(lambda: datasets.load_dataset_builder(repository, config, revision=commit))
+    splits = [str(name) for name in (builder.config.data_files or builder.info.splits or ())]
+    chosen = _chosen(splits, split, repository, config, key)
+    _persistently(lambda: builder.download_and_prepare())
+    return _result(builder, chosen)
+
+
+def _result(builder: Any, split: str) -> dict[str, Any]:
+    files = [file["filename"] for file in builder.as_dataset(split=split).cache_files]
+    return {"commit": builder.hash, "config": builder.config.name, "split": split, "files": files}
+
+
+def _chosen(splits: Sequence[str], split: str | None, repository: str, config: str | None, key: str) -> str:
+    """Return the split that is meant. Without a name, it is the usual one for the config key, or the only one.
+
+    Raises:
+        ConfigError: there is no such split, or none that is usual among several.
+    """
+    if split in splits:
+        return str(split)
+    usual = next((name for name in _SPLITS[key] if name in splits), None)
+    if split is None and (usual or len(splits) == 1):
+        return usual or splits[0]
+    where = f"{repository}:{config or ''}"
+    if split is None:
+        raise ConfigError(f"{where} has several splits: {_listed(splits)}; name one, as in {where}:{splits[0]}")
+    raise ConfigError(f"{where} has no split '{split}'; there are {_listed(splits)}{_near(split, splits)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _persistently(call: Callable[[], Any]) -> Any:
+    """Call a function, and again after a broken connection. What has been downloaded is not downloaded again."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return call()
+        except (HfHubHTTPError, OfflineModeIsEnabled, FileNotFoundError, ValueError):
+            raise  # answers of the hub
+        except Exception as error:
+            if attempt == _ATTEMPTS or _is_of_disk(error):
+                raise
+            time.sleep(_PAUSE_S * attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    return any(getattr(one, "errno", None) in disk for one in _chain(error))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    causes = [error]
+    while (next_one := causes[-1].__cause__ or causes[-1].__context__) is not None and next_one not in causes:
+        causes.append(next_one)
+    return causes
+
+
+def _explained(error: Exception, repository: str, revision: str | None) -> str:
+    """Return what went wrong and what to do about it, on one line."""
+    from datasets import config
+    from huggingface_hub import constants, errors, get_token, is_offline_mode
+
+    chain, page = _chain(error), f"{constants.ENDPOINT}/datasets/{repository}"
+
+    def has(*kinds: type) -> bool:
+        return any(isinstance(one, kinds) for one in chain)
+
+    if has(errors.GatedRepoError) or "is a gated dataset" in str(error):
+        token = "HF_TOKEN belongs to an account without access" if get_token() else "no HF_TOKEN is set"
+        return f"the data set is gated, and {token}; ask for access on {page}, and set HF_TOKEN to that account's token"
+    if has(errors.RevisionNotFoundError):
+        return f"{repository} has no branch, tag or commit '{revision}'; {page}/tree/main lists the branches and tags"
+    if is_offline_mode() or has(errors.OfflineModeIsEnabled):
+        return (
+            f"{config.HF_DATASETS_CACHE} does not hold it, while HF_HUB_OFFLINE forbids a download; unset that, or "
+            "load it once where there is a network"
+        )
+    if has(errors.RepositoryNotFoundError):
+        return (
+            f"no such file or folder, and no data set of that name on {constants.ENDPOINT}; check the name, and set "
+            "HF_TOKEN if the data set is private"
+        )
+    return _other(error, chain)
+
+
+def _other(error: Exception, chain: Sequence[BaseException]) -> str:
+    from datasets import config
+    from huggingface_hub import constants, errors
+
+    reason = one_line(_QUERY.sub("", described(chain[-1], 400)), 200)
+    status = next((one.response.status_code for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
+    if status in (401, 403):
+        return f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to one that may read the data set"
+    if _is_of_disk(error):
+        cache = config.HF_DATASETS_CACHE
+        return f"cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
+    kinds = [type(one).__name__ for one in chain if type(one).__module__.startswith(("httpx", "httpcore", "requests"))]
+    if status is None and kinds and not any(kind.startswith("Connect") for kind in kinds):
+        return f"the download broke off ({reason}); start again: complete files are kept"
+    if status is not None or kinds or isinstance(error, ConnectionError):
+        return (
+            f"no such file or folder, and {constants.ENDPOINT} cannot be reached ({reason}); try again later, check "
+            "the network and HF_ENDPOINT, or give a file"
+        )
+    return f"the library datasets cannot read it ({reason}); give its files, or a function that reads them"

@@ -1,0 +1,165 @@
+"""Data sets by their names on the Hugging Face hub: which commit a name means, and the rows of one split.
+
+A name is `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. A single word after the first colon is a configuration if the
+data set has one of that name, and else a split; `ORG/NAME::SPLIT` leaves the configuration out. A *pinned* name has all
+parts, with the 40 digits of a commit as its revision. The driver pins each name once, so a run and its resumption read
+the same rows.
+
+A process of its own downloads with the library `datasets` (`rltrain.data.hub_dataset_download`). Ctrl-C ends it at
+once, it reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh, and the
+driver does not have to import pandas.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.base.errors import ConfigError, one_line
+from rltrain.data.arrow_rows import table_rows
+from rltrain.data.rows import Rows
+from rltrain.settings.typed import require
+
+GRAMMAR = "ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]"
+_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?::(?P<config>[^:@/]*))?(?::(?P<split>[^:@/]+))?(?:@(?P<revision>[^:@]+))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_START = (
+    "import sys; sys.path[:] = {path!r}; from rltrain.data.hub_dataset_download import main; "
+    "main({repository!r}, {config!r}, {split!r}, {revision!r}, key={key!r})"
+)
+_QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+# Arrow files of the pinned names that this process has fetched.
+_files: dict[str, list[str]] = {}
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """Name of a data set on the hub.
+
+    Attributes:
+        repository: `ORG/NAME`.
+        config: configuration, or a split if `split` is None and the data set has no such configuration; None for the
+            only configuration.
+        split: split; None if the user did not name one, or not behind a configuration.
+        revision: branch, tag or commit; None for the main branch.
+    """
+
+    repository: str
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.repository, *([self.config or ""] if self.config or self.split else [])]
+        parts += [self.split] if self.split else []
+        return ":".join(parts) + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the name has all parts, and a whole commit hash."""
+        return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
+
+    def may_mean(self, pinned: "DatasetName") -> bool:
+        """Return whether this name, which has no revision, may have become that pinned name."""
+        if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
+            return False
+        if self.split is not None:
+            return self.split == pinned.split and self.config in (None, pinned.config)
+        return self.config in (None, pinned.config, pinned.split)
+
+
+def dataset_name(source: str) -> DatasetName | None:
+    """Return the name of a data set on the hub that a source spells, or None if it spells none."""
+    found = _NAME.fullmatch(source)
+    if found is None or source.endswith(":"):
+        return None
+    config, split, revision = (found[part] or None for part in ("config", "split", "revision"))
+    return DatasetName(found["repository"], config, split, revision)
+
+
+def require_library(where: str) -> None:
+    """Raise ConfigError if the library `datasets` is not installed."""
+    require(
+        importlib.util.find_spec("datasets") is not None,
+        f"{where}: no such file or folder, and data sets of the hub need the library datasets; check the path, or "
+        "run pip install 'rltrain[datasets]'",
+    )
+
+
+def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
+    """Find a split in the cache of this machine, or download and prepare it. Returns the pinned name.
+
+    A pinned name that is in the cache needs no network. Another name asks the hub for its commit.
+
+    Args:
+        name: the name.
+        where: the config key and its value. Error messages start with it.
+        key: `train` or `val`, which decides the split if the name has none.
+
+    Raises:
+        ConfigError: the data set cannot be had. The message says why and what to do.
+    """
+    if str(name) in _files:
+        return name
+    require_library(where)
+    result = _download(name, where, key)
+    pinned = DatasetName(name.repository, result["config"], result["split"], result["commit"])
+    _files[str(pinned)] = result["files"]
+    return pinned
+
+
+def dataset_rows(source: str, where: str, *, key: str) -> Rows:
+    """Return the rows of a data set, whose values stay on disk until they are read. See `fetch_dataset`."""
+    name = dataset_name(source)
+    assert name is not None, "the source names a data set"
+    return table_rows(_table(_files[str(fetch_dataset(name, where, key=key))], where), where)
+
+
+def _table(files: Sequence[str], where: str) -> Any:
+    import pyarrow
+
+    try:
+        parts = [pyarrow.ipc.open_stream(pyarrow.memory_map(file)).read_all() for file in files]
+        return pyarrow.concat_tables(parts)
+    except Exception as error:  # pyarrow raises many exception types for a damaged file
+        folder = os.path.dirname(files[0]) if files else "the cache"
+        raise ConfigError(
+            f"{where}: the files in {folder} cannot be read ({one_line(str(error))}); remove them, and start again"
+        ) from None
+
+
+def _download(name: DatasetName, where: str, key: str) -> dict[str, Any]:
+    parts = {"repository": name.repository, "config": name.config, "split": name.split, "revision": name.revision}
+    code = _START.format(path=sys.path, key=key, **parts)
+    shown = sys.stderr.isatty()  # progress bars
+    environment = {**os.environ, **({} if shown else _QUIET)}
+    environment.pop("TQDM_DISABLE", None)
+    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        with subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=None if shown else complaints,
+            text=True,
+            env=environment,
+        ) as process:
+            try:
+                said, _ = process.communicate()
+            finally:
+                process.kill()
+        complaints.seek(0)
+        last = (complaints.read().strip().splitlines() or ["no message"])[-1]
+    result: dict[str, Any] = json.loads(said.splitlines()[-1]) if said.strip() else {}
+    if "files" in result:
+        return result
+    reason = result.get("error") or f"the download ended with status {process.returncode} ({one_line(last)}); try again"
+    raise ConfigError(f"{where}: {reason}")

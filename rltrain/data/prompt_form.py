@@ -1,0 +1,314 @@
+"""How the rows of a data set become prompts: which columns are read, and what is made of them.
+
+`data.prompt` names a column, or is a template such as `{question} Think step by step.`. Without it, the names of the
+columns decide. The first of these that is there is read:
+
+- `prompt`: text or chat messages, which are used as they are;
+- `messages`, `conversations`: chat messages, without the last turn if that is the assistant's;
+- `question`, `problem`, `instruction`: text. An instruction is followed by the column `input` where a row has one.
+
+Text of the column `prompt` is a complete prompt, also for a chat model. All other text is what a user says, so it
+becomes a user message if the tokenizer has a chat template. `data.chat` changes both.
+
+Reward functions get all columns of the data by name. They also get the assistant's last turn as `completion`, and the
+column `solution` or `output` as `answer`, unless the data has columns of these names.
+"""
+
+import difflib
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from rltrain.base.errors import ConfigError, one_line
+from rltrain.settings.typed import require
+
+Chat = Literal["auto", "always", "never"]
+Row = Mapping[str, Any]
+Reader = Callable[[Row], Any]
+PROMPT = "prompt"
+CONVERSATIONS = ("messages", "conversations")
+QUESTIONS = ("question", "problem", "instruction")
+INSTRUCTION, INPUT = "instruction", "input"
+ANSWER, ANSWERS = "answer", ("solution", "output")
+COMPLETION = "completion"
+# Names of the speakers in ShareGPT's form, and the roles that chat templates know.
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
+_SHOWN = 60  # characters of a template in messages
+
+
+class RowError(ValueError):
+    """A row cannot become a prompt. The message does not name the row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """The user's choices, with the meaning of the config keys `data.prompt`, `data.system_prompt` and `data.chat`."""
+
+    prompt: str | None = None
+    system_prompt: str | None = None
+    chat: Chat = "auto"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A column that the data does not have, and that reward functions get.
+
+    Attributes:
+        source: where its values come from, for people.
+        value: returns the value for a row.
+    """
+
+    source: str
+    value: Reader
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptForm:
+    """How the rows of one source become prompts.
+
+    Attributes:
+        reads: columns that prompts are made of.
+        columns: names of the columns that reward functions get.
+        source: what a prompt is made of, for people, such as "column question".
+        as_user: whether text becomes a user message.
+        system: text of the system message; None for none.
+        chat: value of `data.chat`.
+        derived: columns that reward functions get besides those of the data, by name.
+        read: returns what a row says: text or chat messages, or something else that is no prompt. Raises RowError if a
+            column that the template needs has no value, or a message has an unknown speaker.
+    """
+
+    reads: tuple[str, ...]
+    columns: tuple[str, ...]
+    source: str
+    as_user: bool
+    system: str | None
+    chat: Chat
+    derived: Mapping[str, Derived]
+    read: Reader
+
+    def finished(self, value: Any) -> Any:
+        """Return the prompt, which is text or chat messages, for a result of `read`.
+
+        Raises:
+            RowError: chat messages are forbidden, or have a system message besides `data.system_prompt`.
+        """
+        if isinstance(value, list) and self.chat == "never":
+            raise RowError("chat messages, which data.chat=never forbids; use data.chat=auto, or a column of text")
+        if self.as_user and isinstance(value, str) and value:
+            value = [{"role": "user", "content": value}]
+        if self.system is None or not isinstance(value, list) or not value:
+            return value
+        if isinstance(value[0], Mapping) and value[0].get("role") == "system":
+            raise RowError(
+                "the messages begin with a system message of their own, besides data.system_prompt; leave "
+                "data.system_prompt out, or remove the message"
+            )
+        return [{"role": "system", "content": self.system}, *value]
+
+    def values(self, row: Row) -> dict[str, Any]:
+        """Return what reward functions get of a row: a value for each of `columns`, None for a missing one."""
+        return {name: self.derived[name].value(row) if name in self.derived else row.get(name) for name in self.columns}
+
+    def described(self, chats: int, total: int) -> str:
+        """Return for people what the prompts are made of, and in what form the model gets them.
+
+        Args:
+            chats: number of rows that hold chat messages.
+            total: number of all rows that were read.
+        """
+        text = "a user message" if self.as_user else "text"
+        kind = "chat messages" if chats == total else text if not chats else f"{text} or chat messages"
+        after = " after data.system_prompt" if self.system is not None else ""
+        others = [f"{name} = {derived.source}" for name, derived in self.derived.items()]
+        return "; ".join([f"prompt = {self.source}, as {kind}{after}", *others])
+
+
+def prompt_form(
+    columns: Sequence[str], options: PromptOptions, *, where: str, has_template: bool, sample: Sequence[Row]
+) -> PromptForm:
+    """Decide how rows become prompts.
+
+    Args:
+        columns: names of the data's columns.
+        options: the user's choices.
+        where: start of the error message.
+        has_template: whether the tokenizer has a chat template.
+        sample: some rows of the data.
+
+    Raises:
+        ConfigError: a column that `data.prompt` names is missing, no column can be recognised as the prompt, or the
+            tokenizer lacks the chat template that the user's choices need.
+    """
+    _require_template(options, has_template)
+    reads, read, source = _reader(columns, options.prompt, where)
+    complete = read is _whole_prompt  # text that needs nothing around it
+    derived: dict[str, Derived] = {}
+    if not complete and COMPLETION not in columns and any(isinstance(row.get(reads[0]), list) for row in sample):
+        derived[COMPLETION] = Derived("the assistant's last turn", _completion_of(reads[0]))
+    answer = next((name for name in ANSWERS if name in columns), None)
+    if ANSWER not in columns and answer is not None:
+        derived[ANSWER] = Derived(f"column {answer}", lambda row: row.get(answer))
+    spoken = options.chat == "auto" and has_template and (not complete or options.system_prompt is not None)
+    return PromptForm(
+        reads=reads,
+        columns=(*(name for name in columns if name != PROMPT), *derived),
+        source=source,
+        as_user=options.chat == "always" or spoken,
+        system=options.system_prompt,
+        chat=options.chat,
+        derived=derived,
+        read=read,
+    )
+
+
+def _require_template(options: PromptOptions, has_template: bool) -> None:
+    given = "data.chat=always" if options.chat == "always" else "data.system_prompt"
+    require(
+        has_template or (options.chat != "always" and options.system_prompt is None),
+        f"{given}: the model's tokenizer has no chat template; use a chat model, or write the text around the question "
+        "into data.prompt, as in data.prompt='Q: {question} A:'",
+    )
+
+
+def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tuple[str, ...], Reader, str]:
+    """Return the columns that prompts are made of, the function that makes them, and what they are for people."""
+    if prompt is None:
+        prompt = _recognised(columns, where)
+        if prompt == INSTRUCTION and INPUT in columns:
+            return (INSTRUCTION, INPUT), _instruction, f"column {INSTRUCTION}, and {INPUT} where there is one"
+    elif "{" in prompt or "}" in prompt:
+        names = tuple(dict.fromkeys(name for _, name in template_parts(prompt) if name is not None))
+        for name in names:
+            _require_column(name, columns, f"data.prompt={_shown(prompt)}", where, f"; {_BRACES}")
+        return names, _filled(template_parts(prompt)), f'"{_shown(prompt)}"'
+    _require_column(prompt, columns, f"data.prompt={_shown(prompt)}", where)
+    if prompt == PROMPT:
+        return (PROMPT,), _whole_prompt, "column prompt"
+    return (prompt,), _column(prompt), f"column {prompt}"
+
+
+def _recognised(columns: Sequence[str], where: str) -> str:
+    there = ", ".join(columns) or "none"
+    for name in (PROMPT, *CONVERSATIONS):
+        if name in columns:
+            return name
+    found = [name for name in QUESTIONS if name in columns]
+    known = ", ".join((PROMPT, *CONVERSATIONS, *QUESTIONS))
+    require(
+        bool(found),
+        f"{where}: no column is called {known}; there are {there}; name the column with data.prompt=COLUMN, or write a "
+        "template such as data.prompt='{COLUMN} Think step by step.'",
+    )
+    require(
+        len(found) == 1,
+        f"{where}: several columns could be the prompt: {', '.join(found)}; name one with data.prompt={found[0]}",
+    )
+    return found[0]
+
+
+def _require_column(name: str, columns: Sequence[str], given: str, where: str, more: str = "") -> None:
+    near = difflib.get_close_matches(name, columns, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    require(
+        name in columns,
+        f"{given}: {where} has no column '{name}'; there are {', '.join(columns) or 'none'}{hint}{more}",
+    )
+
+
+def template_parts(template: str) -> list[tuple[str, str | None]]:
+    """Split a template into pairs of text and the name of the column that follows it, None at the end.
+
+    Raises:
+        ConfigError: a brace has no partner, or something else than a column's name is between braces.
+    """
+    given = f"data.prompt={_shown(template)}"
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"{given}: {str(error).removesuffix(' encountered in format string')}; {_BRACES}") from None
+    for _, name, spec, conversion in parts:
+        plain = name is None or (name and not spec and not conversion and not set("{}") & set(name))
+        inside = (name or "") + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        require(bool(plain), f"{given}: '{{{inside}}}' names no column; {_BRACES}")
+    require(
+        any(name is not None for _, name, _, _ in parts),
+        f"{given}: a template without a column would be the same prompt in every row; {_BRACES}",
+    )
+    return [(text, name) for text, name, _, _ in parts]
+
+
+def _filled(parts: Sequence[tuple[str, str | None]]) -> Reader:
+    def read(row: Row) -> str:
+        return "".join(text if name is None else text + _text_of(row.get(name), name) for text, name in parts)
+
+    return read
+
+
+def _text_of(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return str(value)
+    kind = "no value" if value is None else f"a value of type {type(value).__name__}"
+    raise RowError(f"{kind} in column '{name}', which data.prompt writes as text; give it text or a number")
+
+
+def _whole_prompt(row: Row) -> Any:
+    return row.get(PROMPT)
+
+
+def _column(name: str) -> Reader:
+    def read(row: Row) -> Any:
+        value = row.get(name)
+        if value is None:
+            raise RowError(f"no prompt in column '{name}'; give each row text or a list of messages there")
+        return _before_answer(_messages(value)) if isinstance(value, list) else value
+
+    return read
+
+
+def _instruction(row: Row) -> Any:
+    instruction, more = row.get(INSTRUCTION), row.get(INPUT)
+    if not more:
+        return instruction
+    return f"{_text_of(instruction, INSTRUCTION)}\n\n{_text_of(more, INPUT)}"
+
+
+def _messages(value: list[Any]) -> list[Any]:
+    """Return messages with `role` and `content`, also if they are in ShareGPT's form with `from` and `value`."""
+    return [_message(one) if isinstance(one, Mapping) and "from" in one and "role" not in one else one for one in value]
+
+
+def _message(one: Row) -> dict[str, Any]:
+    role = ROLES.get(one["from"]) if isinstance(one["from"], str) else None
+    if role is None:
+        raise RowError(
+            f"a message is from {one_line(repr(one['from']), _SHOWN)}, and known are {', '.join(ROLES)}; write "
+            "messages as {'role': ..., 'content': ...}"
+        )
+    return {"role": role, "content": one.get("value")}
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
+
+
+def _before_answer(messages: list[Any]) -> list[Any]:
+    return messages[:-1] if messages and _is_answer(messages[-1]) else messages
+
+
+def _completion_of(name: str) -> Reader:
+    def completion(row: Row) -> Any:
+        value = row.get(name)
+        messages = _messages(value) if isinstance(value, list) else []
+        return messages[-1].get("content") if messages and _is_answer(messages[-1]) else None
+
+    return completion
+
+
+def _shown(text: str) -> str:
+    return one_line(text, _SHOWN)

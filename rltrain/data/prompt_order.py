@@ -1,0 +1,57 @@
+"""The shuffled order in which prompts are used. A checkpoint saves and restores it."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from rltrain.settings.typed import require
+
+
+class PromptOrder:
+    """The order in which prompts are used. Its state can be saved and loaded.
+
+    Each epoch uses every index once, in a new permutation.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool) -> None:
+        """Order the indices 0..size-1. Without `shuffle`, the indices ascend in every epoch."""
+        assert size > 0, "an order needs at least one prompt"
+        self._size, self._seed, self._shuffle = size, seed, shuffle
+        self._drawn = 0
+        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # (epoch, indices in the order of that epoch)
+
+    def next(self, count: int) -> list[int]:
+        """Return the next `count` indices, which may span several epochs."""
+        taken = [self.at(position) for position in range(self._drawn, self._drawn + count)]
+        self._drawn += count
+        return taken
+
+    def at(self, position: int) -> int:
+        """Return the index at a position counted over all epochs, whether or not `next` has returned it yet."""
+        return self._of_epoch(position // self._size)[position % self._size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values for `load_state_dict`."""
+        return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle, "drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned.
+
+        Raises:
+            ConfigError: the state comes from an order with another size, seed or shuffle setting.
+        """
+        for name, value in self.state_dict().items():
+            require(
+                name == "drawn" or state[name] == value,
+                f"{name}={value}: the checkpoint's prompts were ordered with {name}={state[name]}, so they cannot be "
+                "continued in their order; use the data and seed of the checkpoint, or start a new run",
+            )
+        self._drawn = state["drawn"]
+
+    def _of_epoch(self, epoch: int) -> Sequence[int]:
+        if self._permutation[0] != epoch:
+            indices = list(range(self._size))
+            if self._shuffle:
+                random.Random(f"{self._seed}/prompt order/{epoch}").shuffle(indices)
+            self._permutation = (epoch, indices)
+        return self._permutation[1]

@@ -1,0 +1,184 @@
+"""Rows of JSONL, JSON, parquet and CSV files, and of folders of such files."""
+
+import csv
+import difflib
+import json
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.storage import local_path
+from rltrain.data.arrow_rows import table_rows
+from rltrain.data.prompt_encoding import ROW_HELP, unicode
+from rltrain.data.rows import Rows
+from rltrain.settings.typed import require
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, paired or not
+_CSV_BLOCK = 1 << 26  # bytes that are parsed at a time, which bound the length of a row
+SOURCE_HELP = "a data set of the hub is ORG/NAME, and a function package.module:function or file.py:function"
+
+
+def path_rows(source: str, where: str) -> Rows:
+    """Read a file, or all data files of a folder in the order of their names.
+
+    Args:
+        source: path of the file or folder.
+        where: start of the error message.
+
+    Raises:
+        ConfigError: there is no such file, it is damaged, or the folder holds no data files or several kinds.
+    """
+    path = find_path(source, where)
+    return _folder_rows(path, where) if path.is_dir() else _file_rows(path, where)
+
+
+def find_path(source: str, where: str) -> Path:
+    """Return the path of a file or folder. Raises ConfigError, with the nearest name, if there is none."""
+    path = local_path(source, where)
+    require(path.exists(), _missing(path, where))
+    return path
+
+
+def _folder_rows(folder: Path, where: str) -> Rows:
+    try:
+        inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
+    files = [path for path in inside if path.suffix in ENDINGS and path.is_file()]
+    folders = [path.name for path in inside if path.is_dir()]
+    instead = f"name one of its folders: {', '.join(folders[:5])}" if folders else "name another folder, or a file"
+    require(bool(files), f"{where}: a folder without data files, which end in {', '.join(ENDINGS)}; {instead}")
+    first = next((path for path in files if path.suffix != files[0].suffix), None)
+    require(
+        first is None,
+        f"{where}: a folder with several kinds of data files, such as {files[0].name} and {first and first.name}; name "
+        "one file, or a folder with one kind",
+    )
+    parts = [_file_rows(path, f"{where.rstrip('/')}/{path.name}") for path in files]
+    try:
+        return Rows.joined(parts)
+    except Exception as error:  # pyarrow has several exception types for tables that do not fit together
+        raise ConfigError(
+            f"{where}: the files have columns of different types ({_reason(error)}); write them with one schema"
+        ) from None
+
+
+def _file_rows(path: Path, where: str) -> Rows:
+    require(path.suffix in ENDINGS, f"{where}: unknown kind of file; it must end in {', '.join(ENDINGS)}")
+    require(path.is_file(), f"{where}: is no ordinary file; name one that ends in {', '.join(ENDINGS)}")
+    return _READERS[path.suffix](path, where)
+
+
+def _missing(path: Path, where: str) -> str:
+    others = "" if path.suffix in ENDINGS else f"; a file must end in {', '.join(ENDINGS)}, {SOURCE_HELP}"
+    if not path.parent.is_dir():
+        return (
+            f"{where}: no such file, nor its folder {path.parent}; check the path (it starts at {Path.cwd()}){others}"
+        )
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    hint = f"did you mean {path.parent / near[0]}?" if near else f"check the path (it starts at {Path.cwd()})"
+    return f"{where}: no such file; {hint}{others}"
+
+
+def _json_rows(path: Path, where: str) -> Rows:
+    try:
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8 byte-order mark
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
+    is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
+    return _array_rows(content, where) if is_array else _line_rows(content, where)
+
+
+def _line_rows(content: bytes, where: str) -> Rows:
+    rows, lines = [], array("q")
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            rows.append(_object(line, f"{where}:{number}"))
+            lines.append(number)
+    return Rows.of_dicts(rows, lambda i: f"{where}:{lines[i]}")
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    value = _json(line, place)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: {type(value).__name__} where an object was expected; {ROW_HELP}")
+    if _SURROGATE.search(line):
+        unicode(json.dumps(value, ensure_ascii=False), place, "the row")
+    return value
+
+
+def _json(content: bytes, place: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # ValueError: invalid JSON, or a number with thousands of digits
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"{place}: not valid JSON ({reason}); put one object on each line of a .jsonl file") from None
+
+
+def _array_rows(content: bytes, where: str) -> Rows:
+    def place(index: int) -> str:
+        return f"{where}, row {index + 1}"
+
+    suspect = _SURROGATE.search(content)
+    for index, row in enumerate(rows := _json(content, where)):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place(index)}: {type(row).__name__} where an object was expected; {ROW_HELP}")
+        if suspect:
+            unicode(json.dumps(row, ensure_ascii=False), place(index), "the row")
+    return Rows.of_dicts(rows, place)
+
+
+def _parquet_rows(path: Path, where: str) -> Rows:
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            table = file.read()
+            table.column_names  # noqa: B018 (raises for names that are not UTF-8)
+    except Exception as error:  # pyarrow raises many exception types for a damaged file
+        raise ConfigError(f"{where}: not a readable parquet file ({_reason(error)}); write it again") from None
+    return table_rows(table, where)
+
+
+def _csv_rows(path: Path, where: str) -> Rows:
+    """Read a CSV file whose first line names the columns. All values are text: `007` stays `007`."""
+    import pyarrow
+    from pyarrow import csv as arrow_csv
+
+    try:
+        names = _header(path)
+        table = arrow_csv.read_csv(
+            path,
+            read_options=arrow_csv.ReadOptions(block_size=_CSV_BLOCK),
+            parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
+            convert_options=arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string())),
+        )
+    except Exception as error:  # pyarrow raises many exception types for a damaged file
+        raise ConfigError(
+            f"{where}: not a readable CSV file ({_reason(error)}); write the columns' names into its first line, and "
+            "as many values into each other line"
+        ) from None
+    return table_rows(table, where)
+
+
+def _header(path: Path) -> Sequence[str]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+_READERS: dict[str, Callable[[Path, str], Rows]] = {
+    ".jsonl": _json_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+    ".csv": _csv_rows,
+}
+ENDINGS = tuple(_READERS)

@@ -1,0 +1,94 @@
+"""What `data.train` and `data.val` may name, and the rows that each kind of source gives.
+
+A source is the first of these that fits:
+
+- `builtin:NAME`: a built-in task;
+- the path of a file or folder that exists;
+- `package.module:function` or `file.py:function`: a function that gives rows;
+- `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`: a data set of the hub;
+- the path of a file or folder.
+"""
+
+import re
+from typing import Literal
+
+from rltrain.base.storage import local_path
+from rltrain.data.hub_datasets import dataset_name, dataset_rows, require_library
+from rltrain.data.row_files import ENDINGS, find_path, path_rows
+from rltrain.data.row_functions import function_rows, load_row_function
+from rltrain.data.rows import Rows
+from rltrain.settings.typed import require
+
+BUILTIN = "builtin:"
+BUILTIN_TRAIN_ROWS = 8192
+BUILTIN_VAL_ROWS = 512
+Split = Literal["train", "val"]
+Kind = Literal["builtin", "path", "function", "hub"]
+_FUNCTION = re.compile(r"(?:.*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
+
+
+def kind_of(source: str, where: str) -> Kind:
+    """Return what a source is. See the module's text for the rules.
+
+    Raises:
+        ConfigError: the source is a path that cannot be looked at.
+    """
+    if source.startswith(BUILTIN):
+        return "builtin"
+    if local_path(source, where).exists():
+        return "path"
+    if _FUNCTION.fullmatch(source):
+        return "function"
+    return "hub" if dataset_name(source) is not None and not source.endswith(ENDINGS) else "path"
+
+
+def check_source(source: str, where: str) -> None:
+    """Check what can be known of a source at once, without reading its rows.
+
+    Raises:
+        ConfigError: the file, the folder or the function does not exist.
+    """
+    match kind_of(source, where):
+        case "function":
+            load_row_function(source, where)
+        case "path":
+            find_path(source, where)
+        case "hub":
+            require_library(where)
+
+
+def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | None) -> Rows:
+    """Read the rows of a source.
+
+    Args:
+        source: see the module's text.
+        where: start of the error message.
+        split: the config key under `data` that names the source. Built-in tasks and functions may have other rows in
+            each split.
+        seed: random seed of the run, for built-in tasks and functions.
+        limit: number of rows of a built-in task; None for its usual number.
+
+    Raises:
+        ConfigError: the source does not exist or cannot be read, or it has no rows.
+    """
+    match kind_of(source, where):
+        case "builtin":
+            rows = _builtin_rows(source, where, split, seed, limit)
+        case "function":
+            rows = function_rows(source, where, split=split, seed=seed)
+        case "hub":
+            rows = dataset_rows(source, where, key=split)
+        case "path":
+            rows = path_rows(source, where)
+    require(len(rows) > 0, f"{where}: holds no rows; give it at least one prompt")
+    return rows
+
+
+def _builtin_rows(source: str, where: str, split: Split, seed: int, limit: int | None) -> Rows:
+    from rltrain.tasks import TASKS
+
+    name = source.removeprefix(BUILTIN)
+    require(name in TASKS, f"{where}: unknown built-in task; there are {', '.join(BUILTIN + task for task in TASKS)}")
+    count = limit or (BUILTIN_TRAIN_ROWS if split == "train" else BUILTIN_VAL_ROWS)
+    rows = TASKS[name].prompts(split, seed, count)
+    return Rows.of_dicts(rows, lambda i: f"{where}, row {i + 1}", own_splits=True)

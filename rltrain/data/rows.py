@@ -1,0 +1,67 @@
+"""Rows of data in memory, whatever their source."""
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a source, in memory as dicts or as an Arrow table.
+
+    Attributes:
+        content: a list of dicts, or a `pyarrow.Table`.
+        columns: the names of all columns, in the order in which they first occur.
+        place: returns the location of row i, for messages.
+        own_splits: whether the source has other rows for evaluation than for training, although both have one name.
+    """
+
+    content: Any
+    columns: tuple[str, ...]
+    place: Callable[[int], str]
+    own_splits: bool = False
+
+    @classmethod
+    def of_dicts(cls, rows: list[dict[str, Any]], place: Callable[[int], str], *, own_splits: bool = False) -> "Rows":
+        """Return rows that are dicts. A row need not have every column."""
+        return cls(rows, tuple(dict.fromkeys(name for row in rows for name in row)), place, own_splits)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return one row with all its columns."""
+        row: dict[str, Any]
+        row = self.content[index] if isinstance(self.content, list) else self.content.slice(index, 1).to_pylist()[0]
+        return row
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows from `start` to `stop`, with at least those of the given columns that they have."""
+        if isinstance(self.content, list):
+            return self.content[start:stop]
+        found: list[dict[str, Any]] = self.content.select(columns).slice(start, stop - start).to_pylist()
+        return found
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """Return the rows of all parts, in their order. The parts are all dicts, or all tables.
+
+        Raises:
+            pyarrow.ArrowException: the tables have one column with different types.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        starts = [0, *itertools.accumulate(len(part) for part in parts)]
+
+        def place(index: int) -> str:
+            which = bisect.bisect_right(starts, index) - 1
+            return parts[which].place(index - starts[which])
+
+        columns = tuple(dict.fromkeys(name for part in parts for name in part.columns))
+        if isinstance(parts[0].content, list):
+            return cls([row for part in parts for row in part.content], columns, place)
+        import pyarrow
+
+        return cls(pyarrow.concat_tables([part.content for part in parts], promote_options="default"), columns, place)
