@@ -127,7 +127,7 @@ def from_file(path: str) -> list[Item]:
 
 def _load(path: Path, where: str) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text("utf-8"), Loader=get_yaml_loader())  # a safe loader: plain values only
+        values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()  # plain values only, as in Hydra's files
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; check the path (it starts at {Path.cwd()})") from None
     except OSError as error:

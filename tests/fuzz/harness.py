@@ -106,6 +106,9 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
+WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")  # files of a run before its first step
+
+
 def furnished(folder: Path) -> Path:
     """A run, a file of prompts and a reward in a folder."""
     run = folder / "old_run"
@@ -137,15 +140,15 @@ def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
     started, again = outcome.status is None, set()
     for name, content in before.items():
         assert name in after, f"{name} is gone"
-        if started and name.endswith("config.yaml") and after[name] != content:
+        if started and name.endswith(WRITTEN_AT_START) and after[name] != content:
             again.add(name)
             (folder / name).write_bytes(content or b"")
         else:
             assert after[name] == content, f"{name} was written over"
     new = sorted(after.keys() - before.keys())
     if started:
-        assert len(again) + sum(name.endswith("config.yaml") for name in new) <= 1, (again, new)
-        assert all(after[name] is None or name.endswith(("config.yaml", ".lock")) for name in new), new
+        assert sum(name.endswith("config.yaml") for name in {*again, *new}) <= 1, (again, new)
+        assert all(after[name] is None or name.endswith((*WRITTEN_AT_START, ".lock")) for name in new), new
     else:
         assert not new, new
     for name in sorted(new, reverse=True):  # for the next case

@@ -129,4 +129,4 @@ def test_a_command_line_runs_or_is_refused_in_one_line_whatever_surrounds_it(fol
     if drawn.stderr:
         check_refusal(outcome)
     assert outcome.status is None or not new, (outcome, new)
-    assert all(name.endswith((b"config.yaml", b".lock")) for name in new), new
+    assert all(name.endswith((b"config.yaml", b"command.json", b"tokens.parquet", b".lock")) for name in new), new

@@ -34,7 +34,7 @@ def test_characters_that_the_encoding_of_stdout_lacks_are_shown_as_escapes(monke
     ],
 )
 def test_an_error_of_the_system_names_its_path_and_its_own_remedy(monkeypatch, capsys, number, remedy):
-    def fail(_):
+    def fail(*_):
         raise OSError(number, os.strerror(number), "/there/x")
 
     monkeypatch.setattr(rltrain.main, "compose", fail)

@@ -250,7 +250,7 @@ def test_no_import_that_fails_shows_a_key_of_many_lines(tmp_path, monkeypatch):
         ("def score(prompt, response): yield 1.0", "'score' has a yield"),
         ("async def score(prompt, response): yield 1.0", "'score' has a yield"),
         ("class Own(BaseException): pass\nraise Own('x')", "does not import (Own: x)"),
-        ("class Own(Exception):\n    def __str__(self): raise ValueError\nraise Own", "does not import (Own: its text"),
+        ("class Own(Exception):\n    def __str__(self): raise ValueError\nraise Own", "does not import (Own: no text"),
     ],
 )
 def test_a_function_that_cannot_score_is_refused_in_one_line(tmp_path, code, said):

@@ -13,6 +13,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.rewards import sandbox
 from rltrain.rewards.sandbox import run
 from rltrain.run import checks
+from rltrain.settings.command_line import Args
 from rltrain.settings.compose import compose
 
 WHY_NOT = sandbox.why_not_strong()
@@ -174,7 +175,7 @@ def test_the_driver_says_once_what_the_weak_form_allows(
     monkeypatch.setattr(main, "resolved_yaml", stop)
     config = config_of(f"placement={placement}", "rollout=hf", f"trainer.output_dir={tmp_path}/out")
     with caplog.at_level(logging.WARNING), pytest.raises(Reached):
-        main.run(config, [], None, None)
+        main.run(config, Args("run", []), None, None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: reward function 'code': sandbox: model-written code runs with limits")
     assert "because bwrap is not installed" in line

@@ -46,7 +46,7 @@ def gradients(model, packed):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing, monkeypatch):
-    """Else they are compiled for the first eight counts of buckets, and then, in silence, no more."""
+    """Else they are compiled for the first eight counts of attention batches, and then, in silence, no more."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:
         monkeypatch.setattr(
@@ -63,16 +63,16 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
         for count in range(2, 14):
             packed = of_lengths([2**row + count for row in range(count // 2)] + [3] * count)
             found = gradients(model, packed)
-            assert ("buckets" in vars(packed.rows)) is not kernel, "they cost copies to the device"
+            assert ("attention_batches" in vars(packed.rows)) is not kernel, "they cost copies to the device"
             graphs.add(counter.frame_count)
             for gradient, wanted in zip(found, gradients(plain, packed), strict=True):
                 assert torch.allclose(gradient, wanted, atol=1e-5)
     assert len(graphs) == 1, "something was compiled again"
     (count,) = graphs
-    assert count == 1 or (count > 1 and not kernel), "all of a layer is one graph, but for buckets"
+    assert count == 1 or (count > 1 and not kernel), "all of a layer is one graph, but for attention batches"
 
 
-def test_buckets_are_made_once_for_all_layers_of_a_sharded_model():
+def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():
     """FSDP makes new dataclasses of those that it casts."""
     packed = of_lengths([3, 4])
     cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
