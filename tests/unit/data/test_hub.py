@@ -335,7 +335,7 @@ def test_a_download_that_dies_is_told(hub, client, tmp_path):
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     (tmp_path / "fault").mkdir()
     (tmp_path / "fault" / "sitecustomize.py").write_text(
-        "import os, sys\nprint('hello', flush=True)\nsys.stderr.write('no luck'); os._exit(3)"
+        "import os, sys\nprint('hello', flush=True)\nsys.stderr.write('no luck'); sys.stderr.flush(); os._exit(3)"
     )
     assert refusal(client, "org/model", PYTHONPATH=str(tmp_path / "fault")) == (
         "the download ended with status 3 (no luck); try again"
