@@ -55,8 +55,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
-    """Return a callback that sends each result to the guard at once, so that the guard knows the current sample.
-    """
+    """Return a callback that sends each result to the guard at once, so that the guard knows the current sample."""
 
     def report(result: SampleScores) -> None:
         if os.getpid() != own:  # the reward function has forked, and this is the forked process

@@ -14,7 +14,7 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-# After the first finished answer, `poll` waits for further answers of a busy engine. The wait is LINGER_SHARE of the
+# After the first finished answer, `poll` waits for further answers of a busy engine. The wait is LINGER_SHARE times the
 # time since the last request arrived, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Engine(Loads, Protocol):
         """Queue requests."""
 
     def step(self) -> list[Completion]:
-        """Advance generation by one step. Return the answers that finished."""
+        """Advance generation by one step. Return the answers that the step has finished."""
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
@@ -122,14 +122,14 @@ class RolloutWorker:
         self._run(lambda: self.engine.abort())
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
-            self.news.notify_all()  # a `poll` that waits in another thread has nothing left to wait for
+            self.news.notify_all()  # wake a `poll` in another thread, because no answers will come
 
     def sleep(self) -> bool:
         """Release the engine's device memory until the next sync. Return False if the engine keeps its memory."""
         return self._run(lambda: self.receiver.sleep(self.engine))
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generation until `finish_load` of this weight sync.
+        """Stop generation until `finish_load` ends the weight sync.
 
         Returns:
             `memory.whereabouts()` of this process, which shows whether actor and engine can map the same files.
@@ -151,7 +151,7 @@ class RolloutWorker:
         self._run(lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """Abandon this weight sync. The engine then generates nothing until another sync succeeds."""
+        """Abandon a weight sync. The engine generates nothing until another sync succeeds."""
         self._run(lambda: self.receiver.give_up(sync, reason))
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # check again, because the command may have begun a weight sync
+            if self._has_work():  # check again, because `_obey` may have begun a weight sync
                 try:
                     self._deliver(self.engine.step())
                 except BaseException as error:
