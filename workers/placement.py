@@ -208,7 +208,7 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster, or join an existing one. Return the amount of each of the cluster's resources by name.
+    """Start a Ray cluster, or join an existing one. Return the cluster's resources: the amount of each by name.
 
     Raises:
         ConfigError: The existing cluster cannot be joined.
@@ -228,8 +228,8 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default, set here to avoid a warning
-            os.environ.setdefault("RAY_worker_niceness", "0")  # by default, Ray lowers its workers' CPU priority
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default; setting it avoids a warning
+            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower its workers' CPU priority
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard needs task events
             # A glibc arena never returns its peak memory, and each of Ray's many threads would have its own arena.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
@@ -315,11 +315,11 @@ def _no_reports() -> None:
 def _on_loopback() -> Iterator[None]:
     """Make Ray use the loopback address for this node, so that Ray's daemons listen at no other address.
 
-    Ray must be imported for the first time inside this block, because Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
+    Ray must be imported for the first time inside the `with` block, because Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
     during the import. Despite its name, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER also has an effect on Linux.
     `ray.init(_node_ip_address="127.0.0.1")` does not make Ray use the loopback address, because Ray treats 127.0.0.1 as
-    a mistake. At its end, the block restores RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, because programs that this process
-    starts later may need a Ray cluster with several machines.
+    a mistake. At the end of the `with` block, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER gets back its earlier value, because
+    programs that this process starts later may need a Ray cluster with several machines.
     """
     name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.get(name)
@@ -335,7 +335,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Give the Ray daemons that start in this `with` block a new authentication token, unless the user has set a token.
+    """Give Ray daemons that start in the `with` block a new authentication token, unless the user has set a token.
 
     By default, Ray uses one token for all clusters of a user, and leaves the token in a file in the user's home folder.
     """
@@ -504,7 +504,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the estimator of the work that a role's model does for a row of a batch.
+    """Return the numbers of multiply-adds in the forward pass of a role's model, by which rows are weighed.
 
     Only the actor and the reference model have an output head over the vocabulary.
     """
@@ -550,7 +550,7 @@ def spawner(
     Args:
         config: The whole config.
         name: Name of the actors in messages, to which the number of each actor is appended.
-        count: Number of actors of this kind.
+        count: Number of actors that the returned function will start.
         liveness: Monitor that observes the actors' processes.
         devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all devices with enough free
             capacity.
@@ -558,8 +558,8 @@ def spawner(
     import ray
 
     engines = name.startswith("rollout")
-    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores. Otherwise, ranks and
-    # engines compute at the same time and share the cores.
+    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores.
+    # If max_staleness is above 0, ranks and engines compute at the same time and share the cores.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )

@@ -21,8 +21,8 @@ READY = "ready"
 def serve(descriptor: int, parent: int) -> None:
     """Load the reward functions and answer scoring calls until the guard closes the socket.
 
-    After loading, the child process sends READY. If loading fails, the child process sends the error message instead
-    and returns.
+    After loading, the child process sends READY. If loading fails, the child process sends the error message instead of
+    READY, and returns.
 
     Args:
         descriptor: File descriptor of the socket. The first message on the socket is (functions, options of
@@ -55,7 +55,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
-    """Return a callback that sends each result to the guard at once, so that the guard knows the current sample."""
+    """Return a callback that sends each result to the guard at once, so that the guard knows how many are complete."""
 
     def report(result: SampleScores) -> None:
         if os.getpid() != own:  # the reward function has forked, and this is the forked process

@@ -101,7 +101,10 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the elements of `results` not returned before, but at most one after `hold` of a stepwise call."""
+        """Return those of the call's `results` that were not returned before.
+
+        If the call is stepwise and `hold` was called, return at most one result.
+        """
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
@@ -190,7 +193,10 @@ class GuardedWorker:
         return self._answer(hold_s)
 
     def rest(self) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for a call that is overdue. Return only the results that were not returned before."""
+        """Continue to wait for a call for which `score` has returned Overdue.
+
+        Return only the results that were not returned before.
+        """
         return self._answer(math.inf)
 
     def _answer(self, hold_s: float) -> list[SampleScores] | Overdue | Ended:
@@ -312,7 +318,7 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        # The orphans of the child are now children of this process.
+        # After the child's death, the child's orphans are children of this process.
         process_tree.end_descendants(os.getpid(), spare=_GUARDED)
 
 
@@ -352,7 +358,7 @@ class Guard:
         return announce(ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
-        """Kill all child processes, even while other threads wait for them, and never start new ones."""
+        """Kill all child processes, even while other threads wait for them, and never start new child processes."""
         for worker in list(self._lanes.values()):
             worker.stop()
 

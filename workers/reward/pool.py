@@ -58,12 +58,13 @@ class RewardPool:
         self._kinds = [_kind(function.path) for function in reward.functions]
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
-        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # work by slot, or None after an abort
+        # What each busy slot (process) scores, or None if its call was aborted.
+        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}
         self._held: set[int] = set()  # slots (processes) whose call takes long (see `Held`)
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
-        # A worker runs `concurrency` async calls at once. A chunk has more samples than `concurrency`, so that the
-        # worker can begin another call as soon as one ends.
+        # A worker runs `concurrency` async calls at once.
+        # A chunk has more samples than `concurrency`, so that the worker can begin another call as soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
@@ -220,17 +221,17 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # `calls` is the longest possible duration in units of a call's time limit: one for all plain functions, which
-        # end within the budget plus one limit, one per batched function, and one per `concurrency` calls of async
-        # functions.
+        # `calls` is the longest possible duration, apart from the budget, in units of one call's time limit.
+        # All plain functions together end within the budget plus one time limit.
+        # Each batched function adds one time limit, and async functions add one time limit per `concurrency` calls.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         grace = _GRACE_S if "async" in kinds else 0.0  # time to cancel an async call and to report the failure
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least `_BUDGET_S`, after which a worker begins no further sample. Therefore, the samples that
-        # are queued again when a call is held (see `Held`) are not scored twice. Calls of async functions are never
-        # held, because they are cancelled at their time limit, and because another call at the same time would exceed
-        # `reward.concurrency`.
+        # `hold_s` is at least `_BUDGET_S`, after which a worker begins no further sample.
+        # No sample is scored twice if the remaining samples of a held call (see `Held`) are queued again.
+        # Calls of async functions are never held, because they are cancelled at their time limit.
+        # A second call at the same time as a call of async functions would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -246,9 +247,8 @@ class RewardPool:
         self._fresh.extendleft(reversed(requests[done:]))
         if not adapt:
             return
-        # If the worker scored the whole chunk in time, the next chunk may be larger. If the worker scored only a part
-        # of the chunk, the next chunk has at most twice as many samples as were scored, so that few samples are sent
-        # without being scored.
+        # If the worker scored the whole chunk in time, the next chunk may be larger.
+        # If the worker scored only n samples, the next chunk has at most 2 n samples, so that few are sent in vain.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:
@@ -274,8 +274,8 @@ class RewardPool:
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk was a single call of one function, so this function has timed out. If the worker had died
-            # instead, the cause could be outside the function.
+            # The chunk was a single call of one reward function, so the function has timed out.
+            # If a worker dies without a timeout, the cause may be outside the reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

@@ -31,7 +31,7 @@ _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 @dataclass
 class _Slot:
-    """One child process of an actor, with its pending first ping (if `starting` is true) or its pending call.
+    """One child process of an actor, with the process's pending first ping (if `starting` is true) or pending call.
 
     If a spare process has not been started yet, `pending` is None and `starting` is True.
     """
@@ -47,7 +47,7 @@ class _Slot:
 
     @property
     def idle(self) -> bool:
-        """Return whether a call may begin in this process."""
+        """Return whether a call may begin in the slot's process."""
         return self.pending is None and not self.starting
 
     @property
@@ -94,8 +94,8 @@ class RayTransport:
             "settings": settings(reward),
         }
         self._start_timeout_s = start_timeout_s
-        # The actors reserve no CPUs, so that Ray can start them even if engines and training ranks have reserved all
-        # CPUs. Ray must not retry a call, because a retry would again score the sample that has killed its worker.
+        # The actors reserve no CPUs, so that Ray can start them even if engines and training ranks reserve all CPUs.
+        # Ray must not retry a call, because a retry would again score the sample that has killed its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         options["max_concurrency"] = spares + 2  # one call per process, and a call of `stop` at the same time
         if runtime_env := _without_torch(runtime_env or {}):
@@ -159,7 +159,7 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """Return the slots of all processes of the actor of `slot`, beginning with the actor's first process."""
+        """Return the slots of all processes of the actor to which `slot` belongs, beginning with the first process."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
@@ -269,10 +269,10 @@ class RayTransport:
 
 
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if it is set in this process.
+    """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if the option is set in this process.
 
-    Ray's option for zero-copy tensors makes Ray import torch in every process. If the option is set in this process, it
-    may be set in the whole cluster, so it must be turned off explicitly.
+    Ray's option for zero-copy tensors makes Ray import torch in every process. If the option for zero-copy tensors is
+    set in this process, it may be set in the whole cluster, so it must be turned off explicitly.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env

@@ -41,7 +41,7 @@ class Call:
 class Answer:
     """Event: a call has ended.
 
-    `results` are what `RewardWorker.score` returned, perhaps only for the first requests.
+    `results` are what `RewardWorker.score` returned, perhaps only for the first requests of the call.
     """
 
     slot: int
@@ -52,7 +52,7 @@ class Answer:
 class Held:
     """Event: a call takes long, so its worker may begin another call in a spare process.
 
-    A later event reports the end of the held call. If the held call is stepwise, its process scores only the first
+    Another event will report the end of the held call. If the held call is stepwise, its process scores only the first
     request that has no complete result, and the event at the end of the call is about this request alone. All later
     requests of a held stepwise call must be scored in another call.
 
@@ -101,13 +101,13 @@ class Transport(Protocol):
     size: int
 
     def idle(self) -> Sequence[int]:
-        """Return the slots on which a call may begin.
+        """Return the slots (numbers of processes) on which a call may begin.
 
         While a worker runs a call, no other call may begin on its slots, unless the running call is held (see `Held`).
         """
 
     def start(self, slot: int, call: Call) -> None:
-        """Begin a call on an idle slot, without waiting for its result."""
+        """Begin a call in the idle process number `slot`, without waiting for the result."""
 
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return them.
@@ -121,7 +121,7 @@ class Transport(Protocol):
 
 
 class InProcessTransport:
-    """Transport to one worker in the current process. `events` runs the calls, and does not enforce their deadlines."""
+    """Transport to one worker in the current process. `events` runs the calls without enforcing their deadlines."""
 
     size = 1
 
@@ -130,11 +130,11 @@ class InProcessTransport:
         self._call: Call | None = None
 
     def idle(self) -> Sequence[int]:
-        """Return the slots on which a call may begin. See `Transport.idle`."""
+        """Return the slots (numbers of processes) on which a call may begin. See `Transport.idle`."""
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:
-        """Store a scoring call, which runs during the next `events`. See `Transport.start`."""
+        """Store a call, which the next `events` will run. See `Transport.start`."""
         self._call = call
 
     async def events(self) -> Sequence[Event]:
@@ -155,5 +155,5 @@ class InProcessTransport:
 
 
 def settings(reward: RewardConfig) -> dict[str, Any]:
-    """Return run settings by name. A reward function receives each of these settings for which it has a parameter."""
+    """Return run settings by name. A reward function receives each run setting for which it has a parameter."""
     return {"sandbox": reward.sandbox, "reward_timeout_s": reward.timeout_s}

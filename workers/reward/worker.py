@@ -68,8 +68,8 @@ class _Function:
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
         """Score one sample with an async function, which is cancelled at its time limit.
 
-        The function runs in its own task, so that its exceptions and cancellations do not affect other samples. A task
-        that does not end when it is cancelled is abandoned.
+        The function runs in its own task, so that its exceptions and cancellations do not affect other samples. If a
+        task does not end when it is cancelled, the task is abandoned.
         """
         task = asyncio.ensure_future(self._awaited(request))
         await asyncio.wait([task], timeout=limit_s if math.isfinite(limit_s) else None)
@@ -83,7 +83,7 @@ class _Function:
     async def _awaited(self, request: RewardRequest) -> Outcome:
         try:
             return as_score(await self.bound(request.prompt, request.response, request.columns))
-        except BaseException as error:  # including SystemExit and KeyboardInterrupt, which would end the event loop
+        except BaseException as error:  # also catches SystemExit and KeyboardInterrupt, which would end the event loop
             return error
 
     def _called(self, requests: Sequence[RewardRequest]) -> Any:

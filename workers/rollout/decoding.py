@@ -21,7 +21,7 @@ ROOM = 32  # spare columns (token positions) that a key-value cache gets when it
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention like transformers' sdpa function, but without copying keys and values if each row has one query.
+    """Compute attention like transformers' sdpa function, but do not copy keys and values if each row has one query.
 
     With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
     head, and no causal mask is needed.
@@ -179,7 +179,7 @@ class Batch:
         ]
 
     def take(self, rows: Tensor) -> None:
-        """Keep only the rows with the indices `rows` (N,), in the order of `rows`, and drop columns of only padding."""
+        """Keep only the rows with the indices `rows` (N,), in the order of `rows`, and drop all-padding columns."""
         first = int(self.rows[rows, 0].min())
         self.requests = [self.requests[row] for row in rows.tolist()]
         self.ids, self.log_probs = self.ids[rows, first:], self.log_probs[rows, first:]

@@ -27,8 +27,8 @@ from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
-# Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers. Rows
-# that join a running batch also make the batch wider and padded.
+# Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers.
+# Rows that join a running batch also make the batch wider and padded.
 SLACK = 0.1  # share of finished rows in the batch above which the finished rows are dropped
 JOIN = 0.5  # share of the batch's places that must be free before requests are added, unless all waiting requests fit
 
@@ -249,7 +249,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # transformers raises ValueError if an architecture has its own attention
+    except ValueError as error:  # transformers raises ValueError for an architecture with its own attention code
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

@@ -110,7 +110,7 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            replica.drop()  # in all replicas before the first `await`, during which replicas may answer or die
+            replica.drop()  # before any `await`, because replicas may answer or die during an `await`
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:

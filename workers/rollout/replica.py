@@ -18,8 +18,8 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds after which a call of `poll` returns even without finished answers. The time is shorter for a replica in the
-# driver's process, because `poll` blocks that process.
+# Seconds after which a call of `poll` returns even without finished answers.
+# A replica in the driver's process has the shorter time, because its `poll` blocks the driver.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
@@ -39,8 +39,8 @@ class Building:
     Attributes:
         role: The engine's role in the process.
         built: Pending calls after which the engine is ready.
-        fetched: Pending calls after which the model is on the process's machine. The calls in `fetched` may take any
-            time as long as they make progress.
+        fetched: Pending calls after which the model is on the process's machine. The calls in `fetched` have no time
+            limit while they make progress.
     """
 
     role: Role[RolloutWorker]

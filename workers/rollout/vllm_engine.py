@@ -39,8 +39,8 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# Each request has its own sampling parameters, which are never modified, so vLLM need not copy them. Only some versions
-# of vLLM have the option `skip_clone`, which avoids the copy.
+# Each request has its own sampling parameters, which are never modified, so vLLM need not copy them.
+# Only some versions of vLLM have the option `skip_clone`, which avoids the copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # maximum tokens per engine step on a CPU, unless prompt plus answer can be longer
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that a sleeping engine releases
@@ -283,8 +283,8 @@ class AsyncVLLM:
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
-        # All processes have opened their shared files by now, so the names of the files can be removed. vLLM itself
-        # never removes some of its shared files, and removes none of them if its processes are killed.
+        # All processes have opened their shared files by now, so the names of the files can be removed.
+        # vLLM itself never removes some of its shared files, and removes none of them if its processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 

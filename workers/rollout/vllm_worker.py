@@ -118,8 +118,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
 
-        On a CPU, an output head computes with a packed copy of its weights. vLLM's reload does not renew the copy if
-        the head is tied to the embedding, so `repack_heads` renews the copy.
+        On a CPU, an output head computes with a packed copy of its weights. If the head is tied to the embedding,
+        vLLM's reload does not renew the packed copy, so `repack_heads` renews the copy.
         """
         self.reader.close()
         if self.adapters.parts:
@@ -139,7 +139,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # the check does not support some kind of layer of this model
+            except Exception as error:  # this model has a kind of layer that the check does not support
                 raise SyncError(
                     f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
@@ -160,7 +160,7 @@ def repack_heads(model: nn.Module) -> None:
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
     """Copy those tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
 
-    Without a copy, these tensors would lie in the memory of the bucket, and later buckets would overwrite them.
+    Without a copy, the tensors would stay in the bucket's memory, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -258,7 +258,7 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the checkpoint stores a single tensor, too
+        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the layer is a single tensor in the checkpoint
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 

@@ -14,8 +14,8 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-# After the first finished answer, `poll` waits for further answers of a busy engine. The wait is LINGER_SHARE times the
-# time since the last request arrived, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
+# After the first finished answer, `poll` waits for further answers of a busy engine.
+# The wait is LINGER_SHARE times the time since the last request, but at least LINGER_S and at most LONGEST_LINGER_S.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Engine(Loads, Protocol):
 class RolloutWorker:
     """One rollout replica.
 
-    A threaded engine has its own thread, which steps the engine whenever there is work. All other calls to the engine
+    A threaded engine has its own thread, which steps the engine whenever there is work. All calls to a threaded engine
     run in the engine's thread, between two steps. An engine without a thread makes steps only during `poll`.
 
     Args:
@@ -88,10 +88,11 @@ class RolloutWorker:
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return the answers that finished since the last call. Wait up to `timeout_s` seconds for the first answer.
+        """Return the answers that finished since the previous call of `poll`.
 
-        If a threaded engine has more work after its first answer, this method waits briefly for further answers and
-        returns all of them together. Once the engine has no more work, this method returns without delay.
+        Wait up to `timeout_s` seconds for the first answer. If a threaded engine has more work after its first answer,
+        this method waits briefly for further answers and returns all of them together. Once the engine has no more
+        work, this method returns without delay.
 
         Raises:
             SyncError: The last weight sync failed.
@@ -160,7 +161,10 @@ class RolloutWorker:
         self.closed = True
 
     def _run(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, or in this thread if the engine has none. Return the result."""
+        """Run a function in the engine's thread, or in the calling thread if the engine has no thread.
+
+        Return the result.
+        """
         if self.thread is None:
             return function()
         future: Future[T] = Future()
