@@ -132,7 +132,7 @@ class Training:
 
 @dataclass
 class Workers:
-    """The running workers of a run.
+    """The workers of a run, after their start.
 
     Attributes:
         rollout: Pool of the rollout replicas.
@@ -591,7 +591,7 @@ def spawner(
 
 
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
-    """Make processes join one torch.distributed process group, as its ranks.
+    """Make processes join one torch.distributed process group, as the group's ranks.
 
     The driver's own process is skipped, because it has already joined a group of one rank.
     """

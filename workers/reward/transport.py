@@ -52,9 +52,9 @@ class Answer:
 class Held:
     """Event: a call takes long, so its worker may begin another call in a spare process.
 
-    Another event will report the end of the held call. If the held call is stepwise, its process scores only the first
-    request that has no complete result, and the event at the end of the call is about this request alone. All later
-    requests of a held stepwise call must be scored in another call.
+    A held call continues, and another event will report its end. If the held call is stepwise, its process scores only
+    the first request that has no complete result, and the event at the end of the call is about this request alone. All
+    later requests of a held stepwise call must be scored in another call.
 
     Attributes:
         slot: Number of the process.

@@ -101,7 +101,7 @@ class HFEngine:
         return done
 
     def _admitted(self) -> list[Request]:
-        """Remove the requests that can start now from the queue, and return them.
+        """Take all requests that can start now out of the queue, and return them.
 
         If there is room for all waiting requests, all of them start. If there is room for only some of the waiting
         requests, none starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true, the

@@ -207,7 +207,7 @@ class RolloutPool:
         await self.changes.until(lambda: not self.asleep)
 
     def deliver(self, answers: Sequence[Completion]) -> None:
-        """Receive finished answers from a replica, to be returned by `poll`."""
+        """Store finished answers of a replica, which `poll` will return."""
         if answers:
             self._deaths = 0
             self._answers += answers

@@ -100,7 +100,7 @@ class Replica:
         return self.state in (ReplicaState.WAITING, ReplicaState.SERVING) and not self.role.process.how_lost
 
     async def live(self, pool: Owner) -> None:
-        """Answer requests until the task is cancelled. Replace each process that is lost, if the pool allows it."""
+        """Answer requests until the task is cancelled. Replace each lost process if the pool permits."""
         while True:
             try:
                 await self._serve(pool)

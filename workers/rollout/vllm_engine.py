@@ -220,7 +220,8 @@ class Family:
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
-        dismissed: Whether the processes may end. If `dismissed` is True, `lost` stays "" when a process ends.
+        dismissed: Whether the processes are allowed to end. If `dismissed` is True, `lost` stays "" when a process
+            ends.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Engine(Loads, Protocol):
-    """Interface that a rollout worker needs of its engine. The worker makes all calls from one thread."""
+    """Interface through which a rollout worker uses its engine. The worker makes all calls from one thread."""
 
     busy: bool
 
