@@ -1,4 +1,4 @@
-"""Placement of a run: which worker processes it has, and which roles each process holds.
+"""Placement of a run: the run's worker processes, and the roles (such as actor or critic) in each process.
 
 This module starts Ray and the worker processes, or puts all roles into the current process.
 """
@@ -55,13 +55,13 @@ _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
 COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collectives, so that a hang is detected before a collective times out
-# Environment for worker processes that all run on this machine, so that no other machine can connect to their sockets.
+# Environment variables for a run on this machine alone, so that no other machine can connect to its workers' sockets.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass
 class _Connection:
-    """This process's connection to Ray. A process has at most one connection.
+    """The current process's connection to Ray. A process has at most one connection to Ray.
 
     Attributes:
         guard: Handle to the guard process, which kills Ray's processes if they are left over when this process ends.
@@ -76,13 +76,13 @@ _connection = _Connection()
 
 
 class Training:
-    """The training ranks: their processes, and a worker group for each role in them.
+    """The training ranks of a run: their processes, and one worker group for each role (such as actor or critic).
 
     Args:
         config: The whole config.
-        paths: Model of each role: an absolute directory, or a pinned name on the hub.
+        paths: Model of each role, as an absolute directory or as `name@revision` on the hub.
         spawns: For each role, the function that starts the process of a rank, given the rank's number. Roles with the
-            same function share processes.
+            same function in `spawns` share processes.
 
     Attributes:
         groups: The worker group of each role.
@@ -132,7 +132,7 @@ class Training:
 
 @dataclass
 class Workers:
-    """The running workers of a run.
+    """The workers of a run, after their start.
 
     Attributes:
         rollout: Pool of the rollout replicas.
@@ -187,14 +187,17 @@ class Workers:
             await self.close()
 
     async def close(self) -> None:
-        """Stop all workers of this run. The engines may first finish their running calls."""
+        """Stop all workers of this run. The rollout engines may finish their running calls before they stop."""
         if self.daemons.lost():
-            return  # the workers would not answer, and their processes end when the driver disconnects from Ray
+            return  # without Ray's daemons, no worker answers; all workers end when the driver disconnects from Ray
         await self.rollout.close()
         self.kill()
 
     def kill(self) -> None:
-        """Stop the workers of this run at once. When the driver disconnects from Ray, the remaining processes end."""
+        """Stop the workers of this run at once.
+
+        A process that is not stopped at once ends when the driver disconnects from Ray.
+        """
         with contextlib.suppress(WorkerError):
             self.rewards.close()
         if self.liveness is not None:
@@ -205,7 +208,7 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster, or join an existing one. Return the cluster's resources.
+    """Start a Ray cluster, or join an existing one. Return the cluster's resources: the amount of each by name.
 
     Raises:
         ConfigError: The existing cluster cannot be joined.
@@ -221,13 +224,13 @@ def connect(config: Config) -> dict[str, float]:
             )
     if not local:
         _require_answer(address)
-    if "ray" not in sys.modules:  # Ray reads these variables when it is imported
+    if "ray" not in sys.modules:  # Ray reads the variables below when it is imported
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default, set here to avoid a warning
-            os.environ.setdefault("RAY_worker_niceness", "0")  # by default, Ray lowers its workers' CPU priority
-            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard uses task events
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default; setting it avoids a warning
+            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower its workers' CPU priority
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard needs task events
             # A glibc arena never returns its peak memory, and each of Ray's many threads would have its own arena.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
@@ -271,8 +274,8 @@ def _short_temporary_folder() -> dict[str, str]:
     The path of a socket has at most 107 characters, of which Ray's own folder and file names take about 70.
 
     Returns:
-        The option, or {} if the default folder's path is short enough, if the user has set RAY_TMPDIR, or if /tmp is
-        not writable.
+        Keyword arguments for `ray.init`, or {} if the default folder's path is short enough, if the user has set
+        RAY_TMPDIR, or if /tmp is not writable.
     """
     if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir()) <= _LONGEST_TMPDIR or not os.access(_TMP, os.W_OK):
         return {}
@@ -280,7 +283,7 @@ def _short_temporary_folder() -> dict[str, str]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError if no program listens at the address, because Ray would try to connect for minutes."""
+    """Raise ConfigError at once if no program listens at the address, whereas Ray would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
         if int(port) > _LAST_PORT:  # the C library would silently use the port modulo 65,536
@@ -299,7 +302,7 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 
 def _no_reports() -> None:
-    """Keep Ray from printing a long report of each failed process or call, which the run itself reports."""
+    """Keep Ray from printing a long report of each failed process or call, because the run itself reports it."""
     # If several ranks fail, the run raises only the error of the first rank, and Ray would print all other errors.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
@@ -312,10 +315,11 @@ def _no_reports() -> None:
 def _on_loopback() -> Iterator[None]:
     """Make Ray use the loopback address for this node, so that Ray's daemons listen at no other address.
 
-    Ray must be imported for the first time inside this block, which sets an environment variable that also works on
-    Linux, despite its name. `ray.init(_node_ip_address="127.0.0.1")` does not have the same effect, because Ray treats
-    this value as a mistake. At its end, the block restores the variable, because programs that this process starts
-    later may need a cluster with several machines.
+    Ray must be imported for the first time inside the `with` block, because Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
+    during the import. Despite its name, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER also has an effect on Linux.
+    `ray.init(_node_ip_address="127.0.0.1")` does not make Ray use the loopback address, because Ray treats 127.0.0.1 as
+    a mistake. At the end of the `with` block, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER gets back its earlier value, because
+    programs that this process starts later may need a Ray cluster with several machines.
     """
     name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.get(name)
@@ -331,7 +335,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Give the Ray daemons that start in this block their own authentication token, unless the user has set one.
+    """Give Ray daemons that start in the `with` block a new authentication token, unless the user has set a token.
 
     By default, Ray uses one token for all clusters of a user, and leaves the token in a file in the user's home folder.
     """
@@ -366,14 +370,14 @@ async def start(
     """Start all workers of a run and wait until they are ready.
 
     Args:
-        config: The whole config. Unless the launcher is `inprocess`, `connect` must have been called.
-        path: The model: an absolute directory, or a pinned name on the hub.
+        config: The whole config. Unless `placement.launcher` is `inprocess`, `connect` must have been called before.
+        path: The model, as an absolute directory or as `name@revision` on the hub.
         stop_ids: Ids of the model's end tokens.
-        tasks: The run's background tasks.
-        needs_critic: Whether the advantage estimator needs values.
+        tasks: The run's background tasks, to which the workers add tasks.
+        needs_critic: Whether the advantage estimator needs the critic's values.
 
     Raises:
-        WorkerError: A process does not start within `placement.start_timeout_s`.
+        WorkerError: A worker process does not start within `placement.start_timeout_s`.
     """
     devices = shared_devices(config)
     try:
@@ -430,11 +434,11 @@ async def _start_on_ray(
 
     Args:
         config: The whole config.
-        engine: What every engine is made of.
-        paths: Model of each role of the training ranks.
-        tasks: The run's background tasks.
-        devices: GPUs that replicas share with training ranks. If `devices` is None, Ray chooses a device for each
-            process.
+        engine: Model and end tokens of the rollout engines.
+        paths: Model of each role of the training ranks, as an absolute directory or as `name@revision` on the hub.
+        tasks: The run's background tasks, to which the workers add tasks.
+        devices: GPUs that rollout replicas share with training ranks. If `devices` is None, Ray chooses a device for
+            each process.
     """
     placement, liveness = config.placement, liveness_of(config, tasks)
     rewards = RewardPool.on_ray(
@@ -458,7 +462,7 @@ async def _start_on_ray(
         sleeps=config.takes_turns,
     )
     if devices and placement.share_ranks:
-        await pool.start()  # an engine measures its GPU's free memory, so the ranks must not run yet
+        await pool.start()  # engines must measure their GPUs' free memory before training ranks use any
     shared = "training rank" if placement.share_ranks else ""
     spawns = {
         name: spawner(config, name, placement.actor_ranks, liveness=liveness, devices=devices if shared else None)
@@ -469,13 +473,16 @@ async def _start_on_ray(
 
 @dataclass(frozen=True)
 class _Engine:
-    """What every engine is made of: the model, and the ids of its end tokens."""
+    """The model that every rollout engine runs, and the ids of the model's end tokens."""
 
     path: str
     stop_ids: Sequence[int]
 
     def build(self, process: WorkerProcess, config: Config, *, threaded: bool) -> Building:
-        """Start to build an engine in a process. The process builds it as soon as its machine has the model."""
+        """Begin to build an engine in a process.
+
+        The engine is built as soon as the model is on the process's machine.
+        """
         folder = process.model_directory(self.path)
         built = process.build("rollout", ENGINE, config, folder.later, list(self.stop_ids), threaded=threaded)
         return Building(Role(process, "rollout"), [built], [folder])
@@ -485,10 +492,11 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
-    """Return the worker group of a role, to which no ranks have been assigned yet.
+    """Return a new worker group for a role. The caller must assign ranks to the group.
 
-    Reward models do not split packs over ranks, so each rank of a reward model gets its own rows. The batches of a
-    reward model share no columns with other roles. The batches of all other roles have columns in common.
+    Reward models do not use sequence parallelism, so each rank of a reward model gets different rows. The batches of a
+    reward model have no columns in common with the batches of other roles. The batches of all roles except reward
+    models have columns in common, which `shared` puts into Ray's object store only once.
     """
     if role.startswith(REWARD_MODEL):
         return WorkerGroup([], work_of(role, path))
@@ -496,7 +504,10 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the estimator of a role's work per row. Only actor and reference have a head over the vocabulary."""
+    """Return the numbers of multiply-adds in the forward pass of a role's model, by which rows are weighed.
+
+    Only the actor and the reference model have an output head over the vocabulary.
+    """
     return row_work(text_config(path), head=role in ("actor", "reference"))
 
 
@@ -518,7 +529,7 @@ def shared_devices(config: Config) -> SharedDevices | None:
     """Reserve the GPUs that training ranks and rollout replicas share.
 
     Returns:
-        The GPUs, or None if the cluster has no GPUs or no process shares its GPU with another.
+        The reserved GPUs, or None if the cluster has no GPUs or if no two processes share a GPU.
 
     Raises:
         WorkerError: Too few GPUs become free within `placement.start_timeout_s`.
@@ -534,21 +545,21 @@ def shared_devices(config: Config) -> SharedDevices | None:
 def spawner(
     config: Config, name: str, count: int, *, liveness: Liveness | None = None, devices: SharedDevices | None = None
 ) -> Callable[[int], RayProcess]:
-    """Return a function that starts the Ray actor of one rank or replica, given its number.
+    """Return a function that takes the number of a training rank or rollout replica and starts its Ray actor.
 
     Args:
         config: The whole config.
-        name: Name of one actor in messages, without its number.
-        count: Number of actors of this kind.
-        liveness: Observes the actors' processes.
+        name: Name of the actors in messages, to which the number of each actor is appended.
+        count: Number of actors that the returned function will start.
+        liveness: Monitor that observes the actors' processes.
         devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all devices with enough free
             capacity.
     """
     import ray
 
     engines = name.startswith("rollout")
-    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores. Otherwise, ranks and
-    # engines compute at the same time and share the cores.
+    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores.
+    # If max_staleness is above 0, ranks and engines compute at the same time and share the cores.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )
@@ -580,7 +591,7 @@ def spawner(
 
 
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
-    """Make processes join one torch.distributed process group, as its ranks.
+    """Make processes join one torch.distributed process group, as the group's ranks.
 
     The driver's own process is skipped, because it has already joined a group of one rank.
     """

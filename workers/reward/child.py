@@ -21,8 +21,8 @@ READY = "ready"
 def serve(descriptor: int, parent: int) -> None:
     """Load the reward functions and answer scoring calls until the guard closes the socket.
 
-    After loading, the child process sends READY. If loading fails, the child process sends the error message instead
-    and returns.
+    After loading, the child process sends READY. If loading fails, the child process sends the error message instead of
+    READY, and returns.
 
     Args:
         descriptor: File descriptor of the socket. The first message on the socket is (functions, options of
@@ -55,10 +55,10 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
-    """Return a callback that sends a result to the guard at once, so that the guard knows which sample is next."""
+    """Return a callback that sends each result to the guard at once, so that the guard knows how many are complete."""
 
     def report(result: SampleScores) -> None:
-        if os.getpid() != own:  # the function forked, and this is the forked process
+        if os.getpid() != own:  # the reward function has forked, and this is the forked process
             os._exit(1)
         connection.send(result)
 
@@ -69,12 +69,12 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
     try:
         return worker.score(requests, **limits)
     finally:
-        if os.getpid() != own:  # the function forked, and this is the forked process
+        if os.getpid() != own:  # the reward function has forked, and this is the forked process
             os._exit(1)
 
 
 def _clean_up(own: int, helpers: Sequence[int]) -> None:
-    """Kill the processes that reward functions have left running, and their descendants, but not those in `helpers`."""
+    """Kill all descendants of this process that reward functions have left running, except those in `helpers`."""
     if not process_tree.descendants(own, spare=helpers):
         return
     process_tree.end_descendants(own, spare=helpers)

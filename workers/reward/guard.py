@@ -29,7 +29,7 @@ from workers.reward.child import READY
 from workers.reward.messages import RewardRequest, SampleScores
 
 _LOOK_S = 0.05  # while waiting for an answer: seconds between two checks that the child process is alive
-_PIECE_S = 10.0  # for a message without a deadline: longest gap in seconds between two pieces of the message
+_PIECE_S = 10.0  # maximum seconds between two pieces of a message that has no deadline
 _GARBLED = "wrote into the socket for its process's results"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
@@ -41,8 +41,8 @@ class Ended:
     Attributes:
         timed_out: Whether the guard killed the process because it exceeded its deadline.
         reason: Text that completes the sentence "reward function 'name' ...".
-        outside: Whether SIGKILL or SIGSTOP ended the process, so that a function is probably not the cause.
-        results: Results so far, as in `workers.reward.transport.Lost`.
+        outside: Whether SIGKILL or SIGSTOP ended the process, so that a reward function is probably not the cause.
+        results: Results of the call before the process ended, as in `workers.reward.transport.Lost`.
     """
 
     timed_out: bool
@@ -53,17 +53,19 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Result of a call that has exceeded `hold_s`. `GuardedWorker.rest` continues to wait for the call.
+    """Result of a call that has produced no result for `hold_s` seconds.
+
+    `GuardedWorker.rest` continues to wait for the call.
 
     Attributes:
-        results: Results so far, as in `workers.reward.transport.Held`.
+        results: Results that the call has produced so far, as in `workers.reward.transport.Held`.
     """
 
     results: list[SampleScores] | None
 
 
 class _LostError(Exception):
-    """The child process is no longer usable. The error's text becomes `Ended.reason`."""
+    """Error: the child process is no longer usable. The error's text becomes `Ended.reason`."""
 
 
 # Pids of all child processes of this guard, which must survive when the orphans of one child are killed.
@@ -72,7 +74,7 @@ _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 @dataclass
 class _Call:
-    """A running call: its requests and its results so far."""
+    """A running call, with its requests and the results received so far."""
 
     requests: Sequence[RewardRequest]
     functions: int
@@ -81,7 +83,7 @@ class _Call:
     since: float  # time of the latest result, or of the call's start
     results: list[SampleScores] = field(default_factory=list)
     given: int = 0  # number of samples whose results were already returned
-    held: bool = False  # whether `hold` was called; then the samples after the current one are scored in another call
+    held: bool = False  # whether `hold` was called; if so, samples after the current one are scored in another call
 
     @property
     def whole(self) -> int:
@@ -90,7 +92,7 @@ class _Call:
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
-        """Record the next result. Return whether the result belongs to this call."""
+        """Record the next result of this call. Return whether the result has the key of the call's next request."""
         if self.whole < len(self.results):
             self.results.pop()
         self.results.append(result)
@@ -99,13 +101,17 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the results that were not returned before, and at most one of them if a stepwise call is held."""
+        """Return those of the call's `results` that were not returned before.
+
+        If the call is stepwise and `hold` was called, return at most one result.
+        """
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
-        """Put the call on hold. Return the results so far, or None if the call is not stepwise.
+        """Put the call on hold, so that the reward worker may begin another call in a spare process.
 
-        After this call, `new` returns none of the complete results again.
+        Return the call's results so far, or None if the call is not stepwise. After `hold`, `new` omits all results
+        that were complete when `hold` was called.
         """
         new = self.new(self.results) if self.stepwise else None
         self.given, self.held = self.whole, True
@@ -123,7 +129,7 @@ class GuardedWorker:
         Args:
             functions: Reward functions, in the order of the scores.
             memory_mb: Memory in MB that the child may allocate in addition to its memory after the imports.
-            directory: Working directory of the child. By default, that of this process.
+            directory: Working directory of the child. If `directory` is None, the child uses this process's directory.
             options: Keyword arguments of `RewardWorker`.
         """
         self._first = (list(functions), options, memory_mb)
@@ -169,12 +175,13 @@ class GuardedWorker:
             requests: Samples to score.
             deadline_s: Seconds without a result after which the child is killed.
             hold_s: Seconds without a result after which this method returns Overdue.
-            stepwise: Whether the child sends each result at once. Only plain functions can be called stepwise.
-            function: Index of the only function to call, as in `RewardWorker.score`.
+            stepwise: Whether the child sends each result at once, instead of all results at the end of the call. Only
+                plain functions (neither batched nor async) can be called stepwise.
+            function: Index of the only function to call, or None to call all functions.
             limits: Further keyword arguments of `RewardWorker.score`.
 
         Returns:
-            The results, or Overdue if the call takes long, or Ended if the child has ended.
+            The results of the samples, or Overdue if the call takes long, or Ended if the child has ended.
         """
         functions = 1 if function is not None else len(self._first[0])
         self._call = _Call(requests, functions, deadline_s, stepwise, _now())
@@ -186,7 +193,10 @@ class GuardedWorker:
         return self._answer(hold_s)
 
     def rest(self) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for an overdue call. Return only results that were not returned before."""
+        """Continue to wait for a call for which `score` has returned Overdue.
+
+        Return only the results that were not returned before.
+        """
         return self._answer(math.inf)
 
     def _answer(self, hold_s: float) -> list[SampleScores] | Overdue | Ended:
@@ -208,7 +218,7 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """Kill the child process, whose call is lost, and start a new one.
+        """Kill the child process, which loses its call, and start a new child process.
 
         Args:
             said: Why the child is no longer usable, or "" if the child ended or timed out.
@@ -224,7 +234,7 @@ class GuardedWorker:
         return Ended(timed_out, reason, outside=stopped or status == -signal.SIGKILL, results=results)
 
     def stop(self) -> None:
-        """Kill the child process, even while another thread waits for it, and never start a new one."""
+        """Kill the child process, even while another thread waits for it, and never start a new child process."""
         with _LOCK:
             self._stopped = True
             self._kill()
@@ -256,8 +266,8 @@ class GuardedWorker:
         """Return the next message of the child process.
 
         Args:
-            deadline: Time by which the message must be complete. If `deadline` is None, there is no deadline.
-            until: Time by which the message must have begun.
+            deadline: Time by which the message must be complete, or None for no deadline.
+            until: Time by which the message must have begun to arrive.
 
         Returns:
             The message, or None if the child ended, or if the message began or ended too late.
@@ -285,7 +295,10 @@ class GuardedWorker:
         return message
 
     def _end(self) -> str:
-        """Kill the child process and all its descendants. Return a text that says how the child had ended."""
+        """Kill the child process and all its descendants.
+
+        Return a text that says how the child process had ended, or that it did not answer in time.
+        """
         with _LOCK:
             status = self._process.poll()
             self._kill()
@@ -305,34 +318,37 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        # The orphans of the child are now children of this process.
+        # After the child's death, the child's orphans are children of this process.
         process_tree.end_descendants(os.getpid(), spare=_GUARDED)
 
 
 class Guard:
-    """Ray actor class of a reward worker: one child process for reward functions, and spare child processes.
+    """Ray actor class of a reward worker, which has one child process for reward functions, and spare child processes.
 
-    A spare process scores other samples while a call takes long. A spare process starts at its first ping, and then
-    stays alive. The number of a child process within its guard is called its lane.
+    A spare process scores other samples while a call in another child process takes long. A spare process starts at its
+    first ping, and then stays alive. The number of a child process within its guard is called its lane.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Start the first process. The arguments are those of `GuardedWorker`."""
+        """Start the first child process. The arguments are those of `GuardedWorker`."""
         self._new = functools.partial(GuardedWorker, *arguments, **options)
         self._lanes = {0: self._new()}
 
     def ping(self, lane: int) -> bool:
-        """Start the child process of a lane if necessary, and wait for its imports. See `GuardedWorker.ping`."""
+        """Start child process number `lane` if necessary, and wait until it has imported the reward functions.
+
+        See `GuardedWorker.ping`.
+        """
         if lane not in self._lanes:
             self._lanes[lane] = self._new()
         return self._lanes[lane].ping()
 
     def score(self, lane: int, *arguments: Any, **options: Any) -> list[SampleScores] | Overdue | Ended:
-        """Score samples in the child process of a lane. See `GuardedWorker.score`."""
+        """Score samples in child process number `lane`. See `GuardedWorker.score`."""
         return self._lanes[lane].score(*arguments, **options)
 
     def rest(self, lane: int) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for the overdue call of a lane. See `GuardedWorker.rest`."""
+        """Continue to wait for the overdue call of child process number `lane`. See `GuardedWorker.rest`."""
         return self._lanes[lane].rest()
 
     def introduce(self) -> Process | None:
@@ -342,7 +358,7 @@ class Guard:
         return announce(ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
-        """Kill all child processes, even while other threads wait for them, and never start new ones."""
+        """Kill all child processes, even while other threads wait for them, and never start new child processes."""
         for worker in list(self._lanes.values()):
             worker.stop()
 

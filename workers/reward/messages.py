@@ -29,8 +29,8 @@ class SampleScores:
 
     Attributes:
         key: Key of the request.
-        scores: One score per reward function, in the config's order. A score is None where the function does not apply.
-            All scores of a failed sample are None.
+        scores: One score per reward function, in the config's order. A score is None if the function does not apply to
+            the sample. All scores of a failed sample are None.
         failed: Whether a function raised, returned an invalid score, took too long or ended its process. A failed
             sample must never count as a sample with score 0.
         error: One line that says which function failed and how, or "" if none failed.

@@ -42,12 +42,12 @@ class RewardPool:
     """Workers that score samples. `submit` takes requests, and `poll` returns results in the order of completion.
 
     If a worker dies or takes too long, the samples of its chunk are scored again, sample by sample and function by
-    function. A sample fails, with an error message, if its worker is lost while it calls a single function for this
-    sample alone. All other samples get their scores.
+    function. A sample fails, with an error message, if a worker is lost while the worker calls a single function for
+    this sample alone. The loss of a worker changes the scores of no other samples.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
-        """Create a pool on a transport. Users call `in_process` or `on_ray` instead.
+        """Create a pool that calls its workers through a transport. Users call `in_process` or `on_ray` instead.
 
         Args:
             transport: Interface to the workers' processes.
@@ -58,12 +58,13 @@ class RewardPool:
         self._kinds = [_kind(function.path) for function in reward.functions]
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
-        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}  # work by slot, None if it was aborted
-        self._held: set[int] = set()  # slots whose call is held (see `Held`)
+        # What each busy slot (process) scores, or None if its call was aborted.
+        self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}
+        self._held: set[int] = set()  # slots (processes) whose call takes long (see `Held`)
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
-        # A worker runs `concurrency` async calls at once. A chunk has more samples than `concurrency`, so that the
-        # worker can begin another call as soon as one ends.
+        # A worker runs `concurrency` async calls at once.
+        # A chunk has more samples than `concurrency`, so that the worker can begin another call as soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
@@ -72,7 +73,7 @@ class RewardPool:
     def in_process(cls, reward: RewardConfig) -> Self:
         """Create a pool that scores samples in the current process, during `poll`.
 
-        Only async functions can be stopped at their time limit.
+        In the current process, only async functions can be stopped at their time limit.
 
         Raises:
             ConfigError: A function cannot be loaded.
@@ -101,7 +102,7 @@ class RewardPool:
             spares: Number of spare processes per actor, which score other samples while a call takes long.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
             runtime_env: Ray runtime environment of the actors.
-            liveness: Observes the actors' processes.
+            liveness: Monitor that observes the actors' processes.
         """
         from workers.reward.ray_transport import RayTransport
 
@@ -192,7 +193,7 @@ class RewardPool:
             self._answered(work, event, adapt=not was_held)
 
     def _begun(self, work: Any, results: Sequence[SampleScores] | None) -> Any:
-        """Record the results so far of a chunk, and queue the chunk's samples that its worker has not begun to score.
+        """Record the results that a chunk has so far, and queue the samples whose scoring has not begun.
 
         Returns:
             The part of the chunk that is still being scored, or `work` unchanged if `results` is None.
@@ -220,15 +221,17 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # The longest possible duration, in multiples of a call's time limit: plain functions end within the budget plus
-        # one limit. Each batched function adds one limit. Async functions add one limit per `concurrency` calls.
+        # `calls` is the longest possible duration, apart from the budget, in units of one call's time limit.
+        # All plain functions together end within the budget plus one time limit.
+        # Each batched function adds one time limit, and async functions add one time limit per `concurrency` calls.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         grace = _GRACE_S if "async" in kinds else 0.0  # time to cancel an async call and to report the failure
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least the budget, so that the worker of a held call begins none of the samples that are queued
-        # again. Async calls are never held, because they are cancelled in time, and because another call at the same
-        # time would exceed `reward.concurrency`.
+        # `hold_s` is at least `_BUDGET_S`, after which a worker begins no further sample.
+        # No sample is scored twice if the remaining samples of a held call (see `Held`) are queued again.
+        # Calls of async functions are never held, because they are cancelled at their time limit.
+        # A second call at the same time as a call of async functions would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -237,15 +240,15 @@ class RewardPool:
         done = len(answer.results)
         assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(self._names):  # the budget ran out before the other functions were called
+            if len(result.scores) < len(self._names):  # the budget ran out before all functions were called
                 self._alone.append(_Alone(request, result.scores))
             else:
                 self._finish(result)
         self._fresh.extendleft(reversed(requests[done:]))
         if not adapt:
             return
-        # If the worker scored the whole chunk in time, the next chunk may be larger. If not, the next chunk has at most
-        # twice as many samples as were scored, so that few samples are sent without being scored.
+        # If the worker scored the whole chunk in time, the next chunk may be larger.
+        # If the worker scored only n samples, the next chunk has at most 2 n samples, so that few are sent in vain.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:
@@ -271,7 +274,8 @@ class RewardPool:
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk was a single call, so its function has timed out. The death of a worker could have other causes.
+            # The chunk was a single call of one reward function, so the function has timed out.
+            # If a worker dies without a timeout, the cause may be outside the reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))
@@ -289,6 +293,6 @@ class RewardPool:
 
 
 def _kind(path: str) -> str:
-    """Return whether a function is "batched", "async" or "plain"."""
+    """Return the kind of a reward function: "batched", "async", or "plain" if it is neither batched nor async."""
     function = load_function(path)
     return "batched" if is_batched(function) else "async" if is_async(function) else "plain"

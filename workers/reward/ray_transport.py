@@ -24,14 +24,14 @@ from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
-_MARGIN_S = 10.0  # seconds after a call's deadline, which the guard enforces, when the guard itself counts as stuck
+_MARGIN_S = 10.0  # a guard counts as stuck if it has not ended a call this many seconds after the call's deadline
 _STOP_S = 2.0
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
 @dataclass
 class _Slot:
-    """One child process of an actor, with its pending first ping (if `starting` is true) or its pending call.
+    """One child process of an actor, with the process's pending first ping (if `starting` is true) or pending call.
 
     If a spare process has not been started yet, `pending` is None and `starting` is True.
     """
@@ -47,7 +47,7 @@ class _Slot:
 
     @property
     def idle(self) -> bool:
-        """Return whether a call may begin in this process."""
+        """Return whether a call may begin in the slot's process."""
         return self.pending is None and not self.starting
 
     @property
@@ -59,8 +59,9 @@ class _Slot:
 class RayTransport:
     """Transport to reward workers in Ray actors, as `workers.reward.transport.Transport` describes.
 
-    Each actor has at most one running call that is not held. Slots 0 to size - 1 are the first processes of the actors.
-    The next `size` slots are the first spare processes of the actors, and so on.
+    An actor runs at most one call at a time, not counting the calls that are held because they take long (see `Held`).
+    Slot number s belongs to actor s % size. Within its actor, the slot's process has the number s // size, which is 0
+    for the first process and at least 1 for spare processes.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RayTransport:
             spares: Number of spare processes per actor.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
             runtime_env: Ray runtime environment of the actors.
-            liveness: Detects actors that are stopped or gone.
+            liveness: Monitor that detects actors that are stopped or gone.
         """
         self.size, self._spares = size, spares
         self._liveness, self._changes, self._calls = liveness, Changes(), 0
@@ -93,10 +94,10 @@ class RayTransport:
             "settings": settings(reward),
         }
         self._start_timeout_s = start_timeout_s
-        # Actors reserve no CPUs, so that Ray can start them although engines and training ranks reserve CPUs. Ray must
-        # not retry a call, because a retry would score again a sample that kills its worker.
+        # The actors reserve no CPUs, so that Ray can start them even if engines and training ranks reserve all CPUs.
+        # Ray must not retry a call, because a retry would again score the sample that has killed its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        options["max_concurrency"] = spares + 2  # one call per process, plus `stop`
+        options["max_concurrency"] = spares + 2  # one call per process, and a call of `stop` at the same time
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
         self._actor_class = ray.remote(Guard).options(**options)
@@ -104,7 +105,7 @@ class RayTransport:
         self._slots += [self._unused(number) for _ in range(spares) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
-        """Return the slots on which a call may begin. See `Transport.idle`."""
+        """Return the slots (numbers of processes) on which a call may begin. See `Transport.idle`."""
         found = []
         for worker in range(self.size):
             lanes = self._lanes(worker)
@@ -113,7 +114,7 @@ class RayTransport:
         return found
 
     def start(self, slot: int, call: Call) -> None:
-        """Begin a call on an idle slot. See `Transport.start`."""
+        """Begin a call in the idle process number `slot`. See `Transport.start`."""
         chosen = self._slots[slot]
         chosen.pending = self._result(
             chosen.actor.score.remote(
@@ -158,13 +159,13 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """Return all slots of the actor to which a slot belongs, of which the first is the actor's first process."""
+        """Return the slots of all processes of the actor to which `slot` belongs, beginning with the first process."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
-        """Return the future result of a ping or call.
+        """Return the result of a ping or call as a future.
 
-        `events` returns from its wait when the ping or call is started, and again when its result arrives.
+        `events` stops waiting when the ping or call is started, and again when the result arrives.
         """
         result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
         result.add_done_callback(self._arrived)
@@ -174,11 +175,11 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # marks an error as seen, because after `close` nothing else reads it
+            result.exception()  # marks an error as retrieved, because no other code reads it after `close`
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
-        """Return the events of a slot's call. If the slot's actor is gone, start a new actor."""
+        """Return the new events of a slot's call. If the slot's actor is gone, start a new actor."""
         worker = number % self.size
         if slot.pending is not None and slot.pending.done():
             try:
@@ -202,7 +203,7 @@ class RayTransport:
         return []
 
     def _use_a_spare(self, worker: int) -> None:
-        """Start another spare process of a worker whose call is held, unless one of the worker's processes is idle."""
+        """Start another spare process of a worker whose call takes long, unless the worker has an idle process."""
         spare = [(number, self._slots[number]) for number in self._lanes(worker)]
         if not any(slot.idle for _, slot in spare):
             for number, slot in spare:
@@ -259,7 +260,8 @@ class RayTransport:
     def _waiting(self, slot: _Slot, lane: int, *, attempts: int) -> _Slot:
         """Return a slot that becomes idle once its process answers a ping.
 
-        The ping waits for the imports, so the time for the imports is never part of a call's time.
+        The ping waits until the process has imported the reward functions, so no call includes the time for the
+        imports.
         """
         deadline = time.monotonic() + self._start_timeout_s
         pending = self._result(slot.actor.ping.remote(lane))
@@ -267,10 +269,10 @@ class RayTransport:
 
 
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Return the runtime environment, with Ray's option for zero-copy tensors turned off if the driver has set it.
+    """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if the option is set in this process.
 
-    The option makes Ray import torch in every process. If the driver has set the option, the cluster may have set it
-    too, so it must be turned off explicitly.
+    Ray's option for zero-copy tensors makes Ray import torch in every process. If the option for zero-copy tensors is
+    set in this process, it may be set in the whole cluster, so it must be turned off explicitly.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env
@@ -290,8 +292,8 @@ def _kill(actors: Sequence[Any]) -> None:
 def _reason(error: Exception, *, starting: bool) -> str:
     """Return a text that says how an actor failed.
 
-    The text contains the last line of Ray's long error message. If a process has died during a call, the text is fixed,
-    because Ray's message does not tell the cause.
+    The text contains the last line of Ray's long error message. If a process has died during a call, the text is always
+    the same, because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"

@@ -18,11 +18,14 @@ class Call:
     Attributes:
         requests: Samples to score, in this order.
         function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
-        budget_s: Seconds after which the worker calls no further plain function and returns its results.
+        budget_s: Seconds after which the worker calls no further plain function (neither batched nor async) and returns
+            its results.
         limit_s: Seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the process is killed and the call is lost.
-        hold_s: Seconds without a result after which the call is held, so that its worker may begin another call.
-        stepwise: Whether the worker reports each result at once. Only plain functions can be called stepwise.
+        hold_s: Seconds without a result after which the call is held: it continues, but its worker may begin another
+            call in a spare process.
+        stepwise: Whether the worker reports each result at once, instead of all results at the end of the call. Only
+            plain functions (neither batched nor async) can be called stepwise.
     """
 
     requests: tuple[RewardRequest, ...]
@@ -36,7 +39,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Event: a call has ended. The results are those of the call's first requests, as from `RewardWorker.score`."""
+    """Event: a call has ended.
+
+    `results` are what `RewardWorker.score` returned, perhaps only for the first requests of the call.
+    """
 
     slot: int
     results: list[SampleScores]
@@ -46,13 +52,14 @@ class Answer:
 class Held:
     """Event: a call takes long, so its worker may begin another call in a spare process.
 
-    A later event reports the end of the held call. If the call is stepwise, its process continues to score only the
-    first request without a complete result, and the later event concerns this request alone. The call's further
-    requests must be scored in another call.
+    A held call continues, and another event will report its end. If the held call is stepwise, its process scores only
+    the first request that has no complete result, and the event at the end of the call is about this request alone. All
+    later requests of a held stepwise call must be scored in another call.
 
     Attributes:
         slot: Number of the process.
-        results: Results so far of a stepwise call, of which the last may lack some scores. None for other calls.
+        results: Results so far of a stepwise call, of which the last may lack some scores, or None if the call is not
+            stepwise.
     """
 
     slot: int
@@ -69,7 +76,7 @@ class Lost:
         reason: What ended the call, if it did not time out.
         outside: Whether the cause is probably not a reward function, because the whole worker was lost, or because
             SIGKILL or SIGSTOP ended the process.
-        results: Results so far, as in `Held`, or None if the results are unknown.
+        results: Results of the call so far, as in `Held`, or None if the results are unknown.
     """
 
     slot: int
@@ -83,7 +90,9 @@ Event = Answer | Held | Lost
 
 
 class Transport(Protocol):
-    """Interface to the processes of reward workers. Each process has a number, its slot, and runs one call at a time.
+    """Interface to the processes of reward workers.
+
+    Each process has a number, called its slot, and runs one call at a time.
 
     Attributes:
         size: Number of workers. Each worker has one process, and possibly spare processes.
@@ -92,16 +101,19 @@ class Transport(Protocol):
     size: int
 
     def idle(self) -> Sequence[int]:
-        """Return the slots on which a call may begin. A worker with a running call that is not held has none."""
+        """Return the slots (numbers of processes) on which a call may begin.
+
+        While a worker runs a call, no other call may begin on its slots, unless the running call is held (see `Held`).
+        """
 
     def start(self, slot: int, call: Call) -> None:
-        """Begin a call on an idle slot, without waiting for its result."""
+        """Begin a call in the idle process number `slot`, without waiting for the result."""
 
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return them.
 
         This method also returns, possibly without events, when a worker has become ready, or when `start` is called
-        while it waits.
+        while this method waits.
         """
 
     def close(self) -> None:
@@ -109,7 +121,7 @@ class Transport(Protocol):
 
 
 class InProcessTransport:
-    """Transport to one worker in the current process. `events` runs the calls, and does not enforce their deadlines."""
+    """Transport to one worker in the current process. `events` runs the calls without enforcing their deadlines."""
 
     size = 1
 
@@ -118,11 +130,11 @@ class InProcessTransport:
         self._call: Call | None = None
 
     def idle(self) -> Sequence[int]:
-        """Return the slots on which a call may begin. See `Transport.idle`."""
+        """Return the slots (numbers of processes) on which a call may begin. See `Transport.idle`."""
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:
-        """Store a call, which the next call of `events` runs. See `Transport.start`."""
+        """Store a call, which the next `events` will run. See `Transport.start`."""
         self._call = call
 
     async def events(self) -> Sequence[Event]:
@@ -143,5 +155,5 @@ class InProcessTransport:
 
 
 def settings(reward: RewardConfig) -> dict[str, Any]:
-    """Return the run settings that a reward function receives if it has parameters with the names of the settings."""
+    """Return run settings by name. A reward function receives each run setting for which it has a parameter."""
     return {"sandbox": reward.sandbox, "reward_timeout_s": reward.timeout_s}

@@ -28,7 +28,7 @@ from rltrain.rewards.loading import (
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
 
-_CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard kills its child process earlier)
+_CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard may kill its child process earlier)
 Outcome = float | None | BaseException
 
 
@@ -51,7 +51,10 @@ class _Function:
             return _unless_ctrl_c(error)
 
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Score samples with one call of a batched function. If the call raises, score the samples one by one."""
+        """Score samples with one call of a batched function.
+
+        If the call raises an error, score the samples one by one.
+        """
         try:
             results = self._called(requests)
         except BaseException as error:
@@ -65,8 +68,8 @@ class _Function:
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
         """Score one sample with an async function, which is cancelled at its time limit.
 
-        The function runs in its own task, so that its exceptions and cancellations do not affect other samples. A task
-        that does not end when it is cancelled is abandoned.
+        The function runs in its own task, so that its exceptions and cancellations do not affect other samples. If a
+        task does not end when it is cancelled, the task is abandoned.
         """
         task = asyncio.ensure_future(self._awaited(request))
         await asyncio.wait([task], timeout=limit_s if math.isfinite(limit_s) else None)
@@ -80,7 +83,7 @@ class _Function:
     async def _awaited(self, request: RewardRequest) -> Outcome:
         try:
             return as_score(await self.bound(request.prompt, request.response, request.columns))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too, which would end the event loop
+        except BaseException as error:  # also catches SystemExit and KeyboardInterrupt, which would end the event loop
             return error
 
     def _called(self, requests: Sequence[RewardRequest]) -> Any:
@@ -109,8 +112,8 @@ class RewardWorker:
         Args:
             functions: Reward functions, in the order of the scores.
             concurrency: Maximum number of simultaneous calls of async functions.
-            settings: Run settings by name. A function receives the settings that it has parameters for, unless the
-                function's kwargs set the same parameters.
+            settings: Run settings by name. A function receives each setting for which it has a parameter, unless the
+                function's kwargs set this parameter.
 
         Raises:
             ConfigError: A function cannot be loaded.
@@ -137,9 +140,10 @@ class RewardWorker:
             requests: Samples to score.
             function: Index of the only function to call, so that each result has one score. If `function` is None, all
                 functions are called.
-            budget_s: Seconds after which no further plain function is called. The first call is always made.
+            budget_s: Seconds after which no further plain function is called. The first call of a plain function is
+                made even if `budget_s` is 0.
             limit_s: Seconds after which a call of an async function is cancelled and its sample fails.
-            report: Callback that gets a sample's result so far after each call of a plain function.
+            report: Callback that receives the sample's result so far after each call of a plain function.
 
         Returns:
             One result per request. If the budget runs out, only the first requests have results, and the last result
@@ -164,7 +168,7 @@ def _call_each(
     end: float,
     report: Callable[[SampleScores], None] | None,
 ) -> int:
-    """Call the plain functions sample by sample, until all are done or the time is up.
+    """Call the plain functions (neither batched nor async) sample by sample, until all are done or the time is up.
 
     If a function raises, its sample fails, and the sample's other plain functions are not called.
 
@@ -249,8 +253,8 @@ def _outcome(result: Any) -> Outcome:
 def _unless_ctrl_c(error: BaseException) -> BaseException:
     """Return an exception that a reward function raised, but re-raise a KeyboardInterrupt from the user's Ctrl-C.
 
-    A KeyboardInterrupt is taken for the user's if it arrives in the main thread and SIGINT does not have its default
-    action.
+    A KeyboardInterrupt counts as the user's Ctrl-C if it arrives in the main thread and SIGINT does not have its
+    default action.
     """
     here = threading.current_thread() is threading.main_thread()
     if here and isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:

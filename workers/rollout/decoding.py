@@ -21,7 +21,7 @@ ROOM = 32  # spare columns (token positions) that a key-value cache gets when it
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention as transformers' sdpa function does, but without copying keys and values for one query per row.
+    """Compute attention like transformers' sdpa function, but do not copy keys and values if each row has one query.
 
     With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
     head, and no causal mask is needed.
@@ -48,7 +48,10 @@ class RoomyLayer(DynamicLayer):
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens on the right. Return all keys and values."""
+        """Append the keys and values of new tokens on the right.
+
+        Return the keys and values of all tokens in the cache.
+        """
         width = self.get_seq_length()
         end = width + key_states.size(2)
         if not self.is_initialized:
@@ -74,7 +77,10 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def join(self, other: "RoomyLayer") -> None:
-        """Append the rows of another layer below the rows of this one. All rows then end in the same column."""
+        """Append the rows of `other` along the batch dimension.
+
+        Shorter rows are padded on the left, so that all rows end in the same column.
+        """
         width = max(self.get_seq_length(), other.get_seq_length())
         own, others = self._columns(), other._columns()
         self.stores = [_stacked(above, below, axis=2, room=ROOM) for above, below in zip(own, others, strict=True)]
@@ -89,19 +95,19 @@ class RoomyLayer(DynamicLayer):
 class Batch:
     """A batch of B rows, one per answer, and W columns, one per token position.
 
-    All rows end in the same column, so shorter rows are padded on the left. A finished row stays in the batch until
-    `take` drops it; meanwhile, the model still computes the row, and the results are ignored.
+    All rows end in the same column, so shorter rows are padded on the left. Until `take` drops a finished row from the
+    batch, the model still computes the row, and the results are ignored.
 
     Attributes:
         requests: One request per row.
         ids: (B, W) token ids of prompts and answers.
-        log_probs: (B, W) float32 log-probabilities of sampled tokens, 0 elsewhere.
-        versions: Weight version of each column. All tokens of a column are sampled in the same step.
+        log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
+        versions: For each column, the version of the weights that sampled the column's tokens, all in the same step.
         rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
         temperatures: (B,) float32 sampling temperatures.
-        live: (B,) bool, False where an answer is finished.
+        live: (B,) bool, False for finished answers.
         cache: Keys and values of all columns, or of all but the last column.
-        padded: Whether any row begins right of the first column.
+        padded: Whether any row is padded on the left.
     """
 
     requests: list[Request]
@@ -147,9 +153,10 @@ class Batch:
         self.versions.append(version)
 
     def finish(self, stops: Tensor) -> list[Completion]:
-        """Mark as finished, and return, the answers that end in the last column.
+        """Mark the answers that end in the last column as finished, and return them.
 
-        An answer ends in the last column if its token there is in `stops` (S,), or if its maximum length is reached.
+        An answer ends in the last column if its token in that column is in `stops` (S,), or if its maximum length is
+        reached.
         """
         last, limits = self.ids[:, -1], self.rows[:, 1] + self.rows[:, 2]
         stopped = torch.isin(last, stops)
@@ -172,7 +179,7 @@ class Batch:
         ]
 
     def take(self, rows: Tensor) -> None:
-        """Keep only the rows with the indices `rows` (N,), in this order, and drop the columns that are all padding."""
+        """Keep only the rows with the indices `rows` (N,), in the order of `rows`, and drop all-padding columns."""
         first = int(self.rows[rows, 0].min())
         self.requests = [self.requests[row] for row in rows.tolist()]
         self.ids, self.log_probs = self.ids[rows, first:], self.log_probs[rows, first:]
@@ -184,7 +191,10 @@ class Batch:
             layer.batch_select_indices(rows, first)
 
     def join(self, other: "Batch") -> None:
-        """Append the rows of another batch below the rows of this one. The caches of both must hold all columns."""
+        """Append the rows of `other` along the batch dimension, so that all rows end in the same column.
+
+        The caches of both batches must hold the keys and values of all columns.
+        """
         self.padded = self.padded or other.padded or self.width != other.width
         width = max(self.width, other.width)
         rows = [batch.rows.clone() for batch in (self, other)]
@@ -238,7 +248,8 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, right-aligned along `axis`.
 
-    The narrower tensor is padded with 0 on the left. Both tensors get `room` further columns of 0 on the right.
+    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors get `room` further columns of
+    zeros on the right.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)

@@ -1,9 +1,9 @@
-"""Rollout engine that uses transformers alone.
+"""Rollout engine that generates with the transformers library instead of vLLM.
 
 The engine is for machines without vLLM, for `placement=inprocess`, and for bitwise reproducible runs. The tokens of an
 answer depend only on the answer's prompt, its seed and the weights. Other requests in the batch can change the tokens
-only through the rounding of batched matrix products. With `deterministic`, each batch is one prompt group, and answers
-are bitwise reproducible.
+only through the rounding of batched matrix products. If `deterministic` is true, each batch is one prompt group, and
+answers are bitwise reproducible.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,16 +27,16 @@ from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
-# Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers. Rows
-# that join a running batch also make the batch wider and padded.
+# Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers.
+# Rows that join a running batch also make the batch wider and padded.
 SLACK = 0.1  # share of finished rows in the batch above which the finished rows are dropped
-JOIN = 0.5  # share of places that must be free before waiting requests are added, unless all waiting requests fit
+JOIN = 0.5  # share of the batch's places that must be free before requests are added, unless all waiting requests fit
 
 
 class HFEngine:
     """Engine that generates in batches with a transformers model and a key-value cache.
 
-    When few unfinished answers are left in the batch, waiting requests join it.
+    When few unfinished answers are left in the batch, waiting requests join the batch.
 
     Args:
         config: Rollout settings.
@@ -73,9 +73,9 @@ class HFEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Sample one token for every running answer. Return the answers that finished.
+        """Sample one token for every running answer. Return the answers that the step has finished.
 
-        Before the token is sampled, waiting requests join the batch if there is room for them.
+        Before the step samples tokens, waiting requests join the batch if there is room for them.
         """
         tick()
         batch, logits = self.batch, []
@@ -101,11 +101,11 @@ class HFEngine:
         return done
 
     def _admitted(self) -> list[Request]:
-        """Remove the requests that can start now from the queue, and return them.
+        """Take all requests that can start now out of the queue, and return them.
 
-        If there is room for all waiting requests, all of them start. If there is room only for some, they start once
-        the share `JOIN` of all places is free. With `deterministic`, the next prompt group starts once no answer is
-        running.
+        If there is room for all waiting requests, all of them start. If there is room for only some of the waiting
+        requests, none starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true, the
+        next prompt group starts once no answer is running.
         """
         if not self.waiting:
             return []
@@ -138,9 +138,9 @@ class HFEngine:
         return self._forward(batch, 0)
 
     def _forward(self, batch: Batch, first: int) -> Tensor:
-        """Run the model on the columns from `first` on, which the cache lacks.
+        """Run the model on the columns from `first` on, which are not in the key-value cache yet.
 
-        Returns the logits (B, V) of the next tokens after the last column.
+        Return the logits (B, V) of the tokens that follow the last column.
         """
         output = self.model(
             input_ids=batch.ids[:, first:],
@@ -163,7 +163,10 @@ class HFEngine:
 
     @torch.no_grad()
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
+        """Load the tensors of a bucket of weights.
+
+        Raises SyncError if the bytes differ from those that the sender wrote.
+        """
         data = self.reader.data(bucket)
         verify(bucket, data)
         self.probes |= bucket.probes()
@@ -187,7 +190,7 @@ class HFEngine:
             check_outputs(layer_outputs(self.model), self.probes, version=version, dtype=self.dtype)
 
     def sleep(self) -> bool:
-        """Return False, because this engine keeps its weights.
+        """Return False, because this engine never releases its weights.
 
         The transformers engine is for machines on which no other process needs the memory of the weights.
         """
@@ -201,12 +204,13 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     """Sample one token per row by inverting the cumulative distribution of softmax(logits / temperature).
 
     Args:
-        logits: (B, V) float32.
-        temperatures: (B,). A temperature of 0 selects the most likely token, with its log-prob at temperature 1.
+        logits: (B, V) float32 logits of the next tokens.
+        temperatures: (B,) sampling temperatures. A temperature of 0 selects the most likely token, with its log-prob at
+            temperature 1.
         uniforms: (B,) float64 uniform random numbers in [0, 1).
 
     Returns:
-        tokens (B,) int64, and log_probs (B,) float32 under the distribution that was sampled from.
+        The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.
     """
     greedy = temperatures == 0
     probabilities = (logits / torch.where(greedy, 1.0, temperatures)[:, None]).softmax(-1)
@@ -218,9 +222,9 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
 
 
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return W v, converted to float32, for each matrix W of the model, where v is the probe vector of W.
+    """Return W v in float32 for each matrix W of the model, where v is a fixed random vector, the probe vector of W.
 
-    One-dimensional parameters are returned as they are, converted to float32.
+    One-dimensional parameters are returned unchanged, except for the conversion to float32.
     """
     outputs = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -245,7 +249,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # transformers raises ValueError if an architecture has its own attention
+    except ValueError as error:  # transformers raises ValueError for an architecture with its own attention code
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

@@ -12,7 +12,7 @@ class Request:
         prompt_ids: Token ids of the prompt, which the engine uses unchanged.
         temperature: Sampling temperature; 0 decodes greedily.
         max_tokens: Maximum number of tokens of the answer. An answer cut at `max_tokens` has `finish_reason` "length".
-        seed: Seed of the random stream that samples the answer.
+        seed: Seed of the random numbers with which the answer is sampled.
     """
 
     key: tuple[int, int]

@@ -20,11 +20,11 @@ from workers.sync.weight_sync import Sends, sync
 
 logger = logging.getLogger(__name__)
 
-REPLACEMENTS = 3  # The pool gives up after more than 3 deaths per replica with no answer from any replica in between.
+REPLACEMENTS = 3  # The pool fails after more than 3 deaths per replica without an answer from any replica in between.
 
 
 class RolloutPool:
-    """Replicas of the rollout engine.
+    """Pool of the replicas of the rollout engine.
 
     Args:
         replicas: The replicas, whose engines may still be under construction.
@@ -34,7 +34,7 @@ class RolloutPool:
             WorkerError.
 
     Attributes:
-        changes: Wakes the coroutines of the pool and of the replicas after any change that they may wait for.
+        changes: Wakes the coroutines of the pool and of the replicas after each change that they may wait for.
         started: Whether `start` has returned.
         asleep: Whether the engines have released their device memory. `load` wakes the engines.
     """
@@ -110,7 +110,7 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            replica.drop()  # drop for all replicas before the first await, during which replicas may answer or die
+            replica.drop()  # before any `await`, because replicas may answer or die during an `await`
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:
@@ -122,7 +122,7 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        async with self._syncing:  # no replacement gets weights until `load`, because weights wake an engine
+        async with self._syncing:  # until `load`, no replacement replica gets weights, which would wake its engine
             source, self._source = self._source, None
         while True:
             await self._tasks.until(self._all_built())
@@ -163,7 +163,7 @@ class RolloutPool:
         self._resume()
 
     async def give_weights(self, replica: Replica) -> None:
-        """Send the weights of the last `load` to a replica that waits for weights, unless a new `load` serves it first.
+        """Send the weights of the last `load` to a replica that waits for weights, unless a new `load` does so first.
 
         After `hold_weights`, this method waits for the next `load`.
         """
@@ -207,7 +207,7 @@ class RolloutPool:
         await self.changes.until(lambda: not self.asleep)
 
     def deliver(self, answers: Sequence[Completion]) -> None:
-        """Receive finished answers from a replica, to be returned by `poll`."""
+        """Store finished answers of a replica, which `poll` will return."""
         if answers:
             self._deaths = 0
             self._answers += answers
@@ -223,9 +223,10 @@ class RolloutPool:
     async def _sync(
         self, replicas: Sequence[Replica], ranks: Sequence[Role[Sends]], version: int, *, check: bool
     ) -> bool:
-        """Send the actor's weights to replicas once. Return False if one of the replicas died during the transfer.
+        """Try once to send the actor's weights to replicas.
 
-        If a replica died during the transfer, the other replicas generate nothing until another transfer succeeds.
+        Return False if one of the replicas died during the transfer. If a replica died during the transfer, the other
+        replicas generate nothing until another transfer succeeds.
         """
         roles = {replica: replica.role for replica in replicas}
         for replica in replicas:
@@ -239,12 +240,12 @@ class RolloutPool:
                 raise
             return False
         for replica, role in roles.items():
-            if replica.role is role and replica.ready:  # the process was not replaced meanwhile
+            if replica.role is role and replica.ready:  # the process was not replaced during the transfer
                 replica.state, replica.asleep = ReplicaState.SERVING, False
         return True
 
     def _resume(self) -> None:
-        """Wake the tasks of the replicas, and submit the groups for which no replica was ready before."""
+        """Wake the tasks of the replicas, and submit the queued groups, for which no replica was ready before."""
         self.changes.notify()
         if self._queue:
             queued, self._queue = self._queue, []

@@ -18,8 +18,8 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds after which a call of `poll` returns even without finished answers. The time is shorter for a replica in the
-# driver's process, because `poll` blocks that process.
+# Seconds after which a call of `poll` returns even without finished answers.
+# A replica in the driver's process has the shorter time, because its `poll` blocks the driver.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
@@ -34,13 +34,13 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True)
 class Building:
-    """A new process of a replica.
+    """A new process of a replica, in which the engine is being built.
 
     Attributes:
         role: The engine's role in the process.
         built: Pending calls after which the engine is ready.
-        fetched: Pending calls after which the model is on the process's machine. They may take as long as they make
-            progress.
+        fetched: Pending calls after which the model is on the process's machine. The calls in `fetched` have no time
+            limit while they make progress.
     """
 
     role: Role[RolloutWorker]
@@ -73,7 +73,7 @@ class Replica:
 
     Args:
         number: Number of the replica.
-        start: Starts a process for the replica, and begins to build the engine in the process.
+        start: Function that starts a process for the replica, and begins to build the engine in the process.
         start_timeout_s: Seconds within which the engine must be ready.
 
     Attributes:
@@ -92,7 +92,7 @@ class Replica:
         self.role, self._building, self.began = building.role, building, time.monotonic()
         self.state, self.asleep = ReplicaState.STARTING, False
         self._sent: list[Pending[None]] = []  # `submit` calls that the engine has not yet confirmed
-        self._open: list[Pending[list[Completion]]] = []  # the `poll` call without a result, if there is one
+        self._open: list[Pending[list[Completion]]] = []  # the running `poll` call, if there is one
 
     @property
     def ready(self) -> bool:
@@ -100,7 +100,7 @@ class Replica:
         return self.state in (ReplicaState.WAITING, ReplicaState.SERVING) and not self.role.process.how_lost
 
     async def live(self, pool: Owner) -> None:
-        """Answer requests until the task is cancelled. Replace each process that is lost, if the pool allows it."""
+        """Answer requests until the task is cancelled. Replace each lost process if the pool permits."""
         while True:
             try:
                 await self._serve(pool)
@@ -111,7 +111,7 @@ class Replica:
                 self._begin()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Send requests to the engine, without waiting for it. An error of the engine ends the replica's task."""
+        """Send requests to the engine, without waiting for a reply. An error of the engine ends the replica's task."""
         self.running.update(request.key for request in requests)
         self._sent.append(self.role.start(RolloutWorker.submit, requests))
 
@@ -121,12 +121,15 @@ class Replica:
         self._aborts += 1
 
     async def abort(self) -> None:
-        """Make the engine abort all its requests. Call `drop` first, so that their answers are never delivered."""
+        """Make the engine abort all its requests.
+
+        The caller must call `drop` first, so that no answers to the aborted requests are delivered to the pool.
+        """
         if self.ready:
             try:
                 await results(self._sent)  # wait, so that no earlier request reaches the engine after the abort
                 await self.role.call(RolloutWorker.abort)
-                await results(self._open)  # wait, so that the running poll takes no answers of later requests
+                await results(self._open)  # wait, so that the running `poll` takes no answers to later requests
             except WorkerLost:
                 return  # the task that runs `live` replaces the lost process
             except SyncError:  # a weight sync has failed, and the error was already raised to the caller of the sync
@@ -140,7 +143,7 @@ class Replica:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # the process was not replaced meanwhile
+        if self.role is role:  # the process was not replaced during the call
             self.asleep = slept
         return slept
 
@@ -199,4 +202,4 @@ class Replica:
                     wanted = [answer for answer in answers if answer.key in self.running]
                     self.running -= {answer.key for answer in wanted}
                     pool.deliver(wanted)
-                await asyncio.sleep(0)  # let other tasks run, which a poll blocks if the engine is in this process
+                await asyncio.sleep(0)  # let other tasks run, because `poll` may have blocked them (in-process engine)

@@ -39,19 +39,19 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# Each request has its own sampling parameters, which are never modified, so vLLM need not copy them. Only some versions
-# of vLLM have the option `skip_clone`, which avoids the copy.
+# Each request has its own sampling parameters, which are never modified, so vLLM need not copy them.
+# Only some versions of vLLM have the option `skip_clone`, which avoids the copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
-CPU_PREFILL_TOKENS = 8192  # tokens per engine step on a CPU, unless prompt and answer can be longer together
+CPU_PREFILL_TOKENS = 8192  # maximum tokens per engine step on a CPU, unless prompt plus answer can be longer
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that a sleeping engine releases
 LOOK_S = 1.0  # while a call waits for the engine: seconds between two checks that the engine's processes are alive
 PROOF_S = 0.5  # after a vLLM call has failed: seconds to wait for evidence that a process died
 TO_HOST, DROPPED = 1, 2  # vLLM's sleep levels: the weights are moved to the host's memory, or dropped
-CPU_BLOCK = 32  # tokens of a KV block on CPU; with vLLM's 128, short prompts get no prefix-cache hits
+CPU_BLOCK = 32  # tokens per KV block on a CPU; with vLLM's default of 128, short prompts get no prefix-cache hits
 
 
 def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False) -> dict[str, Any]:
-    """Return vLLM's arguments for this config.
+    """Return the arguments for vLLM's engine that follow from the config.
 
     The model's own sampling defaults are ignored. vLLM returns log-probs of the distribution that it samples from.
 
@@ -66,8 +66,8 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         "model": path,
         "trust_remote_code": False,
         "dtype": dtype,
-        "load_format": "hf",  # the files that transformers reads, even if the repository also has Mistral's format
-        "seed": 0,  # each request has its own seed
+        "load_format": "hf",  # load the files that transformers reads, not files in Mistral's format
+        "seed": 0,  # irrelevant, because each request has its own seed
         "max_model_len": config.max_prompt_length + config.max_response_length,
         "max_num_seqs": config.max_concurrent_sequences,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
@@ -92,7 +92,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
 
 
 def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's sampling parameters for one request, with all filters of the distribution turned off."""
+    """Return vLLM's sampling parameters for one request, without any filter of the distribution such as top-p."""
     return SamplingParams(
         temperature=request.temperature,
         top_p=1.0,
@@ -110,7 +110,7 @@ def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams
 
 
 def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
-    """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first sync have version 0."""
+    """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first weight sync have version 0."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)
     steps: Sequence[Any] = answer.logprobs or []
@@ -161,7 +161,7 @@ class InProcessVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Sample one token for every running request. Return the answers that finished."""
+        """Sample one token for every running request. Return the answers that the step has finished."""
         finished = [output for output in self.engine.step() if output.finished]
         done = [output for output in finished if isinstance(output, RequestOutput)]
         assert len(done) == len(finished), "all requests ask for generated text"
@@ -174,7 +174,7 @@ class InProcessVLLM:
         self.keys.clear()
 
     def sleep(self) -> bool:
-        """Release weights and caches until the next weight sync. Return False if the engine was built not to sleep."""
+        """Release weights and caches until the next weight sync. Return False if the engine cannot sleep."""
         if self.sleep_level:
             assert not self.busy, "an engine with unfinished answers must not sleep"
             self.engine.sleep(level=self.sleep_level)
@@ -187,19 +187,22 @@ class InProcessVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Prepare to receive new weights. A sleeping engine wakes its weights only, not its KV cache."""
+        """Prepare to receive new weights. A sleeping engine wakes only its weights, not its KV cache."""
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
         self.engine.collective_rpc("start_weight_update")
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
+        """Load the tensors of a bucket of weights.
+
+        Raises SyncError if the bytes differ from those that the sender wrote.
+        """
         self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
     def finish_load(self, version: int) -> None:
         """Check the new weights, and drop all cached keys and values of the old weights.
 
-        The cached keys and values of unfinished answers are dropped too, and recomputed when generation continues.
+        The cached keys and values of unfinished answers are also dropped, and recomputed when generation continues.
         """
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -217,7 +220,8 @@ class Family:
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
-        dismissed: Whether the processes may end. If `dismissed` is True, `lost` stays "" when a process ends.
+        dismissed: Whether the processes are allowed to end. If `dismissed` is True, `lost` stays "" when a process
+            ends.
     """
 
     def __init__(self) -> None:
@@ -227,7 +231,7 @@ class Family:
             # The process may have ended, or the system may lack pidfds.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                if "resource_tracker" not in name:  # leave out Python's own helper process
+                if "resource_tracker" not in name:  # leave out the helper process of Python's multiprocessing
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
         if self.members:
             threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
@@ -269,7 +273,7 @@ class AsyncVLLM:
     ) -> None:
         self.stop_ids = list(stop_ids)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[str, tuple[int, int]] = {}  # by request id, which is never reused, unlike a key
+        self.keys: dict[str, tuple[int, int]] = {}  # keys by vLLM's request id, which, unlike a key, is never reused
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
         self.pulse: ConcurrentFuture[Any] | None = None  # heartbeat: a call that the core answers between two steps
@@ -280,8 +284,8 @@ class AsyncVLLM:
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
-        # All processes have opened their shared files by now, so the names of the files can be removed. vLLM itself
-        # never removes some of its shared files, and removes none of them if its processes are killed.
+        # All processes have opened their shared files by now, so the names of the files can be removed.
+        # vLLM itself never removes some of its shared files, and removes none of them if its processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 
@@ -343,7 +347,7 @@ class AsyncVLLM:
             while True:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
-                if self.keys.pop(name, None):  # vLLM also sends answers for aborted requests, whose names are unknown
+                if self.keys.pop(name, None):  # vLLM also answers aborted requests, which are not in `keys`
                     if isinstance(item, Exception):
                         raise self._reason(item)
                     found.append(item)
@@ -358,7 +362,7 @@ class AsyncVLLM:
         self.aborts += 1
 
     def sleep(self) -> bool:
-        """Release weights and caches until the next weight sync. Return False if the engine was built not to sleep."""
+        """Release weights and caches until the next weight sync. Return False if the engine cannot sleep."""
         if self.sleep_level:
             assert not self.busy, "an engine with unfinished answers must not sleep"
             self._run(self.engine.sleep(level=self.sleep_level))
@@ -371,11 +375,17 @@ class AsyncVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Pause generation and prepare to receive weights. A sleeping engine wakes its weights only."""
+        """Pause generation and prepare to receive weights.
+
+        A sleeping engine wakes only its weights, not its KV cache.
+        """
         self._sync(self._start_load())
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
+        """Load the tensors of a bucket of weights.
+
+        Raises SyncError if the bytes differ from those that the sender wrote.
+        """
         with as_file(bucket) as shared:
             pickled = pickle.dumps(shared)  # the pickle does not contain the weights, which are in a shared file
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
@@ -383,7 +393,7 @@ class AsyncVLLM:
     def finish_load(self, version: int) -> None:
         """Check the new weights, drop all cached keys and values of the old weights, and resume generation.
 
-        The cached keys and values of unfinished answers are dropped too.
+        The cached keys and values of unfinished answers are also dropped.
         """
         self._sync(self._finish_load(version))
 
@@ -417,9 +427,9 @@ class AsyncVLLM:
 def sleep_level(config: Config) -> int:
     """Return vLLM's sleep level, which says what the engine releases while the training ranks compute.
 
-    The level is 0 if the training ranks have their own devices. Without adapters, the engine drops its weights, because
-    the sync that wakes the engine sends every weight. With adapters, the sync sends only the adapters, so the weights
-    move to the host's memory.
+    The sleep level is 0 if the training ranks have their own devices. Without adapters (LoRA), the engine drops its
+    weights, because the sync that wakes the engine sends every weight. With adapters, the sync sends only the adapters,
+    so the weights move to the host's memory.
     """
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 
@@ -432,8 +442,8 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     """Return the engine for a config: in this process on a CPU, or AsyncLLM for GPUs and tensor parallelism.
 
     Raises:
-        ConfigError: The weights are incomplete, or vLLM does not start with them. The weights are checked here, because
-            vLLM itself does not report a missing layer.
+        ConfigError: The weights are incomplete, or vLLM does not start with them. This function itself checks that the
+            weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "a config with the vllm engine has settings for it"

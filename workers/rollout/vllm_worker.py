@@ -50,8 +50,8 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Message with one bucket of weights.
 
-    Within one process, the message has the bucket itself. Between processes, the message has the pickled bucket, and
-    the bytes of the weights are in a shared file.
+    Within one process, the message contains the bucket itself. Between processes, the message contains the pickled
+    bucket, and the bytes of the weights are in a shared file.
     """
 
     bucket: Bucket | None = None
@@ -62,7 +62,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         if self.bucket is not None:
             return self.bucket
         assert self.pickled is not None, "a message has a bucket or the pickle of one"
-        bucket: Bucket = pickle.loads(self.pickled)  # trusted, because the parent process has sent it
+        bucket: Bucket = pickle.loads(self.pickled)  # the pickle is trusted, because the parent process has sent it
         return bucket
 
 
@@ -70,7 +70,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Receive buckets of weights, load them through vLLM's layerwise reload, and check the outputs of the layers.
 
     On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run in the
-    second thread, because they share scratch memory: two of them at the same time silently compute wrong numbers.
+    second thread, because they share scratch memory: two kernels that run at the same time silently compute wrong
+    numbers.
     """
 
     init_info_cls = InitInfo
@@ -117,8 +118,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
 
-        On a CPU, an output head computes with a packed copy of its weights. vLLM's reload does not renew the copy if
-        the head is tied to the embedding, so `repack_heads` renews the copy.
+        On a CPU, an output head computes with a packed copy of its weights. If the head is tied to the embedding,
+        vLLM's reload does not renew the packed copy, so `repack_heads` renews the copy.
         """
         self.reader.close()
         if self.adapters.parts:
@@ -138,7 +139,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # the check does not support some kind of layer of this model
+            except Exception as error:  # this model has a kind of layer that the check does not support
                 raise SyncError(
                     f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
@@ -150,16 +151,16 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def repack_heads(model: nn.Module) -> None:
-    """Make every output head compute with its current weights."""
+    """Make every output head compute with the weights that were loaded last."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy the tensors of a bucket that fused layers hold until their other parts arrive.
+    """Copy those tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
 
-    Without a copy, the tensors would lie in the memory of the bucket, which later buckets overwrite.
+    Without a copy, the tensors would stay in the bucket's memory, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -196,7 +197,7 @@ class WorkerExtension:
     weight_transfer_engine: Any
 
     def rltrain_reset(self) -> None:
-        """Discard an interrupted weight update, because vLLM refuses to start an update while another one is active."""
+        """Discard an interrupted weight update, because vLLM starts no update while another update is active."""
         self._weight_update_active = False
 
     def rltrain_check(self) -> None:
@@ -210,18 +211,19 @@ class WorkerExtension:
 
 @torch.inference_mode()
 def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
-    """Compute W v for the layers of the model, where v is the probe vector of the matrix W.
+    """Compute W v for each weight matrix W of the model, where v is a fixed random vector, the probe vector of W.
 
     Under tensor parallelism, all ranks must call this function, and each rank gets the outputs of the whole layers.
 
     Args:
         model: The model.
-        products: If True, run the linear layers and the output heads. If False, look up all rows of the embeddings,
-            and also return the one-dimensional parameters of other layers.
+        products: Which layers to run. If `products` is True, run the linear layers and the output heads. If `products`
+            is False, look up all rows of the embeddings, and also return the one-dimensional parameters of other
+            layers.
 
     Returns:
         W v in float32 by checkpoint name, with one entry for each part of a fused layer. Biases and norm weights are
-        returned as they are, in float32.
+        returned unchanged, except for the conversion to float32.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
@@ -240,7 +242,7 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
 
 def _embedding(module: VocabParallelEmbedding) -> Tensor:
-    """Return W v (V,) of an embedding, computed through the embedding's own lookup."""
+    """Return W v (V,) for the matrix W of an embedding, computed from the results of the embedding's lookup."""
     weight: Any = module.weight
     vector = probe_vector(module.embedding_dim, weight.dtype).to(weight.device)
     every = torch.arange(module.org_vocab_size, device=weight.device)
@@ -248,7 +250,7 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 
 
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return W v and the bias, by checkpoint name, of each of the checkpoint's layers that vLLM fused in this layer."""
+    """Return W v and bias by checkpoint name, for each checkpoint layer that vLLM has fused into `module`."""
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
     wholes = {"weight": _linear(module, _apply(module))}
@@ -256,7 +258,7 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the checkpoint also stores one tensor
+        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the layer is a single tensor in the checkpoint
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
@@ -264,14 +266,14 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
     """Combine a layer's output (or bias) over all ranks. Return one whole output (or bias) per fused part."""
     size = module.tp_size
-    if isinstance(module, RowParallelLinear):  # each rank has a part of the inputs, but the whole bias
+    if isinstance(module, RowParallelLinear):  # each rank has a part of the layer's inputs, but the whole bias
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
         return [output]
     parts = list(output.split(_part_sizes(module)))
     whole = gather(parts, size)
     if isinstance(module, QKVParallelLinear) and (copies := module.num_kv_head_replicas) > 1:
-        # Ranks that share a key-value head hold copies of it; keep one copy of each head.
+        # Ranks that share a key-value head hold copies of this head, of which only one copy is kept.
         whole[1:] = [part.unflatten(0, (size // copies, copies, -1))[:, 0].flatten() for part in whole[1:]]
     return whole
 

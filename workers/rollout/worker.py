@@ -14,14 +14,14 @@ from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
-# After the first finished answer, `poll` waits for further answers of a busy engine. The wait is LINGER_SHARE of the
-# time since the last request arrived, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
+# After the first finished answer, `poll` waits for further answers of a busy engine.
+# The wait is LINGER_SHARE times the time since the last request, but at least LINGER_S and at most LONGEST_LINGER_S.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
 T = TypeVar("T")
 
 
 class Engine(Loads, Protocol):
-    """Interface that a rollout worker needs of its engine. The worker makes all calls from one thread."""
+    """Interface through which a rollout worker uses its engine. The worker makes all calls from one thread."""
 
     busy: bool
 
@@ -29,7 +29,7 @@ class Engine(Loads, Protocol):
         """Queue requests."""
 
     def step(self) -> list[Completion]:
-        """Advance generation by one step. Return the answers that finished."""
+        """Advance generation by one step. Return the answers that the step has finished."""
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
@@ -48,7 +48,7 @@ class Engine(Loads, Protocol):
 class RolloutWorker:
     """One rollout replica.
 
-    A threaded engine has its own thread, which steps the engine whenever there is work. All other calls to the engine
+    A threaded engine has its own thread, which steps the engine whenever there is work. All calls to a threaded engine
     run in the engine's thread, between two steps. An engine without a thread makes steps only during `poll`.
 
     Args:
@@ -88,10 +88,11 @@ class RolloutWorker:
         self._run(lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return the answers that finished since the last call. Wait up to `timeout_s` seconds for the first answer.
+        """Return the answers that finished since the previous call of `poll`.
 
-        If a threaded engine has more work after its first answer, this method waits briefly for further answers and
-        returns all of them together. Once the engine has no more work, this method returns without delay.
+        Wait up to `timeout_s` seconds for the first answer. If a threaded engine has more work after its first answer,
+        this method waits briefly for further answers and returns all of them together. Once the engine has no more
+        work, this method returns without delay.
 
         Raises:
             SyncError: The last weight sync failed.
@@ -122,14 +123,14 @@ class RolloutWorker:
         self._run(lambda: self.engine.abort())
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
-            self.news.notify_all()  # a `poll` that waits in another thread has nothing left to wait for
+            self.news.notify_all()  # wake a `poll` in another thread, because no answers will come
 
     def sleep(self) -> bool:
         """Release the engine's device memory until the next sync. Return False if the engine keeps its memory."""
         return self._run(lambda: self.receiver.sleep(self.engine))
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generation until `finish_load` of this weight sync.
+        """Stop generation until `finish_load` ends the weight sync.
 
         Returns:
             `memory.whereabouts()` of this process, which shows whether actor and engine can map the same files.
@@ -151,7 +152,7 @@ class RolloutWorker:
         self._run(lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """Abandon this weight sync. The engine then generates nothing until another sync succeeds."""
+        """Abandon a weight sync. The engine generates nothing until another sync succeeds."""
         self._run(lambda: self.receiver.give_up(sync, reason))
 
     def close(self) -> None:
@@ -160,7 +161,10 @@ class RolloutWorker:
         self.closed = True
 
     def _run(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, or in this thread if the engine has none. Return the result."""
+        """Run a function in the engine's thread, or in the calling thread if the engine has no thread.
+
+        Return the result.
+        """
         if self.thread is None:
             return function()
         future: Future[T] = Future()
@@ -177,7 +181,7 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # check again, because the command may have begun a weight sync
+            if self._has_work():  # check again, because `_obey` may have begun a weight sync
                 try:
                     self._deliver(self.engine.step())
                 except BaseException as error:
