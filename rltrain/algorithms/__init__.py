@@ -71,4 +71,4 @@ __all__ = [
     "value_loss",
 ]
 
-del _advantages, _policy_losses  # imported only to register the functions in these modules
+del _advantages, _policy_losses  # these packages are imported only because importing them registers their functions

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is finite in float32 and float64
+MAX_LOG_RATIO = 20.0  # bound of |log-ratio|; exp(20) = 4.9e8 is finite in float32 and float64
 
 
 def as_float(values: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def as_mask(mask: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` as floats, and 0 without gradient where `mask` is False, even for NaN or inf."""
+    """Return `values` as floats; slots where `mask` is False become 0 without gradient, even if they hold NaN or inf."""
     values = as_float(values)
     return torch.where(mask, values, torch.zeros_like(values))
 
@@ -37,7 +37,8 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 
     The gradient goes only to `log_probs`, and only inside the clamp range.
     """
-    # The mask comes before every non-linear operation: a NaN that reached exp would give the gradient NaN * 0 = NaN.
+    # The mask is applied before every non-linear operation: a NaN that reached exp would give the gradient NaN * 0 =
+    # NaN.
     difference = masked(as_float(log_probs) - as_float(old_log_probs.detach()), mask)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -53,9 +54,9 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
-    For tokens sampled from q and x = log(p / q), this is the k3 estimate of KL(q || p). The estimate grows as e^x
-    without a bound, which is right for a measurement. As a penalty in a loss, use `rltrain.algorithms.kl.k3`, which has
-    a bound.
+    For tokens sampled from q and x = log(p / q), this is the k3 estimate of KL(q || p). The k3 estimate computed here
+    grows as e^x without a bound, which is right for a measurement. For a penalty in a loss, use
+    `rltrain.algorithms.kl.k3`, which has a bound.
     """
     return log_ratio.expm1() - log_ratio
 
@@ -68,7 +69,7 @@ def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
-    """Raise ValueError if the upper bound on ratios is not above 1, because it would then act at r = 1."""
+    """Raise ValueError if the upper bound on ratios is not above 1, because a bound of 1 or less would act at r = 1."""
     if not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, say, or inf for none")
 

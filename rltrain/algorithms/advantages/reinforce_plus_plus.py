@@ -16,11 +16,12 @@ def reinforce_plus_plus(
 
     r_t is the reward of a trained token. In the paper, r_t includes the KL penalty; here r_t includes it only if the KL
     penalty is part of the reward. t + 1 is the next trained token, so tool tokens cause no discount. The mean and the
-    unbiased std are over all trained tokens of the valid rows of the batch, so a long response weighs more. If all G
-    are equal, A is exactly 0. A row that is not `valid` is excluded from the statistics and gets an advantage of 0.
+    unbiased std are computed over all trained tokens of the valid rows of the batch, so a long response weighs more
+    than a short one. If all G are equal, A is exactly 0. A row that is not `valid` is excluded from the statistics and
+    gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); valid is (B,). Both results are (B, T) and 0 in masked slots. The
-    returns are G.
+    returned returns are the G_t.
     """
     mask = as_mask(response_mask) & as_mask(valid)[:, None]
     returns = returns_to_go(token_level_rewards, mask, gamma=gamma)

@@ -17,7 +17,7 @@ def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Te
     """Compute (log pi - mean) (A - mean) per token (B, T); arXiv 2505.22617 eq. 10.
 
     The means are over all tokens in `mask`. If all log-probs or all advantages are equal, the result is exactly 0
-    everywhere, even if their mean is rounded.
+    everywhere, even if the computed mean is rounded.
     """
     return _deviations(log_probs, mask) * _deviations(advantages, mask)
 
