@@ -77,7 +77,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps) of all values, with mean and std of the counted values; all tensors are (B,)."""
+    """Compute (raw - mean) / (std + eps) of all values with the mean and std of counted values; tensors are (B,)."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:

@@ -115,7 +115,7 @@ def own_knobs(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[str, Any]) -> None:
-    """Raise ValueError if no function in `fns` takes a given knob, or if a knob's value differs in type from its default."""
+    """Raise ValueError if a knob in `given` is not a knob of any function in `fns`, or has a value of a wrong type."""
     knobs = {name: default for fn in fns for name, default in knobs_of(fn).items()}
     for name, value in given.items():
         if name not in knobs:

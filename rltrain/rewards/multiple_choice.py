@@ -1,4 +1,4 @@
-"""Reward for multiple choice: 1 if the letter that a response chooses is the right one."""
+"""Reward for multiple choice: 1 if a response chooses the right letter."""
 
 import functools
 import re
@@ -14,12 +14,12 @@ _HEAD = (
 
 
 def multiple_choice(prompt: str, response: str, *, answer: str | int | None, choices: str = "ABCDE") -> float | None:
-    r"""Compare the letter that the response chooses with the right one.
+    r"""Compare the letter that the response chooses with the right letter.
 
-    A choice is stated as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only the
-    letter. The last statement of a choice counts. A statement that names several letters (`Answer: A or B`) chooses
-    none. Without a statement, a letter in round brackets or at the start of a line (`B. Paris`) is the choice if no
-    other letter is written that way. A list of all options therefore scores 0.
+    A response states a choice as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only
+    the letter. If a response states several choices, the last statement counts. A statement that names several letters
+    (`Answer: A or B`) chooses none. Without a statement, a letter in round brackets or at the start of a line (`B.
+    Paris`) is the choice if no other letter is written that way. A response that only lists all options scores 0.
 
     Args:
         prompt: unused.

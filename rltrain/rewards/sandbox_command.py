@@ -27,7 +27,7 @@ def environment(folder: str) -> dict[str, str]:
 
 @functools.cache
 def command(*, strong: bool) -> list[str]:
-    """Return the arguments that start the watcher. The caller appends the watcher's numeric settings."""
+    """Return the command line that starts the watcher, to which the caller appends the watcher's numeric settings."""
     # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     # `-I` is not used because Python would then ignore PYTHONHASHSEED. `-I` is not needed either, because PYTHONUTF8 is
@@ -49,7 +49,8 @@ def _walls(bwrap: str) -> list[str]:
     known = subprocess.run(
         [bwrap, "--help"], capture_output=True, encoding="utf-8", errors="replace", check=False
     ).stdout
-    newer = [option for option in ("--disable-userns",) if option in known]  # since bubblewrap 0.8
+    # bubblewrap has this option since version 0.8
+    newer = [option for option in ("--disable-userns",) if option in known]
     own = ["--uid", str(_OWN_USER), "--gid", str(_OWN_USER), "--cap-drop", "ALL", "--chdir", "/tmp"]
     return [*spaces, *newer, *own, "--die-with-parent", "--as-pid-1"]
 
@@ -84,6 +85,6 @@ def _packages() -> list[str]:
 
 
 def counts_processes_per_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts only the sandbox's processes (since Linux 5.14) and not all of this user's."""
+    """Return whether RLIMIT_NPROC counts only the sandbox's processes (since Linux 5.14), not all of the user's."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and tuple(map(int, version.groups())) >= (5, 14)
