@@ -11,14 +11,15 @@ from rltrain.algorithms.ratio import as_float
 LEAST_LOG = -1e4  # finite replacement for -inf: exp gives 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN
 # largest number of rows in a chunk; more rows would leave room for fewer columns without speeding up the matrix product
 MAX_ROWS = 2048
-# Logits per chunk, by device type. On a CPU, a chunk stays in the cache between the few passes over it. On other
-# devices, the matrix products must be large enough to hide the kernel launch overhead.
+# Number of logits per chunk, by device type.
+# On a CPU, a chunk must stay in the cache between the few passes over the chunk.
+# On other devices, the matrix products must be large enough to hide the kernel launch overhead.
 CHUNK_SIZES = {"cpu": 2**21}
 OTHER_CHUNK_SIZE = 2**26
 
 
 def default_chunk_size(device: torch.device) -> int:
-    """Return the default number of logits in one chunk for a device of this type."""
+    """Return the default number of logits in one chunk for the type of `device`."""
     return CHUNK_SIZES.get(device.type, OTHER_CHUNK_SIZE)
 
 

@@ -174,8 +174,8 @@ def effective_sample_size(
 ) -> float | Tensor:
     """Compute (sum w)^2 / (count * sum w^2), in (0, 1]: the effective share of `count` weighted samples.
 
-    The result is 1 if all weights are equal, as when engine and actor agree, and also if there is no sample. Formula:
-    Kish, Survey Sampling (1965). Each argument is a number or a 0-dim tensor.
+    The result is 1 if all weights are equal (as when engine and actor agree) or if there is no sample. Formula: Kish,
+    Survey Sampling (1965). Each argument is a number or a 0-dim tensor.
     """
     if not count > 0:
         return 1.0

@@ -43,10 +43,10 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute min(e^-d - 1 + d, 10), which is never negative (GRPO, arXiv 2402.03300 eq. 4, without the bound).
 
-    d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL and
-    its expected gradient is that of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and at d = 11. A token
-    at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a gradient of 1.6e5 and
-    dominate the whole update.
+    d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL,
+    and the expected gradient of k3 is that of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and at d =
+    11. A token at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a gradient of
+    1.6e5 and dominate the whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)

@@ -228,7 +228,8 @@ def normalize_advantages(
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
     the counted tokens. A row that is not counted but is still trained on, as is possible with gae, has advantages on
-    the scale of the counted rows. To keep the advantages of a row at 0, leave the row out of `response_mask` instead.
+    the scale of the counted rows. To keep the advantages of a row at 0, leave the tokens of the row out of
+    `response_mask`.
 
     A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
     spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation

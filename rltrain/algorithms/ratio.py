@@ -37,8 +37,7 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 
     The gradient goes only to `log_probs`, and only inside the clamp range.
     """
-    # The mask is applied before every non-linear operation: a NaN that reached exp would give the gradient NaN * 0 =
-    # NaN.
+    # The mask is applied before every non-linear operation, because a NaN in exp gives the gradient NaN * 0 = NaN.
     difference = masked(as_float(log_probs) - as_float(old_log_probs.detach()), mask)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

@@ -35,7 +35,7 @@ _SINKS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 class Registry:
     """Registry of the functions of one kind, indexed by name.
 
-    `required` maps each metadata key that every function must have to the values that the key can have.
+    Every function must have the metadata keys of `required`, which maps each key to the values that the key can have.
     """
 
     def __init__(self, kind: str, *, required: Mapping[str, tuple[str, ...]] | None = None) -> None:
@@ -71,7 +71,7 @@ class Registry:
         return self._entry(name)[0]
 
     def metadata(self, name: str) -> Mapping[str, Any]:
-        """Return the metadata that `name` was registered with."""
+        """Return the metadata with which `name` was registered."""
         return self._entry(name)[1]
 
     def names(self) -> tuple[str, ...]:

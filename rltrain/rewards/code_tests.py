@@ -13,8 +13,8 @@ from rltrain.rewards.sandbox_inside import LINK
 
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
-# Fraction of `reward_timeout_s` that the tests may use. The rest of `reward_timeout_s` is for starting and ending the
-# processes.
+# Fraction of `reward_timeout_s` that the tests may use.
+# The rest of `reward_timeout_s` is for starting and ending the processes.
 _OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
@@ -65,8 +65,7 @@ def code_tests(
         memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
         sandbox: which form of the sandbox to use: "auto", "required" or "limits", as `level` in `sandbox.run`.
         all_or_nothing: if True, the score is 1 if every test passes, else 0.
-        entry_point: name of the program's function to test. It is passed to the function `check` that HumanEval tests
-            define.
+        entry_point: name of the program's function that is passed to `check`, the function that HumanEval tests define.
         reward_timeout_s: the config value `reward.timeout_s` of the run, passed automatically. `timeout_s` is capped at
             3/4 of `reward_timeout_s`.
 
@@ -137,8 +136,8 @@ def _share_of_pairs(
             break
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
-        # If most of the time went into starting Python, the program is not at fault, and the sample fails instead of
-        # scoring 0.
+        # If most of the time went into starting Python, the program is not at fault.
+        # If the program is not at fault, the sample fails instead of scoring 0.
         if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
                 f"sandbox: {done} of {len(pairs)} test pairs were run in time, and most of the time went into starting "

@@ -56,8 +56,8 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Operators that are refused between an object of the program and plain data, because an object that defines its own
-# arithmetic could make any number right.
+# Operators that are refused between an object of the program and plain data.
+# An object of the program that defines its own arithmetic could make any number right.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -350,7 +350,7 @@ def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether the arguments have the types that the constructor expects, so that it runs no code of the arguments."""
+    """Return whether the arguments have the types that the constructor expects, so that it runs no code of theirs."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]

@@ -53,8 +53,8 @@ async def judge(
 ) -> RewardResult:
     """Ask a language model to rate the response, and return `scale` times the number in the model's answer.
 
-    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. n reward processes
-    (`placement.reward_workers`) can therefore send n times as many requests together. One call, including its waits and
+    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. With n reward processes
+    (`placement.reward_workers`), n times as many requests can be sent in total. One call, including its waits and
     retries, must fit into `reward.timeout_s`. If a column of the data has the same name as an option of this function,
     and `kwargs` does not set that option, the column's value is used as the option.
 
@@ -64,8 +64,8 @@ async def judge(
         base_url: URL of the endpoint, for example "http://127.0.0.1:8000/v1".
         model: name of the judge model at the endpoint.
         question: template of the only message that is sent to the judge. {prompt}, {response} and the name of any data
-            column in braces are replaced by their values. The template must contain {response}. A literal brace is
-            doubled: {{.
+            column in braces are replaced by their values. The template must contain {response}. A literal brace in the
+            template is written twice: {{.
         score: regular expression whose first group matches the number in the judge's answer. If the expression matches
             several times, the last match counts.
         scale: factor by which the judge's number is multiplied; for example, 0.1 maps the range 0 to 10 to the range 0
@@ -74,12 +74,12 @@ async def judge(
         max_tokens: largest number of tokens in the judge's answer.
         retries: how often a request is retried after it found no server, was rejected by a rate limit or failed inside
             the server. The wait before each retry grows, unless the server says how long to wait.
-        max_concurrent: largest number of simultaneous requests to this endpoint.
-        requests_per_minute: rate limit for this endpoint, with requests evenly spaced and retries included; 0 for no
+        max_concurrent: largest number of simultaneous requests to the endpoint.
+        requests_per_minute: rate limit for the endpoint, with requests evenly spaced and retries included; 0 for no
             limit.
         api_key_env: NAME of the environment variable that holds the API key in the reward processes; "" sends no key.
-        timeout_s: time limit of one attempt, in seconds.
-        columns: the other columns of the data.
+        timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
+        columns: the sample's values in the other columns of the data, by column name.
 
     Returns:
         The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains no
@@ -200,8 +200,8 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
         import openai
 
         rate = _Rate(requests_per_minute)
-        # The event hook runs before every attempt, so retries count towards the rate limit. If there is no key, a
-        # placeholder is passed, because the client would otherwise send a key from the environment to this endpoint.
+        # The event hook runs before every attempt, so retries count towards the rate limit.
+        # Without a key, a placeholder is passed, or the client would send a key from the environment to this endpoint.
         http_client = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]})
         client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", http_client=http_client)
         known[settings] = _Endpoint(client, asyncio.Semaphore(max_concurrent))
@@ -209,7 +209,7 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 
 
 class _Rate:
-    """Rate limiter: a token bucket with one token, so requests are sent at least 60 / n seconds apart."""
+    """Rate limiter: a token bucket with one token, so that requests are sent at least 60 / n seconds apart."""
 
     def __init__(self, per_minute: float) -> None:
         self._gap_s = 60 / per_minute if per_minute > 0 else 0.0

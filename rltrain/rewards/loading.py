@@ -45,7 +45,7 @@ BUILTIN = {  # maps the short name of each built-in function to its module in `r
 }
 # built-in functions that score the form of a response, not its outcome
 PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")
-STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whatever the data
+STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whichever columns the data has
 AGGREGATIONS = ("sum", "normalize_then_sum")
 # names of the arguments that a user's aggregation function is called with
 AGGREGATED = ("components", "uid", "valid", "weights")
@@ -128,7 +128,7 @@ def _function_of(target: str, name: str, where: str) -> Callable[..., Any]:
 
 
 def absolute(path: str) -> str:
-    """Return `path` in a form that names the same function from any working directory, such as a Ray worker's."""
+    """Return `path` in a form that names the same function in any working directory, such as that of a Ray worker."""
     target, _, name = path.rpartition(":")
     return f"{Path(target).expanduser().resolve()}:{name}" if target and _is_file(target) else path
 
@@ -329,8 +329,8 @@ def _is_file(target: str) -> bool:
 
 def _module(target: str, where: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # `python -m` adds the working directory, but an installed command does not. Ray passes `sys.path` to its
-        # workers.
+        # `python -m` adds the working directory to `sys.path`, but an installed command does not.
+        # Ray passes `sys.path` to its workers.
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(target)
@@ -395,7 +395,7 @@ def _nearest_function(name: str, module: ModuleType) -> str:
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to completion on the process's own event loop, and return its result.
+    """Run a coroutine to completion on the process's event loop for async functions, and return its result.
 
     Raises:
         ScoreError: the coroutine raised an exception that is no subclass of `Exception` (SystemExit, CancelledError,

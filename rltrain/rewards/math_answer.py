@@ -24,11 +24,11 @@ _POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # matc
 _LARGEST_POWER = 10**6  # for a power of a bracket: bound on the exponent times the largest number in the bracket
 _MOST_TERMS = 10**5  # bound on the number of terms in the expansion of a power of a sum
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# Matches operators over large ranges. Evaluating such an operator makes few calls on huge numbers, so counting calls
-# does not bound the time of the evaluation.
+# Matches operators (such as sums) over large ranges.
+# Evaluating an operator over a large range takes few calls on huge numbers, so counting calls does not bound its time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Bound on the number of function calls and returns, which is reached after about a second. The longest ordinary answers
-# need a tenth of this number.
+# Bound on the number of function calls and returns; the bound is reached after about a second.
+# The longest ordinary answers need a tenth of this number of calls and returns.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -110,7 +110,7 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Raised at too many function calls; a BaseException because the libraries used here catch every Exception."""
+    """Raised at too many calls; a BaseException because math-verify and its libraries catch every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:

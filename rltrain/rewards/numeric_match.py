@@ -6,7 +6,7 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# Every repetition below is bounded, or followed by something that it cannot match, so that no text takes long to match.
+# Every repetition in a pattern is bounded or followed by something that it cannot match, so that no match takes long.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""

@@ -15,7 +15,8 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
         prompt: unused.
         response: the model's text.
         ngram: number of words in an n-gram.
-        max_penalty: a number below 0. A response that only repeats one n-gram gets a score close to `max_penalty`.
+        max_penalty: the score that corresponds to a share of 1, a number below 0. A response that only repeats one
+            n-gram gets a score close to `max_penalty`.
 
     Returns:
         A score from `max_penalty` to 0.

@@ -52,7 +52,7 @@ _END_LIMIT_S = 2.0  # time that the watcher has to kill all processes before the
 # Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-# empty before the strong form is tested; then holds the reason why it does not work here, or "" if it works
+# empty before the strong form is tested; afterwards the reason why the strong form does not work, or "" if it works
 _why_not: list[str] = []
 _warned: list[str] = []
 
@@ -138,7 +138,10 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return in one line why the strong form does not work here, or "" if it works. The test runs once per process."""
+    """Return in one line why the strong form does not work on this machine, or "" if it works.
+
+    Each process performs the test once.
+    """
     with _lock:
         if not _why_not:
             _why_not.append(_try_strong())
@@ -156,7 +159,7 @@ def _check(given: dict[str, Any]) -> None:
 def weakness(level: str) -> str:
     """Return in one line how a program in a sandbox of this level could harm this machine, or "" if it cannot.
 
-    `run` does not log a weakness again that this function has already returned.
+    `run` does not log a weakness that this function has already returned.
 
     Raises:
         SandboxError: no sandbox of the requested level works on this machine.
@@ -347,7 +350,10 @@ def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | 
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kill all processes with `mark` in their environment. A process that has cleared its environment is not found."""
+    """Kill all processes with `mark` in their environment variables.
+
+    A process that has cleared its environment variables is not found.
+    """
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and mark in (entry / "environ").read_bytes():

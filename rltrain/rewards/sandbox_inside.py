@@ -11,7 +11,8 @@ import select
 import sys
 import time
 
-LINK = (100, 101)  # descriptors of the pipes between program and judge, the same in both: (to read from, to write to)
+# descriptors (to read from, to write to) of the pipes between program and judge, equal in both processes
+LINK = (100, 101)
 _POLL_S = 0.02
 _MAX_FILES = 10_000
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
@@ -80,8 +81,8 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
 
 def _limit(kind: int, value: int) -> None:
     there = resource.getrlimit(kind)[1]
-    # At the soft limit of CPU time, the process gets SIGXCPU, which reveals the cause; at the hard limit, it gets
-    # SIGKILL.
+    # At the soft limit of CPU time, the process gets SIGXCPU, which reveals the cause of its end.
+    # At the hard limit of CPU time, the process only gets SIGKILL.
     hard = value + (kind == resource.RLIMIT_CPU)
     hard = hard if there == resource.RLIM_INFINITY else min(hard, there)
     resource.setrlimit(kind, (min(value, hard), hard))
