@@ -71,4 +71,4 @@ __all__ = [
     "value_loss",
 ]
 
-del _advantages, _policy_losses  # these packages are imported only because importing them registers their functions
+del _advantages, _policy_losses  # the two packages are imported only because the import registers their functions

@@ -130,8 +130,8 @@ def apply_kl_in_reward(
 ) -> Tensor:
     """Compute the token rewards s_t - kl_coef * kl_t; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
 
-    All tensors are (B, T). The result has no gradient. Masked slots have reward 0, so with `kl_coef` 0 the rewards of a
-    row sum to the row's score.
+    All tensors have the shape (B, T). The result has no gradient. Masked slots have reward 0, so with `kl_coef` 0 the
+    rewards of a row sum to the row's score.
     """
     mask = as_mask(response_mask)
     kl = masked(kl_estimate(old_log_probs.detach(), ref_log_probs, kl_estimator), mask)

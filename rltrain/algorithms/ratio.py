@@ -9,7 +9,7 @@ MAX_LOG_RATIO = 20.0  # bound of |log-ratio|; exp(20) = 4.9e8 is finite in float
 
 
 def as_float(values: Tensor) -> Tensor:
-    """Return `values` in the dtype to compute in: float64 stays float64, and any other dtype becomes float32."""
+    """Return `values` in the dtype for computations: float64 stays float64, and any other dtype becomes float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -53,8 +53,8 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
-    For tokens sampled from q and x = log(p / q), this is the k3 estimate of KL(q || p). The k3 estimate computed here
-    grows as e^x without a bound, which is right for a measurement. For a penalty in a loss, use
+    For tokens sampled from q and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). The k3 estimate of this
+    function grows as e^x without a bound, which is right for a measurement. For a penalty in a loss, use
     `rltrain.algorithms.kl.k3`, which has a bound.
     """
     return log_ratio.expm1() - log_ratio
@@ -85,9 +85,10 @@ def clipped_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. Written as two
-    cases, the objective has no tie between the branches of a min, so its gradient is exactly 0 in the clipped regions.
-    `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only `cap` clips.
+    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. The function treats
+    the two cases separately, so that there is no tie between the branches of a min and the gradient is exactly 0 in the
+    clipped regions. `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only `cap`
+    clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))

@@ -18,7 +18,7 @@ def value_loss(
     not in arXiv 1707.06347 but in the code of its authors (arXiv 2005.12729). Only `values` gets a gradient, which is 0
     where the clipped branch of the max is the larger one.
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `value_mean` and `return_mean`.
 
     Raises:

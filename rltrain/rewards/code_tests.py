@@ -137,7 +137,7 @@ def _share_of_pairs(
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
         # If most of the time went into starting Python, the program is not at fault.
-        # If the program is not at fault, the sample fails instead of scoring 0.
+        # A sample whose program is not at fault is counted as failed, and is not scored as 0.
         if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
                 f"sandbox: {done} of {len(pairs)} test pairs were run in time, and most of the time went into starting "

@@ -13,7 +13,7 @@ from typing import Any
 
 from rltrain.rewards.code_tests_link import Link
 
-# in the tests, these names always mean Python's own modules, never an object of the program
+# names that always mean Python's own modules in the tests, never an object of the program
 _KEPT = ("math", "cmath", "unittest")
 
 

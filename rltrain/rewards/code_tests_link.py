@@ -93,7 +93,7 @@ class Raised(Exception):
 
 
 class Far:
-    """Stands for an object of the other process.
+    """Proxy for an object that exists in the other process.
 
     A `Far` object is never equal to plain data or to another object of this process that is not a `Far` object. Two
     `Far` objects are equal if the other process reports that the two objects behind them are equal.
@@ -350,7 +350,7 @@ def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether the arguments have the types that the constructor expects, so that it runs no code of theirs."""
+    """Return whether the arguments have types that the constructor expects, so that no code of the arguments is run."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]

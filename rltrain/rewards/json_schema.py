@@ -13,10 +13,10 @@ _SHALLOW = 20
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
     """Validate the response, or the last closed block in it that is fenced as ```json, against a JSON Schema.
 
-    Each fence must be on its own line. The following values are invalid: constants that Python reads but JSON does not
-    allow (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred levels deep, and,
-    under `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an annotation and is not
-    checked. References to documents outside the schema are never fetched.
+    Each fence of a block must be on a line of its own. The following values are invalid: constants that Python reads
+    but JSON does not allow (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred
+    levels deep, and, under `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an
+    annotation and is not checked. References to documents outside the schema are never fetched.
 
     Args:
         prompt: unused.

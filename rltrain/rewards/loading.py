@@ -82,7 +82,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Raises:
         ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
-            function (the message names the nearest one), or the name is not a function.
+            function (the message names the nearest one), or the name is not that of a function.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -108,7 +108,7 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
 
     Args:
         path: `package.module:function` or `file.py:function`. The module or file is searched as in `load_function`.
-        where: start of the error message: what names the function in the config.
+        where: start of the error message, such as "reward function 'file.py:score'".
 
     Raises:
         ConfigError: the function cannot be imported, for the reasons listed in `load_function`.
@@ -366,7 +366,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
     if str(file.parent) not in sys.path:
-        # appended at the end of the path, so that a module in the file's folder cannot hide an installed package
+        # appended at the end of `sys.path`, so that a module in the file's folder cannot hide an installed package
         sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # a module is registered before it runs, because dataclasses and pickle look it up

@@ -51,15 +51,15 @@ def math_answer(
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
     The response's answer is the content of its last closed `\boxed{...}`. If there is no box and the response contains
-    only mathematics, its answer is the whole response. If there is no box and the response also contains other text,
+    only mathematics, the whole response is its answer. If there is no box and the response also contains other text,
     math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last
-    formula or the last number. If only one side has a percent sign, 50% equals both one half and 50. If the right
-    answer consists of words only ("east"), the response's answer and the right answer are compared as text.
+    formula or the last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If
+    the right answer consists of words only ("east"), the response's answer and the right answer are compared as text.
 
     Some expressions would take very long to evaluate. The evaluation is bounded by the form of the expression and by
     the number of function calls, not by a clock, so that every machine and thread gives the same score. An expression
-    counts as right only if it is written exactly like the answer, apart from white space, when it has one of these
-    properties:
+    with one of the following properties counts as right only if it is written exactly like the right answer, apart from
+    white space:
 
     - It has more than 500 characters, or more than ten levels of nested brackets.
     - It has a power, product, factorial or binomial in an exponent.
@@ -76,14 +76,14 @@ def math_answer(
         answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the right answer
             contains the marker, only the part after the marker's last occurrence is read.
         float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
-        strict: True: variables must have the same names, and a set never equals a tuple. False: variables are matched
-            by their order.
+        strict: if True, variables must have the same names, and a set never equals a tuple; if False, variables are
+            matched by their order.
 
     Returns:
-        1.0 if the answers are equal, else 0.0; None if `answer` is None. A response that cannot be parsed gets 0.0.
+        1.0 if the two answers are equal, else 0.0; None if `answer` is None. A response that cannot be parsed gets 0.0.
 
     Raises:
-        ValueError: the answer cannot be parsed.
+        ValueError: the right answer cannot be parsed.
     """
     if answer is None:
         return None
@@ -110,7 +110,7 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Raised at too many calls; a BaseException because math-verify and its libraries catch every Exception."""
+    """Raised after too many function calls; a BaseException, since the libraries in use catch every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
@@ -195,7 +195,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _is_too_much(text: str, longest: int) -> bool:
-    """Return whether parsing or evaluating this text could take very long."""
+    """Return whether parsing or evaluating `text` could take very long."""
     if len(text) > longest or any(form.search(text) for form in (_HUGE, _NESTED, _LONG_OPERATOR)):
         return True
     if any(_is_large_power(_bracket(text, power.start()), int(power[1])) for power in _POWER.finditer(text)):
@@ -208,7 +208,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if no bracket opens."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if there is no opening bracket."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")

@@ -19,7 +19,7 @@ def multiple_choice(prompt: str, response: str, *, answer: str | int | None, cho
     A response states a choice as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only
     the letter. If a response states several choices, the last statement counts. A statement that names several letters
     (`Answer: A or B`) chooses none. Without a statement, a letter in round brackets or at the start of a line (`B.
-    Paris`) is the choice if no other letter is written that way. A response that only lists all options scores 0.
+    north`) is the choice if no other letter is written that way. A response that only lists all options scores 0.
 
     Args:
         prompt: unused.

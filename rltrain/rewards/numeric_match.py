@@ -46,8 +46,8 @@ def numeric_match(
     after the marker's last occurrence is searched, and the first number of that text is used if the text has no box.
 
     Supported notations are 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3, 1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, and 50%
-    (one half). If only one side has a percent sign, 50% also equals 50. Digits in names (x2), indices and exponents
-    (m^2) are not read as numbers.
+    (one half). If only one of the two numbers has a percent sign, 50% also equals 50. Digits in names (x2), indices and
+    exponents (m^2) are not read as numbers.
 
     Numbers are compared as floats. For integers of more than eight digits, set `rel_tol=0` or use `exact_match`.
 

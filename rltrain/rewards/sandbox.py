@@ -18,9 +18,9 @@ The strong form has one gap: if this user is root, a program can change the file
 machine that it sees (null, zero, full, random, urandom). The gap of the strong form is closed if rltrain runs as a user
 other than root.
 
-Both forms limit the address space of each process. The total memory of all processes and the number of processes and
-threads are checked fifty times a second, so a program can exceed both limits for a moment. Memory that the kernel holds
-for pipes and memfds is not counted.
+The strong form and the weak form limit the address space of each process. The total memory of all processes and the
+number of processes and threads are checked fifty times a second, so a program can exceed both limits for a moment.
+Memory that the kernel holds for pipes and memfds is not counted.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def run(
 def why_not_strong() -> str:
     """Return in one line why the strong form does not work on this machine, or "" if it works.
 
-    Each process performs the test once.
+    Each process tests only once whether the strong form works.
     """
     with _lock:
         if not _why_not:

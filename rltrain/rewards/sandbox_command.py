@@ -49,7 +49,7 @@ def _walls(bwrap: str) -> list[str]:
     known = subprocess.run(
         [bwrap, "--help"], capture_output=True, encoding="utf-8", errors="replace", check=False
     ).stdout
-    # bubblewrap has this option since version 0.8
+    # bubblewrap has the option --disable-userns since version 0.8
     newer = [option for option in ("--disable-userns",) if option in known]
     own = ["--uid", str(_OWN_USER), "--gid", str(_OWN_USER), "--cap-drop", "ALL", "--chdir", "/tmp"]
     return [*spaces, *newer, *own, "--die-with-parent", "--as-pid-1"]

@@ -1,8 +1,9 @@
 """Script of the watcher, which runs inside the sandbox: it starts and watches a program and ends all its processes.
 
 Only `rltrain.rewards.sandbox` uses this file. The watcher never reads the program's text, and the program runs in a
-fork of the watcher. Because of the fork, a sandbox starts only one interpreter, and the program's memory contains
-nothing that the judge knows. The interpreter runs without site-packages, so psutil is not available in this file.
+fork of the watcher. Because the program is a fork of the watcher, a sandbox starts only one interpreter, and the
+program's memory contains nothing that the judge knows. The interpreter runs without site-packages, so psutil is not
+available in this file.
 """
 
 import os
@@ -96,10 +97,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop.
-
-    Return which of the three happened.
-    """
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return what happened."""
     control = given["control"]
     wake = [control]
     try:

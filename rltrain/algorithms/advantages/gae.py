@@ -18,8 +18,8 @@ def gae(
     cause no discount, and the critic's values at tool tokens are not used. The value V is 0 after the last trained
     token. The returns are A + V (advantages plus values).
 
-    All tensors are (B, T). Values in masked slots are ignored, and the results are 0 there. The results have no
-    gradient. This function does not whiten the advantages; `normalize_advantages` does.
+    All tensors have the shape (B, T). Values in masked slots are ignored, and the results are 0 there. The results have
+    no gradient. This function does not whiten the advantages; `normalize_advantages` does.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)

@@ -27,7 +27,7 @@ def gpg(
     check_positive(norm_factor=norm_factor)
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     varied = statistics_of(masked(scores, counted), group_index(uid), counted).varied & counted
-    # `double`, because dividing two int tensors would give float32
+    # converted to float64, because dividing two int tensors would give float32
     alpha = counted.sum().double() / varied.sum().clamp(min=1)
     deviations = normalize_rewards(scores, uid, counted, mean_level="group", std_level=None)
     return spread(alpha.to(scores.dtype) * deviations / norm_factor, response_mask)

@@ -19,8 +19,8 @@ def reinforce_plus_plus_baseline(
     over all trained tokens of the valid rows of the batch.
 
     A group that has only one row, or whose rewards are all equal, has d = 0 exactly. The advantages A of a group with d
-    = 0 can still differ from 0, because mean(d) is not 0 if response lengths differ. If all d are equal, A is exactly
-    0. A row that is not `valid` is excluded from the statistics and gets an advantage of 0.
+    = 0 can still differ from 0, because mean(d) is not 0 if response lengths differ. If all d_i are equal, all A_i,t
+    are exactly 0. A row that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.

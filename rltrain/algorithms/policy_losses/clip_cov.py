@@ -29,9 +29,9 @@ def clip_cov(
     the denominators of the aggregation. The selection already acts at r = 1: at the old policy, the gradient is the
     REINFORCE gradient of the tokens that are not selected.
 
-    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
-    `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped, tokens), `ratio_mean`
-    and `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
+    sums: `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped, tokens),
+    `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     dropped = as_mask(selected)
@@ -66,7 +66,7 @@ def select_clip_cov(
     because the selection precedes the update. Second, the selector can select tokens that PPO's ratio clipping will
     clip, because the ratio is not known before the update.
 
-    All tensors are (B, T). Returns a bool mask (B, T), which is False in masked slots.
+    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 
     Raises:
         ValueError: if `clip_cov_ratio` is not in (0, 1], or `clip_cov_lb` is above `clip_cov_ub`.

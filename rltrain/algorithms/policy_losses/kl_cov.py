@@ -32,8 +32,9 @@ def kl_cov(
     times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5, because near r = 1 rounding alone
     would decide the sign.
 
-    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
-    `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
+    sums: `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and
+    `ppo_kl`.
 
     Raises:
         ValueError: if `kl_cov_coef` is negative or not finite.
@@ -69,7 +70,7 @@ def select_kl_cov(
     the selection precedes the update.
 
     The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the paper, which ranks the tokens.
-    Many tokens have equal covariance, such as the tokens of probability 1 in one answer. Among tokens of equal
+    Many tokens can have equal covariance, for example the tokens of probability 1 in one answer. Among tokens of equal
     covariance, the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that
     the caller assigns to tokens, not to places in the batch, so the order of rows does not matter.
 
@@ -77,7 +78,7 @@ def select_kl_cov(
     equal, no token is selected. The paper's ranking would select tokens of covariance <= 0 if too few tokens had a
     covariance above 0.
 
-    All tensors are (B, T). Returns a bool mask (B, T), which is False in masked slots.
+    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
     """
     check_share(kl_cov_ratio=kl_cov_ratio)
     mask = as_mask(response_mask)

@@ -28,9 +28,9 @@ def top_entropy(
     and tau is the threshold of the selector. Tokens that are not selected have a loss of exactly 0 and no gradient, but
     still count in the denominators of the aggregation, as in the paper's objective.
 
-    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
-    `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and `ratio_mean` and `ppo_kl`
-    over all trained tokens.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
+    sums: `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and `ratio_mean` and
+    `ppo_kl` over all trained tokens.
     """
     mask = as_mask(response_mask)
     trained = as_mask(selected)
@@ -50,7 +50,7 @@ def select_top_entropy(entropies: Tensor, response_mask: Tensor, *, entropy_frac
     tau. Tokens whose entropy equals the smallest selected entropy are also selected, so the order of rows does not
     matter. If all entropies are equal, every trained token is selected.
 
-    All tensors are (B, T). Returns a bool mask (B, T), which is False in masked slots.
+    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
     """
     check_share(entropy_fraction=entropy_fraction)
     mask = as_mask(response_mask)
