@@ -71,4 +71,4 @@ __all__ = [
     "value_loss",
 ]
 
-del _advantages, _policy_losses  # imported only to register the functions in these modules
+del _advantages, _policy_losses  # the two packages are imported only because the import registers their functions

@@ -27,9 +27,9 @@ def aggregate_loss(
 
     `num_tokens` is the number of trained tokens of the whole mini-batch, over all micro-batches and ranks.
     `num_sequences` is the number of rows of the whole mini-batch that have a trained token. With counts of the whole
-    mini-batch, the results of its micro-batches add up to the result of the whole mini-batch, however it is split. If a
-    count is None, it is computed from the tensors of this call. Masked tokens, and rows with no trained token, add
-    exactly 0. If there is no trained token at all, the result is 0.
+    mini-batch, the results of its micro-batches add up to the result of the whole mini-batch, however it is split. A
+    count (`num_tokens` or `num_sequences`) that is None is computed from the tensors of the call. Masked tokens, and
+    rows with no trained token, add exactly 0. If the batch has no trained token, the result is 0.
 
     Raises:
         ValueError: if `loss_agg_mode` is unknown, or if seq-mean-token-sum-norm gets no `max_response_length` >= 1.

@@ -9,22 +9,25 @@ from torch import Tensor
 from rltrain.algorithms.ratio import as_float
 
 LEAST_LOG = -1e4  # finite replacement for -inf: exp gives 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN
-MAX_ROWS = 2048  # a chunk of more rows is not multiplied faster, and has fewer columns
-# Logits per chunk, by device type. On a CPU, a chunk stays in the cache between the few passes over it. On other
-# devices, the matrix products must be large enough to hide the kernel launch overhead.
+# largest number of rows in a chunk; more rows would leave room for fewer columns without speeding up the matrix product
+MAX_ROWS = 2048
+# Number of logits per chunk, by device type.
+# On a CPU, a chunk must stay in the cache between the few passes over the chunk.
+# On other devices, the matrix products must be large enough to hide the kernel launch overhead.
 CHUNK_SIZES = {"cpu": 2**21}
 OTHER_CHUNK_SIZE = 2**26
 
 
 def default_chunk_size(device: torch.device) -> int:
-    """Return the default number of logits in one chunk on this device."""
+    """Return the default number of logits in one chunk for the type of `device`."""
     return CHUNK_SIZES.get(device.type, OTHER_CHUNK_SIZE)
 
 
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the (rows, columns) of chunks of at most `size` logits that cover a (positions, words) matrix.
+    """Yield the slices (rows, columns) of chunks that have at most `size` logits and cover a (positions, words) matrix.
 
-    All chunks of one block of columns come before the next block of columns, so that each row of the head is read once.
+    All chunks of one block of columns are yielded before those of the next block, so that each row of the head is read
+    once.
     """
     height = max(1, min(positions, MAX_ROWS, size))
     width = max(1, min(words, size // height))
@@ -37,14 +40,14 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
     """Compute logits (rows, columns) from hidden states (rows, H) and head rows (columns, H), in a new tensor.
 
     The logits are divided by the temperature. The matrix product is computed in the dtype of its factors, as in a
-    model's last layer. The result is at least float32.
+    model's last layer. The result is float64 if the product is float64, and float32 otherwise.
     """
     product = as_float(F.linear(hidden, head, bias))
     return product if temperature == 1 else product.div_(temperature)
 
 
 class RunningSoftmax:
-    """For each position, the sum of exp(logit) and a mean under the softmax, accumulated over chunks of columns.
+    """Accumulates the sum of exp(logit) and a mean under the softmax for each position, over chunks of columns.
 
     Each sum is relative to the largest logit added so far, and is rescaled when a larger logit is added. The mean is
     over `values`, or, if no values are given, over the differences between the logits and the largest logit. A word of
@@ -86,10 +89,10 @@ class RunningSoftmax:
 
 
 class GradientSums:
-    """Gradients of hidden (R, H), head (V, H) and bias (V,), accumulated from the logit gradients of all chunks.
+    """Accumulates the gradients of hidden (R, H), head (V, H) and bias (V,) from the logit gradients of all chunks.
 
     Gradients in types narrower than float32 are summed in float32 and rounded once. `wanted` says which of the three
-    gradients are computed; the others are None.
+    gradients (hidden, head, bias) are computed; a gradient that is not computed is None.
     """
 
     def __init__(self, hidden: Tensor, head: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
@@ -101,7 +104,10 @@ class GradientSums:
         self.part = torch.empty(0)
 
     def add(self, rows: slice, columns: slice, to_logits: Tensor) -> None:
-        """Add the gradient (rows, columns) of a chunk's logits. Add chunks in the order in which `chunks` yields."""
+        """Add the contribution of a chunk, given the gradient (rows, columns) of its logits.
+
+        Chunks must be added in the order in which the function `chunks` yields them.
+        """
         if self.to_bias is not None:
             self.to_bias[columns] += to_logits.sum(0)
         narrow = to_logits.to(self.head.dtype)

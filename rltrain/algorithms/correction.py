@@ -43,15 +43,15 @@ def rollout_correction(
         mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855). At the levels
                   sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
 
-    A bound of None means no bound. If `advantages` A are given, mode mask drops only tokens with A < 0. Tokens that
-    have a negative advantage and are unlikely under the trained policy are the ones that destabilise training. If a
-    token's w is outside of the bounds but the token is not dropped, its w is clamped to the bounds. To drop tokens and
-    rows without weighting the others, use `rollout_rejection`.
+    A bound of None means no bound. If `advantages` A are given, the mode "mask" drops only tokens with A < 0. Tokens
+    that have a negative advantage and are unlikely under the trained policy are the ones that destabilise training. If
+    a token's w is outside of the bounds but the token is not dropped, its w is clamped to the bounds. To drop tokens
+    and rows without weighting the remaining ones, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
-    entropy terms. If half of a row's tokens are dropped, the row's policy gradient is therefore halved, as in IcePop,
-    which divides by the number |y| of all sampled tokens.
+    entropy terms. If half of a row's tokens are dropped, the row's policy gradient is halved, as in IcePop, which
+    divides by the number |y| of all sampled tokens.
 
     Log-ratios are clamped to [-20, 20]. Masked slots are ignored.
 
@@ -110,10 +110,10 @@ def rollout_rejection(
     If `advantages` A are given, only tokens with A < 0 are dropped at level token, and only rows whose mean A over
     their trained tokens is < 0 are dropped at the levels sequence and max.
 
-    pi is the policy that the gradient step trains, so this function must be called again in each update. With k1, level
-    sequence, `upper` and `advantages`, the function computes DeepSeek-V3.2's off-policy sequence masking (arXiv
-    2512.02556 eq. 9). Whether a row is dropped depends only on its own tokens. A batch may therefore be split by rows
-    over micro-batches and ranks, but each row must be whole.
+    pi is the policy that the gradient step trains, so this function must be called again in each update. With the
+    estimator k1, the level "sequence", the bound `upper` and `advantages`, the function computes DeepSeek-V3.2's
+    off-policy sequence masking (arXiv 2512.02556 eq. 9). Whether a row is dropped depends only on its own tokens. A
+    batch may be split by rows over micro-batches and ranks, but each row must be whole.
 
     A dropped token loses only its policy-loss term: compute `torch.where(mask, token_losses, 0)`, and aggregate the
     result over the whole `response_mask`.
@@ -150,8 +150,8 @@ def rollout_rejection(
 def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Measure how far the rollout engine's probabilities of the sampled tokens are from the actor's.
 
-    All tensors are (B, T), and the results are sums over trained tokens. With w = pi_old(y_t) / pi_rollout(y_t), log w
-    clamped to [-20, 20], and d = -log w, the results are:
+    All tensors have the shape (B, T), and the results are sums over trained tokens. With w = pi_old(y_t) /
+    pi_rollout(y_t), log w clamped to [-20, 20], and d = -log w, the results are:
 
         kl              d, an estimate of KL(pi_rollout || pi_old)
         k3              e^-d - 1 + d, another estimate of KL(pi_rollout || pi_old)
@@ -174,8 +174,8 @@ def effective_sample_size(
 ) -> float | Tensor:
     """Compute (sum w)^2 / (count * sum w^2), in (0, 1]: the effective share of `count` weighted samples.
 
-    The result is 1 if all weights are equal, as when engine and actor agree, and also if there is no sample. Formula:
-    Kish, Survey Sampling (1965). The arguments are numbers or 0-dim tensors.
+    The result is 1 if all weights are equal (as when engine and actor agree) or if there is no sample. The formula is
+    from Kish, Survey Sampling (1965). Each argument is a number or a 0-dim tensor.
     """
     if not count > 0:
         return 1.0
@@ -186,7 +186,7 @@ def effective_sample_size(
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
     """Compute the token values of an estimator of KL(pi_rollout || pi) from log(pi / pi_rollout).
 
-    k3 is computed without the bound of 10 nats that it has in the KL penalty, so that it shows how far apart the
+    k3 is computed without the bound of 10 nats that k3 has in the KL penalty, so that k3 shows how far apart the
     policies are and a rejection threshold above 10 nats has an effect.
     """
     if kl_estimator == "k3":
@@ -196,7 +196,7 @@ def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
 
 
 def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Convert token log-ratios (B, T), 0 where masked, to log-ratios at `level`, which are clamped to [-20, 20] too."""
+    """Convert token log-ratios (B, T), 0 where masked, to log-ratios at `level`, clamped to [-20, 20]."""
     if level == "token":
         return log_ratio
     per_row = log_ratio.sum(-1, keepdim=True) if level == "sequence" else masked_row_mean(log_ratio, mask)

@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
-    """Return one number in [0, 1) for each token of each row, as (N,) float64, row after row.
+    """Return one random number in [0, 1) for each token of each row, row after row, as (N,) float64.
 
         u = h(h(h(h(seed) + step) + row) + token) / 2^64, its first 53 bits
         h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
 
     `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`. The function
-    uses no generator state. The number of a (row, token) pair therefore does not depend on the lengths of other rows,
-    and is the same on every device and after a resume.
+    uses no generator state. The random number of a (row, token) pair does not depend on the lengths of other rows, and
+    is the same on every device and after a run is resumed.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
     row = rows.repeat_interleave(lengths)
@@ -22,9 +22,10 @@ def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
 
 
 def stream_draws(streams: Tensor, tokens: Tensor) -> Tensor:
-    """Return the number in [0, 1) of token `tokens` (N,) in the stream with seed `streams` (N,), as (N,) float64.
+    """Return one random number in [0, 1) for each pair of a stream and a token index, as (N,) float64.
 
-    The number is h(h(stream) + token) / 2^64, with h as in `uniform_draws`.
+    `streams` (N,) holds the seeds of the streams, and `tokens` (N,) holds the token indices. The random number is
+    h(h(stream) + token) / 2^64, with h as in `uniform_draws`.
     """
     return _shift(_hash(_hash(streams) + tokens), 11).double() * 2.0**-53
 

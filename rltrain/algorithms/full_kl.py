@@ -27,8 +27,8 @@ def full_kl(
     hidden (N, H) and head (V, H) belong to the policy. ref_hidden (N, H') and ref_head (V, H') belong to the reference,
     which gets no gradient. The result is (N,) and never negative.
 
-    A word of probability 0 under the policy adds exactly 0 and has no gradient. Both models can therefore have logits
-    of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
+    A word of probability 0 under the policy adds exactly 0 and has no gradient. The policy and the reference can have
+    logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
 
     Each model has at most `chunk_size` logits (positions times words) in memory at a time, also in the backward pass,
     which recomputes the logits. If `chunk_size` is None, a size that suits the device is used. The chunk size does not

@@ -1,8 +1,8 @@
 """KL divergence: estimators from samples, and the KL penalty in the reward.
 
-The docstrings write d = log pi - log pi_ref for a sampled token. The quantity that an estimator's value estimates can
-differ from the quantity that its gradient minimises. Each docstring therefore also states the expected gradient when
-tokens are sampled from pi itself.
+The docstrings of this module write d for log pi - log pi_ref of a sampled token. The value of an estimator can estimate
+one quantity while the gradient of the estimator minimises another quantity. The docstring of each estimator also states
+the expected gradient when tokens are sampled from pi itself.
 """
 
 import functools
@@ -15,7 +15,8 @@ from torch import Tensor
 from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, k3_unbounded, masked, safe_log_ratio
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
-MAX_K3 = 10.0  # nats; k3 exceeds this where pi is 14 times below the reference, or 60,000 times above it
+# bound of k3 in nats; reached where pi is 14 times below the reference, or 60,000 times above the reference
+MAX_K3 = 10.0
 
 
 @KL_ESTIMATORS.register("k1")
@@ -42,10 +43,10 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute min(e^-d - 1 + d, 10), which is never negative (GRPO, arXiv 2402.03300 eq. 4, without the bound).
 
-    d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL and
-    its expected gradient is that of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and at d = 11. A token
-    at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a gradient of 1.6e5 and
-    dominate the whole update.
+    d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL,
+    and the expected gradient of k3 is that of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and at d =
+    11. A token at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a gradient of
+    1.6e5 and dominate the whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)
@@ -90,15 +91,15 @@ def kl_estimate(
     * r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. r k3 is the
       unbiased estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     * r k2 and r abs have the gradient of the mean of k2 and of abs under pi.
-    * A "+" estimator already has the complete gradient, and a gradient through r would count twice. For a "+"
-      estimator, r is therefore detached and only reweights.
+    * A "+" estimator already has the complete gradient, so a gradient through r would count it twice. For a "+"
+      estimator, r is detached and only reweights the estimate.
 
     A token at the bound of k3 has no gradient through r either, because the gradient of r times a constant would drive
-    log pi further away from the reference. The bound applies to k3 before the multiplication by r. log r is clamped to
-    [-20, 20].
+    log pi further away from the reference. The bound of 10 nats applies to k3 before the multiplication by r. log r is
+    clamped to [-20, 20].
 
-    The function takes no mask. Where an input is NaN or inf, the result is NaN and has no gradient. `aggregate_loss`
-    drops a NaN in a masked slot, and lets a NaN in a trained slot show in the loss.
+    The function takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
+    `aggregate_loss` drops a NaN in a masked slot, and lets a NaN in a trained slot show in the loss.
 
     Raises:
         ValueError: if `kl_estimator` is not registered.
@@ -129,8 +130,8 @@ def apply_kl_in_reward(
 ) -> Tensor:
     """Compute the token rewards s_t - kl_coef * kl_t; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
 
-    All tensors are (B, T). The result has no gradient. A masked slot has reward 0, so with `kl_coef` 0 the rewards of a
-    row sum to its score.
+    All tensors have the shape (B, T). The result has no gradient. Masked slots have reward 0, so with `kl_coef` 0 the
+    rewards of a row sum to the row's score.
     """
     mask = as_mask(response_mask)
     kl = masked(kl_estimate(old_log_probs.detach(), ref_log_probs, kl_estimator), mask)

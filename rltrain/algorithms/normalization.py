@@ -13,10 +13,10 @@ _AGGREGATIONS = ("sum", "normalize_then_sum")
 
 
 class Statistics(NamedTuple):
-    """The statistics of the population that each row belongs to, in the shape of the scores.
+    """For each row, the statistics of the population that the row belongs to; all tensors have the shape of the scores.
 
-    `size` is the number of valid rows. `varied` is True if there are at least two valid rows and their scores are not
-    all the same finite number.
+    `size` is the number of valid rows of the population. `varied` is True if the population has at least two valid rows
+    and their scores are not all the same finite number.
     """
 
     size: Tensor
@@ -57,7 +57,7 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
 
 
 class _Levels(NamedTuple):
-    """The checked normalisation knobs of `normalize_rewards` and `normalize_advantages`."""
+    """Knobs shared by `normalize_rewards` and `normalize_advantages`, with a method that validates the knobs."""
 
     mean: str | None
     std: str | None
@@ -77,7 +77,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps) of all values with the statistics of counted values; all tensors are (B,)."""
+    """Compute (raw - mean) / (std + eps) of all values with the mean and std of counted values; tensors are (B,)."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -146,16 +146,17 @@ def combine_rewards(
 ) -> Tensor:
     """Compute sum_k w_k r_k for each row: (B, K) -> (B,).
 
-    A component that is NaN does not apply to the row. The sum omits the components that do not apply, and does not
-    rescale the weights of the others. A row with only NaN gives NaN, and the caller must mark that row invalid.
+    A component that is NaN does not apply to the row. The sum omits the components that do not apply to a row, and does
+    not rescale the weights of the remaining components. A row whose components are all NaN gives NaN, and the caller
+    must mark that row invalid.
 
-    `gates` (K,) marks the components that are gates. Where the score of a gate is <= 0, every other component of the
-    row counts as 0.
+    `gates` (K,) marks the components that are gates. If a gate scores <= 0 on a row, every other component of the row
+    counts as 0.
 
     `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", which needs `uid`, each component is
-    first normalised by its mean and std over the valid rows of the group that it applies to (GDPO, arXiv 2601.05242).
-    The components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised by the
-    statistics of the valid rows.
+    first normalised by its mean and std over those valid rows of the group to which the component applies (GDPO, arXiv
+    2601.05242). The components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised
+    by the statistics of the valid rows.
 
     Raises:
         ValueError: if `aggregation` is unknown, if `weights` or `gates` does not have K entries, or if
@@ -226,9 +227,9 @@ def normalize_advantages(
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
-    the counted tokens. A row that is not counted but is still trained on, as is possible with gae, therefore has
-    advantages on the scale of the counted rows. To keep the advantages of a row at 0, leave the row out of
-    `response_mask` instead.
+    the counted tokens. A row that is not counted but is still trained on, as is possible with gae, has advantages on
+    the scale of the counted rows. To keep the advantages of a row at 0, leave the tokens of the row out of
+    `response_mask`.
 
     A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
     spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation

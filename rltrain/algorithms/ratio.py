@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is finite in float32 and float64
+MAX_LOG_RATIO = 20.0  # bound of |log-ratio|; exp(20) = 4.9e8 is finite in float32 and float64
 
 
 def as_float(values: Tensor) -> Tensor:
-    """Return `values` in the dtype to compute in: float64 stays float64, and any other dtype becomes float32."""
+    """Return `values` in the dtype for computations: float64 stays float64, and any other dtype becomes float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -19,7 +19,7 @@ def as_mask(mask: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` as floats, and 0 without gradient where `mask` is False, even for NaN or inf."""
+    """Return `values` as floats, with masked slots set to 0 without gradient, even if they hold NaN or inf."""
     values = as_float(values)
     return torch.where(mask, values, torch.zeros_like(values))
 
@@ -37,7 +37,7 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 
     The gradient goes only to `log_probs`, and only inside the clamp range.
     """
-    # The mask comes before every non-linear operation: a NaN that reached exp would give the gradient NaN * 0 = NaN.
+    # The mask is applied before every non-linear operation, because a NaN in exp gives the gradient NaN * 0 = NaN.
     difference = masked(as_float(log_probs) - as_float(old_log_probs.detach()), mask)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -53,9 +53,9 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
-    For tokens sampled from q and x = log(p / q), this is the k3 estimate of KL(q || p). The estimate grows as e^x
-    without a bound, which is right for a measurement. As a penalty in a loss, use `rltrain.algorithms.kl.k3`, which has
-    a bound.
+    For tokens sampled from q and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). The k3 estimate of this
+    function grows as e^x without a bound, which is right for a measurement. For a penalty in a loss, use
+    `rltrain.algorithms.kl.k3`, which has a bound.
     """
     return log_ratio.expm1() - log_ratio
 
@@ -68,7 +68,7 @@ def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
-    """Raise ValueError if the upper bound on ratios is not above 1, because it would then act at r = 1."""
+    """Raise ValueError if the upper bound on ratios is not above 1, because a bound of 1 or less would act at r = 1."""
     if not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, say, or inf for none")
 
@@ -85,9 +85,10 @@ def clipped_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. Written as two
-    cases, the objective has no tie between the branches of a min, so its gradient is exactly 0 in the clipped regions.
-    `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only `cap` clips.
+    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. The function treats
+    the two cases separately, so that there is no tie between the branches of a min and the gradient is exactly 0 in the
+    clipped regions. `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only `cap`
+    clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))

@@ -7,7 +7,8 @@ Every registered function follows this contract:
 * Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored, whatever they
   hold.
 * A function computes in float64 if its inputs are float64, and in float32 if they are narrower.
-* A policy loss returns `(token_losses, metrics)` and does not aggregate them. Only `aggregate_loss` divides by a count.
+* A policy loss returns `(token_losses, metrics)` and does not aggregate them. Only the function `aggregate_loss`
+  divides a loss by a count.
 * A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The selector
   computes the column `selected`, (B, T) bool, from the columns of a whole mini-batch. A loss and its selector have no
   knob name in common.
@@ -34,7 +35,7 @@ _SINKS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 class Registry:
     """Registry of the functions of one kind, indexed by name.
 
-    `required` maps each metadata key that every function must have to the values that the key can have.
+    Every function must have the metadata keys of `required`, which maps each key to the values that the key can have.
     """
 
     def __init__(self, kind: str, *, required: Mapping[str, tuple[str, ...]] | None = None) -> None:
@@ -70,7 +71,7 @@ class Registry:
         return self._entry(name)[0]
 
     def metadata(self, name: str) -> Mapping[str, Any]:
-        """Return the metadata that `name` was registered with."""
+        """Return the metadata with which `name` was registered."""
         return self._entry(name)[1]
 
     def names(self) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
 def loss_functions(loss_mode: str) -> tuple[Callable[..., Any], ...]:
     """Return the policy loss and, if it has one, its token selector.
 
-    Each knob that the config sets for a loss is a knob of one of the returned functions.
+    Each knob that the config sets for a policy loss must be a knob of one of the returned functions.
     """
     loss = POLICY_LOSSES.get(loss_mode)
     return (loss, TOKEN_SELECTORS.get(loss_mode)) if "selected" in columns_of(loss) else (loss,)
@@ -109,12 +110,12 @@ def required_columns(advantage_estimator: str, loss_mode: str) -> frozenset[str]
 
 
 def own_knobs(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs in `given` that `fn` takes."""
+    """Return those knobs in `given` that the function `fn` takes."""
     return {name: value for name, value in given.items() if name in knobs_of(fn)}
 
 
 def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[str, Any]) -> None:
-    """Raise ValueError if `given` has a knob that none of `fns` takes, or a value of another type than the default."""
+    """Raise ValueError if a knob in `given` is not a knob of any function in `fns`, or has a value of a wrong type."""
     knobs = {name: default for fn in fns for name, default in knobs_of(fn).items()}
     for name, value in given.items():
         if name not in knobs:
@@ -128,11 +129,13 @@ def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[
 def _same_type(value: Any, default: Any) -> bool:
     """Return whether a knob's value has the type of its default.
 
-    An int is accepted for a float. A bool is not accepted as a number. Any value is accepted if the default is None.
+    An int is accepted as the value of a float knob. A bool is not accepted as the value of an int or float knob. Any
+    value is accepted for a knob whose default is None.
     """
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(default, tuple):  # the default is a tuple of numbers, but YAML only has lists
+    # a list is accepted where the default is a tuple of numbers, because YAML only has lists
+    if isinstance(default, tuple):
         return isinstance(value, (list, tuple)) and all(_same_type(item, 0.0) for item in value)
     return type(value) is type(default) or default is None
 

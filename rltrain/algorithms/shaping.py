@@ -52,12 +52,13 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
 def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:
     """Compute min(r, nothing) where `truncated`, else r: (B,) -> (B,).
 
-    `nothing` (B,) is the score that the row would have if every reward function gave it 0. A truncated row gets
-    `nothing`, or its own score if that is lower. Truncation therefore improves the score of neither a right nor a wrong
-    answer.
+    `nothing` (B,) is the score that the row would have if every reward function gave it 0. A truncated row gets the
+    score `nothing`, or its own score if its own score is lower. Truncation never improves a score, neither that of a
+    right answer nor that of a wrong answer.
 
-    `truncated` (B,) must come from the engine's finish reason, never from the length. A NaN score (no score) stays NaN.
-    This function does not decide which rows enter the statistics or which tokens enter the loss.
+    `truncated` (B,) must come from the engine's finish reason, never from the length. A score of NaN, which means that
+    the row has no score, stays NaN. This function does not decide which rows enter the statistics or which tokens enter
+    the loss.
     """
     scores = as_float(scores)
     return torch.where(as_mask(truncated), torch.minimum(scores, as_float(nothing)), scores)

@@ -15,10 +15,10 @@ def value_loss(
 
     V are the current values, V_old the values that were computed when the batch was collected, and R the returns. c is
     `clip_range_value`, and inf means no clipping. The squared error is that of arXiv 1707.06347 eq. 9. The clipping is
-    not in arXiv 1707.06347 but in the code of its authors (arXiv 2005.12729). Only `values` gets a gradient, and the
-    gradient is 0 where the clipped branch is larger.
+    not in arXiv 1707.06347 but in the code of its authors (arXiv 2005.12729). Only `values` gets a gradient, which is 0
+    where the clipped branch of the max is the larger one.
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `value_mean` and `return_mean`.
 
     Raises:
@@ -32,7 +32,8 @@ def value_loss(
     new, old, target = masked(values, mask), masked(old_values.detach(), mask), masked(returns.detach(), mask)
     change = new - old
     beyond = change.abs() > clip_range_value
-    # Inside the range, use `new` itself: old + (new - old) would round, and both branches must be equal bit for bit.
+    # Where a value is inside the clip range, use `new` itself, because old + (new - old) would round.
+    # Inside the clip range, both branches of the max must be equal bit for bit.
     clipped = torch.where(beyond, old + change.clamp(-clip_range_value, clip_range_value), new)
     error, clipped_error = (new - target).square(), (clipped - target).square()
     metrics = {

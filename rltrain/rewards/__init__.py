@@ -1,15 +1,15 @@
 """Reward functions: `(prompt, response, columns of the data) -> score`. No module in this package imports torch.
 
 The config names a reward function by its path, for example `rltrain.rewards.exact_match:exact_match`. A score of None
-means that the function does not apply to a sample, for example because the sample has no answer. In the table, the
-options in parentheses have defaults.
+means that the function does not apply to a sample, for example because the sample has no answer. In the table of all
+reward functions, the options in parentheses have defaults.
 
 | function | column | options | score |
 |---|---|---|---|
 | `final_answer.final_answer` | answer | | 1 if the text after the last `#` is the answer and the response is finished |
 | `final_answer.exact_answer` | answer | | 1 if the whole response is the answer and the response is finished |
 | `exact_match.exact_match` | answer | (ignore_case, ignore_whitespace) | 1 if the whole response is the answer |
-| `numeric_match.numeric_match` | answer | (marker, answer_marker, rel_tol, abs_tol) | 1 if the last number is it |
+| `numeric_match.numeric_match` | answer | (marker, answer_marker, rel_tol, abs_tol) | 1 if the last number is right |
 | `math_answer.math_answer` | answer | (answer_marker, float_rounding, strict) | 1 if the expressions are equal |
 | `multiple_choice.multiple_choice` | answer | (choices) | 1 if the chosen letter is the answer |
 | `regex_format.regex_format` | | pattern, (full, flags) | 1 if the pattern matches |

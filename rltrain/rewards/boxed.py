@@ -9,14 +9,15 @@ _BOX = r"\boxed"
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{...}`, or None if there is no closed box.
 
-    If boxes are nested, the innermost box that begins last is used. Braces are counted, and `\{` and `\}` are treated
-    as text. A box that is never closed, as at the end of a truncated response, is ignored. The time is linear in the
+    If boxes are nested, the box that begins last is used. Braces are counted, and `\{` and `\}` are treated as text. A
+    box that is never closed, as at the end of a truncated response, is ignored. The running time is linear in the
     length of the text.
     """
     if _BOX not in text:
         return None
     start, end = -1, -1
-    open_braces: list[int] = []  # for each open brace, the start of its box's content, or -1 if no box
+    # for each open brace: where the content of its box starts, or -1 if the brace opens no box
+    open_braces: list[int] = []
     for token in _TOKEN.finditer(text):
         found = token[0]
         if found == "}":

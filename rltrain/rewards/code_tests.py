@@ -13,8 +13,8 @@ from rltrain.rewards.sandbox_inside import LINK
 
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
-# Fraction of `reward_timeout_s` that the tests may use. The rest of `reward_timeout_s` is for starting and ending the
-# processes.
+# Fraction of `reward_timeout_s` that the tests may use.
+# The rest of `reward_timeout_s` is for starting and ending the processes.
 _OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
@@ -35,41 +35,43 @@ def code_tests(
 
     If `tests` is text, the tests run in a second process next to the program's process, in the same sandbox. When a
     test calls a function of the program, the function runs in the program's process, and only plain data is sent back.
-    The program can neither read nor change the process of the tests. A program therefore cannot pass a test by exiting
+    The program can neither read nor change the process that runs the tests. A program cannot pass a test by exiting
     early, printing output, registering hooks, returning objects that are equal to everything, or redefining `assert`,
-    `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments of their
-    calls.
+    `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments with which
+    the tests call its functions.
 
-    Known weaknesses: A program can detect from its arguments that it is being tested, and it can return memorized
-    answers. Helper functions, module members and classes that the tests take from the program are controlled by the
-    program. The program also controls comparisons between two of its own objects. In the weak form of the sandbox, none
-    of the protections above holds against a program that attacks through the operating system.
+    Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and it can
+    return memorized answers. Helper functions, module members and classes that the tests take from the program are
+    controlled by the program. The program also controls comparisons between two of its own objects. In the weak form of
+    the sandbox, the tests are not protected against a program that attacks through the operating system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
-    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`;
-    arithmetic, `<` and `in` between two of the program's objects work. If the program changes an argument in place, the
-    tests see the change through the argument itself, but not through a separate reference to an object nested in it. In
-    the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always mean Python's own versions.
+    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`, but they
+    can use arithmetic, `<` and `in` between two of the program's objects. If the program changes an argument in place,
+    the tests see the change through the argument itself, but not through a separate reference to an object nested in
+    it. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always mean Python's own
+    versions.
 
     Args:
         prompt: unused; every reward function receives it.
-        response: the program is the last code block that is fenced as python, else the last block without a language,
-            else the whole response.
+        response: the model's text. The program is the last code block that is fenced as python, or else the last block
+            without a language, or else the whole response.
         tests: either Python text or pairs. Python text contains asserts, as in MBPP, or functions that contain asserts,
             as in HumanEval. A pair is {"input": ..., "output": ...}: the program reads the input from standard input,
-            and must write the output to standard output and exit with code 0. In comparing outputs, white space at the
-            ends of lines and empty lines at the end are ignored.
+            and must write the output to standard output and exit with code 0. When outputs are compared, white space at
+            the ends of lines and empty lines at the end are ignored.
         timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When
-            `timeout_s` is used up, the tests that have passed so far count.
-        memory_mb: the memory limit of `sandbox.run`.
-        sandbox: the `level` of `sandbox.run`: "auto", "required" or "limits".
+            `timeout_s` is used up, the tests that have already passed count.
+        memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
+        sandbox: which form of the sandbox to use: "auto", "required" or "limits", as `level` in `sandbox.run`.
         all_or_nothing: if True, the score is 1 if every test passes, else 0.
-        entry_point: name of the program's function that is passed to `check`, which HumanEval tests define.
-        reward_timeout_s: the run's `reward.timeout_s`, set automatically. `timeout_s` is capped at 3/4 of
-            `reward_timeout_s`.
+        entry_point: name of the program's function that is passed to `check`, the function that HumanEval tests define.
+        reward_timeout_s: the config value `reward.timeout_s` of the run, passed automatically. `timeout_s` is capped at
+            3/4 of `reward_timeout_s`.
 
     Returns:
-        Number of passed tests divided by the number of all tests. Tests that were not reached in time count as failed.
+        The number of passed tests divided by the number of all tests. Tests that were not reached in time count as
+        failed.
 
     Raises:
         ValueError: there are no tests, or the tests cannot be parsed, which is an error in the data and not in the
@@ -88,9 +90,10 @@ def code_tests(
 
 
 def extract_program(response: str) -> str:
-    """Return the last block that is fenced as python, else the last block without a language, else the whole response.
+    """Return the program in a response: the last code block that is fenced as python.
 
-    A block that is never closed extends to the end of the response.
+    If no block is fenced as python, return the last block without a language, or, if there is none either, the whole
+    response. A block that is never closed extends to the end of the response.
     """
     blocks: dict[str, str] = {}
     place = 0
@@ -133,8 +136,8 @@ def _share_of_pairs(
             break
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
-        # If most of the time went into starting Python, the program is not at fault. The sample then fails instead of
-        # scoring 0.
+        # If most of the time went into starting Python, the program is not at fault.
+        # A sample whose program is not at fault is counted as failed, and is not scored as 0.
         if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
                 f"sandbox: {done} of {len(pairs)} test pairs were run in time, and most of the time went into starting "

@@ -13,11 +13,16 @@ from typing import Any
 
 from rltrain.rewards.code_tests_link import Link
 
-_KEPT = ("math", "cmath", "unittest")  # names that no object of the program may have in the tests
+# names that always mean Python's own modules in the tests, never an object of the program
+_KEPT = ("math", "cmath", "unittest")
 
 
 def serve_program(program: str, reads: int, writes: int) -> None:
-    """Run the program, send its names to the process of the tests, and execute the requests of that process."""
+    """Run the program, and serve the process that runs the tests.
+
+    The function sends the names that the program defines to the process that runs the tests, and then executes the
+    requests of that process.
+    """
     link = Link(reads, writes)
     module = sys.modules["program"] = type(sys)("program")
     exec(compile(program, "program.py", "exec"), vars(module))
@@ -30,9 +35,13 @@ def serve_program(program: str, reads: int, writes: int) -> None:
 
 
 def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) -> None:
-    """Run the tests on the program's objects, and write 1 or 0 for each test as soon as its result is known."""
+    """Run the tests on the program's objects.
+
+    Write 1 (passed) or 0 (failed) for each test as soon as the result of the test is known.
+    """
     verdicts = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discards what the tests print
+    # connects standard output to /dev/null, to discard what the tests print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     link = Link(reads, writes, trusted="tests")
     module = sys.modules["tests"] = type(sys)("tests")
     vars(module).update(_offered(link.receive()))
@@ -42,14 +51,15 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
         if is_test:
             os.write(verdicts, b"1" if passed else b"0")
         elif not passed:
-            os._exit(1)  # after a failed preparation, the results of the later tests mean nothing
+            os._exit(1)  # after a statement that prepares for tests has failed, the results of later tests mean nothing
     os._exit(0)
 
 
 def _offered(message: Any) -> dict[str, Any]:
-    """Return the objects of the program that the tests may use, by name.
+    """Return the objects of the program that the tests may use, as a dict indexed by name.
 
-    Objects whose names are builtins or begin with `__` are left out. A name in `_KEPT` can only mean Python's module.
+    Objects with the name of a builtin, or with a name that begins with `__`, are left out. A name in `_KEPT`, such as
+    `math`, always means Python's own module.
     """
     match message:
         case dict(values), dict(modules) if {type(name) for name in (*values, *modules, *modules.values())} <= {str}:
@@ -59,8 +69,8 @@ def _offered(message: Any) -> dict[str, Any]:
     offered = {name: value for name, value in values.items() if name not in taken and name not in _KEPT}
     for name, full in modules.items():
         top = full.partition(".")[0]
-        # A module that the program imported is imported for the tests too if it is in the standard library. A name in
-        # `_KEPT` must mean the module of that name.
+        # A module that the program imported is also imported for the tests if it is in the standard library.
+        # A name in `_KEPT` must mean the module of that name.
         if name not in taken and top in sys.stdlib_module_names and (name not in _KEPT or name == full):
             offered[name] = importlib.import_module(full)
     return offered
@@ -81,7 +91,7 @@ def statements(tests: str, entry_point: str | None = None) -> list[tuple[ast.stm
 
     A test is a statement that contains an assert, or a call of a function that contains an assert. If no statement is a
     test, a call of each function that is named test_... and contains an assert is added as a test. If no statement is a
-    test and there is no such function to call, each expression statement that is not a constant is a test.
+    test and no function named test_... contains an assert, each expression statement that is not a constant is a test.
 
     Raises:
         SyntaxError: the text is not Python.

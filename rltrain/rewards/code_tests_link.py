@@ -1,9 +1,9 @@
 """Let two processes use each other's objects, although one of them may be hostile; see `code_tests_inside`.
 
 Plain data is sent by value. Any other object stays in its process, and the other process gets a `Far` object instead.
-Whatever the process of the program sends, the process of the tests can only receive plain data and `Far` objects. The
-process of the tests therefore never holds an object of the program with a custom equality, and no message can make it
-call a function or change an object while the message is read.
+Whatever the program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The
+process that runs the tests never holds an object of the program with a custom equality, and no message can make this
+process call a function or change an object while it reads the message.
 """
 
 import builtins
@@ -17,8 +17,9 @@ from typing import Any
 
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
-)  # types of which a pickle can hold objects without naming a class or function
-_VALUES = {  # other plain data: the attributes that the constructor takes, in order; "" for the types in _PARTS
+)  # types whose objects can be pickled without naming a class or function in the pickle
+# further plain-data types, each with the attributes that its constructor takes, in order; "" for the types in _PARTS
+_VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
     "builtins.slice": "start stop step",
@@ -34,7 +35,8 @@ _VALUES = {  # other plain data: the attributes that the constructor takes, in o
     "decimal.Decimal": "",
     "fractions.Fraction": "numerator denominator",
 }
-_PARTS: dict[str, Any] = {  # other plain data: functions that return the constructor's arguments
+# further plain-data types, each with a function that returns the arguments of its constructor for an object
+_PARTS: dict[str, Any] = {
     "collections.Counter": lambda counts: (dict(dict.items(counts)),),
     "collections.OrderedDict": lambda table: (dict(table.items()),),
     "collections.defaultdict": lambda table: (table.default_factory, dict(dict.items(table))),
@@ -42,7 +44,8 @@ _PARTS: dict[str, Any] = {  # other plain data: functions that return the constr
     "datetime.timezone": lambda zone: zone.__getinitargs__(),
     "decimal.Decimal": lambda number: (str(number),),
 }
-_BASES: dict[type, Any] = {  # how to convert a subclass object to its base type without calling the subclass
+# for each base type, a function that converts an object of a subclass to the base type without calling the subclass
+_BASES: dict[type, Any] = {
     int: int.__int__,
     float: float.__float__,
     str: lambda text: "".join((text,)),
@@ -53,8 +56,8 @@ _BASES: dict[type, Any] = {  # how to convert a subclass object to its base type
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# These operators are refused between an object of the program and plain data, because the object's own arithmetic could
-# make any number right.
+# Operators that are refused between an object of the program and plain data.
+# An object of the program that defines its own arithmetic could make any number right.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -86,21 +89,21 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Stands for an exception that the other process raised and whose type is not built into Python."""
+    """Stands for an exception that was raised in the other process and whose type is not built into Python."""
 
 
 class Far:
-    """Stands for an object of the other process.
+    """Proxy for an object that exists in the other process.
 
-    A `Far` object equals no plain data and no other object of this process. Two `Far` objects are equal if the other
-    process says so.
+    A `Far` object is never equal to plain data or to another object of this process that is not a `Far` object. Two
+    `Far` objects are equal if the other process reports that the two objects behind them are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
         vars(self).update(_link=link, _number=number)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the object in the other process."""
+        """Call the object of the other process that this `Far` object stands for."""
         return self._link.ask("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -132,10 +135,13 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 
 
 class Link:
-    """One end of the two pipes. While a request waits for its answer, the link executes requests from the other end."""
+    """One process's end of the connection between the two processes, which consists of two pipes.
+
+    While a request waits for its answer, the link executes requests from the other process.
+    """
 
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
-        """Use two pipe ends, given by their file descriptors.
+        """Create a link from two file descriptors: one pipe end to read from and one pipe end to write to.
 
         If `trusted` names a module, the other end is restricted to the requests in `_FOR_THE_PROGRAM`, and can get and
         set only attributes of objects whose class that module defines.
@@ -194,7 +200,7 @@ class Link:
     def receive(self) -> Any:
         """Read one message.
 
-        If the other process has ended or the message is invalid, exit this process, so that no more test passes.
+        If the other process has ended or the message is invalid, exit this process, so that no further test can pass.
         """
         size = int.from_bytes(self._read(8), "little")
         if size > _LONGEST:
@@ -213,18 +219,18 @@ class Link:
         return bytes(data)
 
     def number(self, thing: object) -> int:
-        """Return the number by which the other process refers to an object of this process, and remember the object."""
+        """Return the number by which the other process refers to this process's object `thing`; store the object."""
         if id(thing) not in self._numbers:
             self._numbers[id(thing)] = len(self._mine)
             self._mine.append(thing)
         return self._numbers[id(thing)]
 
     def far(self, number: int) -> Far:
-        """Return the `Far` object that stands for the other process's object with this number."""
+        """Return the `Far` object for the object of the other process that is numbered `number`."""
         return self._far.setdefault(number, Far(self, number))
 
     def mine(self, number: int) -> Any:
-        """Return the object of this process for which the method `number` returned this number."""
+        """Return the object of this process to which the method `number` assigned the given number."""
         return self._mine[range(len(self._mine))[number]]
 
 
@@ -254,9 +260,9 @@ class _Out(pickle.Pickler):
 
 
 class _Described:
-    """A description of an object in a received message, which is replaced after the whole message is read.
+    """Describes an object in a received message; the described object replaces it once the whole message is read.
 
-    The class has no `__dict__`, so a message cannot give a description further attributes.
+    The class has no `__dict__`, so a message cannot add attributes to a description.
     """
 
     __slots__ = ("words",)
@@ -268,8 +274,9 @@ class _Described:
 class _In(pickle.Unpickler):
     """Reads a message that a hostile process may have sent.
 
-    The pickle in a message may not name a class or function, so reading it neither calls a function nor changes an
-    existing object. After the whole message is read, descriptions are replaced by objects that this file constructs.
+    A pickle that names a class or function is refused, so reading a message neither calls a function nor changes an
+    existing object. Once the whole message is read, each description in it is replaced by an object that this module
+    constructs.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -291,8 +298,8 @@ class _In(pickle.Unpickler):
 def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
     """Return `thing` with each description in it replaced by the object that it describes.
 
-    `done` maps the id of each object met so far to that object and its result. `done` handles cycles and shared
-    objects; storing the object keeps its id from being reused.
+    `done` maps the id of each object met so far to that object and its result. `done` is needed for cycles and shared
+    objects; storing an object in `done` keeps the object's id from being reused.
     """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):
@@ -343,7 +350,7 @@ def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether the arguments have types for which the constructor is meant, so that it calls none of them."""
+    """Return whether the arguments have types that the constructor expects, so that no code of the arguments is run."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]
@@ -356,7 +363,7 @@ def _fit(name: str, parts: tuple[Any, ...]) -> bool:
 
 
 def _plain_type(name: str) -> type | None:
-    """Return the plain-data type or the built-in exception with this name, or None."""
+    """Return the plain-data type or the built-in exception that `name` names, or None if there is neither."""
     module, _, own = name.rpartition(".")
     if name in _VALUES:
         value: type = getattr(importlib.import_module(module), own)
@@ -370,7 +377,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Copy the changes that the other process made to a passed object into the original in this process."""
+    """Copy the changes that the other process made to its copy of a passed object into the original object."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()
@@ -381,7 +388,7 @@ def _exception(name: str, text: str) -> Exception:
     try:
         if (kind := _builtin_exception(str(name))) is not None:
             return kind(text)
-    except TypeError:  # some exceptions, such as UnicodeDecodeError, need more arguments
+    except TypeError:  # some exceptions, such as UnicodeDecodeError, need more than one argument
         pass
     return Raised(f"{name}: {text}")
 

@@ -19,7 +19,7 @@ def exact_match(
     Args:
         prompt: unused.
         response: the model's text.
-        answer: the expected text. A number is converted with Python's `str`.
+        answer: the expected text. An answer that is a number is converted with Python's `str`.
         ignore_case: treat upper-case and lower-case letters as equal, in every script.
         ignore_whitespace: remove all white space before the comparison, so that "x = 1" equals "x=1".
 

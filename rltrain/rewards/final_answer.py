@@ -10,15 +10,20 @@ def final_answer(prompt: str, response: str, *, answer: str, finish_reason: str)
         prompt: unused; every reward function receives it.
         response: the model's text, without special tokens.
         answer: the right answer.
-        finish_reason: the engine's finish reason. Only "stop" can earn a reward; a truncated response gets 0.
+        finish_reason: the engine's finish reason. Only a response with the finish reason "stop" can earn a reward; a
+            truncated response gets 0.
 
     Returns:
-        1.0 if the answer is right and the response is finished, else 0.0. White space around the answer is ignored.
+        1.0 if the answer is right and the response is finished, else 0.0. White space around the answer in the response
+        is ignored.
     """
     _, mark, last = response.rpartition(ANSWER_MARK)
     return float(bool(mark) and finish_reason == "stop" and last.strip() == answer)
 
 
 def exact_answer(prompt: str, response: str, *, answer: str, finish_reason: str) -> float:
-    """Compare the whole response with the expected answer. The arguments and the result are those of `final_answer`."""
+    """Compare the whole response with the expected answer.
+
+    The arguments and the result are the same as those of `final_answer`.
+    """
     return float(finish_reason == "stop" and response.strip() == answer)

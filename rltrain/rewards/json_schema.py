@@ -6,22 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPENING, _CLOSING = "```json", "```"
-_SHALLOW = 20  # nesting depth of values up to which a RecursionError means that the schema refers to itself endlessly
+# if a value is nested at most this deeply, a RecursionError means that its schema refers to itself endlessly
+_SHALLOW = 20
 
 
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
-    """Validate the response, or its last closed block fenced as ```json, against a JSON Schema.
+    """Validate the response, or the last closed block in it that is fenced as ```json, against a JSON Schema.
 
-    Each fence must be on its own line. The following values are invalid: constants that Python reads but JSON does not
-    allow (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred levels deep, and,
-    under `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an annotation and is not
-    checked. References to documents outside the schema are never fetched.
+    Each fence of a block must be on a line of its own. The following values are invalid: constants that Python reads
+    but JSON does not allow (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred
+    levels deep, and, under `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an
+    annotation and is not checked. References to documents outside the schema are never fetched.
 
     Args:
         prompt: unused.
         response: the model's text.
-        schema: the schema, or its JSON text, for example from a column of the data. Without `$schema`, draft 2020-12
-            applies.
+        schema: the schema, or its JSON text, for example from a column of the data. A schema without `$schema` is read
+            as draft 2020-12.
 
     Returns:
         1.0 if the JSON is valid, else 0.0; None if `schema` is None.
@@ -55,7 +56,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 
 
 def _json_text(response: str) -> str:
-    """Return the content of the last closed json block, else the whole response.
+    """Return the content of the last closed json block, or the whole response if there is no such block.
 
     Splitting the text at line breaks is safe, because a JSON string cannot contain a line break.
     """
@@ -70,14 +71,15 @@ def _json_text(response: str) -> str:
         elif mark == _CLOSING:
             block, opened = "\n".join(opened), None
         elif mark == _OPENING:
-            opened = []  # the previous block was never closed
+            # a new block begins although the previous block was never closed; the previous block is ignored
+            opened = []
         else:
             opened.append(line)
     return response if block is None else block
 
 
 def _depth(value: Any) -> int:
-    """Return the nesting depth of lists and objects; 0 for a number."""
+    """Return how deeply lists and objects are nested in a value; 0 for a value that is neither, such as a number."""
     depth, level = 0, [value]
     while level := [inner for one in level for inner in _members(one)]:
         depth += 1
@@ -94,7 +96,7 @@ def _refuse(constant: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _validator(text: str) -> Any:
-    """Check the schema, and return its validator from a cache."""
+    """Check the schema in `text`, and return a validator for it; validators are cached."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY
@@ -111,4 +113,5 @@ def _validator(text: str) -> Any:
     except SchemaError as error:
         reason = " ".join(error.message.split())[:120]
         raise ValueError(f"schema {text[:80]!r} is no JSON Schema: {reason}; correct it") from None
-    return kind(schema, registry=REGISTRY)  # the default registry would fetch references from the network
+    # the registry is passed because the default registry would fetch references from the network
+    return kind(schema, registry=REGISTRY)

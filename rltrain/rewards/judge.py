@@ -1,8 +1,8 @@
 """Reward from a language model that judges the response, behind any endpoint with OpenAI's chat completions API.
 
-The endpoint can be a hosted model or a server such as `python -m vllm.entrypoints.openai.api_server`. The endpoint runs
-outside the training run. The client is the package `openai`, which is installed with vLLM: it reuses connections and
-retries failed requests.
+The endpoint can be a hosted model or a server such as `python -m vllm.entrypoints.openai.api_server`. The endpoint is
+not started by the training run. The client comes from the package `openai`, which is installed with vLLM; it reuses
+connections and retries failed requests.
 """
 
 import asyncio
@@ -53,34 +53,37 @@ async def judge(
 ) -> RewardResult:
     """Ask a language model to rate the response, and return `scale` times the number in the model's answer.
 
-    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. n reward processes
-    (`placement.reward_workers`) can therefore send n times as many requests together. One call, including its waits and
-    retries, must fit into `reward.timeout_s`. If a column of the data has the same name as one of the options below,
+    The limits `max_concurrent` and `requests_per_minute` apply to each reward process. With n reward processes
+    (`placement.reward_workers`), n times as many requests can be sent in total. One call, including its waits and
+    retries, must fit into `reward.timeout_s`. If a column of the data has the same name as an option of this function,
     and `kwargs` does not set that option, the column's value is used as the option.
 
     Args:
         prompt: the sample's prompt.
         response: the sample's response.
         base_url: URL of the endpoint, for example "http://127.0.0.1:8000/v1".
-        model: the judge's model name at the endpoint.
-        question: template of the one message that is sent. {prompt}, {response} and the name of any data column in
-            braces are replaced by their values. The template must contain {response}. A literal brace is doubled: {{.
-        score: regular expression whose first group is the number. The last match in the judge's answer counts.
-        scale: factor for the number; for example, 0.1 maps the range 0 to 10 to the range 0 to 1.
+        model: name of the judge model at the endpoint.
+        question: template of the only message that is sent to the judge. {prompt}, {response} and the name of any data
+            column in braces are replaced by their values. The template must contain {response}. A literal brace in the
+            template is written twice: {{.
+        score: regular expression whose first group matches the number in the judge's answer. If the expression matches
+            several times, the last match counts.
+        scale: factor by which the judge's number is multiplied; for example, 0.1 maps the range 0 to 10 to the range 0
+            to 1.
         temperature: sampling temperature of the judge.
         max_tokens: largest number of tokens in the judge's answer.
         retries: how often a request is retried after it found no server, was rejected by a rate limit or failed inside
             the server. The wait before each retry grows, unless the server says how long to wait.
-        max_concurrent: largest number of simultaneous requests to this endpoint.
-        requests_per_minute: rate limit for this endpoint, with requests evenly spaced and retries included; 0 for no
+        max_concurrent: largest number of simultaneous requests to the endpoint.
+        requests_per_minute: rate limit for the endpoint, with requests evenly spaced and retries included; 0 for no
             limit.
         api_key_env: NAME of the environment variable that holds the API key in the reward processes; "" sends no key.
-        timeout_s: time limit of one attempt, in seconds.
-        columns: the other columns of the data.
+        timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
+        columns: the sample's values in the other columns of the data, by column name.
 
     Returns:
-        The score. The result is marked as failed, with a reason, if the request fails, if the judge's answer contains
-        no number, or if the question names a column that the sample does not have.
+        The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains no
+        number, or if the question names a column that the sample does not have.
     """
     try:
         key = _key(api_key_env)
@@ -100,13 +103,17 @@ async def judge(
                 temperature=temperature,
                 max_tokens=max_tokens,
             )
-        except (OpenAIError, ValueError, TypeError) as error:  # the response body may not be JSON, or not even text
+        # the body of the server's response may not be JSON, or not even text
+        except (OpenAIError, ValueError, TypeError) as error:
             return RewardResult(failed=True, message=f"{base_url}: {_short(f'{type(error).__name__}: {error}', key)}")
     return _result(answer, pattern, scale, key)
 
 
 def _result(answer: Any, pattern: re.Pattern[str], scale: float, key: str) -> RewardResult:
-    """Return the number in a completion as a score. The completion is checked because a server may return anything."""
+    """Return the number in the judge's completion as a score.
+
+    The completion is checked because a server may return anything.
+    """
     try:
         text = answer.choices[0].message.content or ""
         if not isinstance(text, str):
@@ -126,7 +133,7 @@ def _result(answer: Any, pattern: re.Pattern[str], scale: float, key: str) -> Re
 
 
 def _filled(question: str, values: dict[str, Any]) -> str:
-    """Return the template with its fields filled in.
+    """Return the template `question` with its fields replaced by their values.
 
     Raises:
         ValueError: the template has a field that is not in `values`, or has no field for the response.
@@ -162,7 +169,7 @@ def _key(name: str) -> str:
 
     Raises:
         ValueError: `name` is not a valid variable name, or the variable is not set. An invalid `name` is not shown in
-            the message, because it may be the key itself.
+            the error message, because the user may have given the key itself.
     """
     if not name:
         return ""
@@ -183,7 +190,7 @@ _ENDPOINTS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], _
 
 
 def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute: float) -> _Endpoint:
-    """Return the client for these settings.
+    """Return the API client for the given settings.
 
     Clients are cached per event loop, because a client's connections and semaphore belong to the running loop.
     """
@@ -193,8 +200,8 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
         import openai
 
         rate = _Rate(requests_per_minute)
-        # The event hook runs before every attempt, so retries count towards the rate limit. If there is no key, a
-        # placeholder is passed, because the client would otherwise send a key from the environment to this endpoint.
+        # The event hook runs before every attempt, so retries count towards the rate limit.
+        # Without a key, a placeholder is passed, or the client would send a key from the environment to this endpoint.
         http_client = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]})
         client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", http_client=http_client)
         known[settings] = _Endpoint(client, asyncio.Semaphore(max_concurrent))
@@ -202,7 +209,7 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 
 
 class _Rate:
-    """Rate limiter: a token bucket with one token, so requests are sent at least 60 / n seconds apart."""
+    """Rate limiter: a token bucket with one token, so that requests are sent at least 60 / n seconds apart."""
 
     def __init__(self, per_minute: float) -> None:
         self._gap_s = 60 / per_minute if per_minute > 0 else 0.0
@@ -218,6 +225,6 @@ class _Rate:
 
 
 def _short(text: str, key: str = "") -> str:
-    """Return the beginning of a text on one line, with the API key redacted, whatever the name of its variable."""
+    """Return the beginning of a text on one line, with the API key redacted, whichever variable the key comes from."""
     line = " ".join(redacted(text, keys=[key]).split())
     return line if len(line) <= _SHOWN else line[:_SHOWN] + " ..."

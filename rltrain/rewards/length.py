@@ -43,7 +43,7 @@ def length_penalty(
 def overlong_penalty(
     prompt: str, response: str, *, max_length: float, buffer: float, unit: Unit = "characters"
 ) -> float:
-    """Penalize a response linearly within a buffer before the length limit, and fully beyond the limit.
+    """Penalize a response linearly within a buffer before the length limit, and by 1 beyond the limit.
 
         0                                        n <= max_length - buffer
         ((max_length - buffer) - n) / buffer     n <= max_length

@@ -28,7 +28,7 @@ from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
 from rltrain.base.storage import local_path
 from rltrain.rewards.result import RewardResult
 
-BUILTIN = {  # short name of a function: its module in `rltrain.rewards`
+BUILTIN = {  # maps the short name of each built-in function to its module in `rltrain.rewards`
     "final_answer": "final_answer",
     "exact_answer": "final_answer",
     "exact_match": "exact_match",
@@ -43,24 +43,27 @@ BUILTIN = {  # short name of a function: its module in `rltrain.rewards`
     "repetition_penalty": "repetition",
     "judge": "judge",
 }
-PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")  # these score form, not outcome
-STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whatever the data
+# built-in functions that score the form of a response, not its outcome
+PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")
+STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whichever columns the data has
 AGGREGATIONS = ("sum", "normalize_then_sum")
-AGGREGATED = ("components", "uid", "valid", "weights")  # arguments of a user's aggregation function
+# names of the arguments that a user's aggregation function is called with
+AGGREGATED = ("components", "uid", "valid", "weights")
 _TOO_LARGE = ": a score outside float32's range (3.4e38); scale it down"
 _LARGEST = (2 - 2**-23) * 2.0**127  # largest float32, because scores are sent as float32
 _SHOWN = 80  # number of characters of a value that an error message shows
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
-SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")  # first parameters, by kind of function
+# names of the first two parameters of a function of one sample, and of a batched function
+SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
 
 
 class ScoreError(RLTrainError, ValueError):
-    """A reward function returned an invalid score, reported a failure or needs a column that is missing."""
+    """Raised if a reward function returned an invalid score, reported a failure or needs a column that is missing."""
 
 
 def builtin_path(path: str) -> str:
-    """Return the full path of a built-in function from its short name. Return any other path unchanged."""
+    """Return the full path of the built-in function with the short name `path`, or `path` itself if there is none."""
     return f"rltrain.rewards.{BUILTIN[path]}:{path}" if path in BUILTIN else path
 
 
@@ -79,7 +82,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Raises:
         ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
-            function (the message names the nearest one), or the name is not a function.
+            function (the message names the nearest one), or the name is not that of a function.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -101,14 +104,14 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:
-    """Import the function that `path` names, whatever it is for.
+    """Import the function that `path` names, whatever its purpose (for example a function that returns rows of data).
 
     Args:
-        path: `package.module:function` or `file.py:function`. See `load_function` for where these are searched.
-        where: start of the error message.
+        path: `package.module:function` or `file.py:function`. The module or file is searched as in `load_function`.
+        where: start of the error message, such as "reward function 'file.py:score'".
 
     Raises:
-        ConfigError: as `load_function` raises.
+        ConfigError: the function cannot be imported, for the reasons listed in `load_function`.
     """
     target, _, name = path.rpartition(":")
     return _function_of(target, name, where)
@@ -125,7 +128,7 @@ def _function_of(target: str, name: str, where: str) -> Callable[..., Any]:
 
 
 def absolute(path: str) -> str:
-    """Return `path` in a form that names the same function from any working directory, such as a Ray worker's."""
+    """Return `path` in a form that names the same function in any working directory, such as that of a Ray worker."""
     target, _, name = path.rpartition(":")
     return f"{Path(target).expanduser().resolve()}:{name}" if target and _is_file(target) else path
 
@@ -137,9 +140,9 @@ def check_columns(
 
     Args:
         function: a function from `load_function`.
-        name: the function's name in the config, for the error message.
-        columns: the data's columns besides `prompt`.
-        kwargs: the function's options in the config.
+        name: the function's name in the config, which the error message shows.
+        columns: names of the data's columns, apart from `prompt`.
+        kwargs: the options that the config sets for the function, by name.
 
     Raises:
         ConfigError: a column is missing, an option is unknown, or the function takes only *args. For a missing column,
@@ -178,10 +181,10 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def check_aggregation(path: str) -> None:
-    """Check that `path` names an aggregation function that can be called with the arguments `AGGREGATED` by name.
+    """Check that `path` names an aggregation function that can be called with the keyword arguments in `AGGREGATED`.
 
     Raises:
-        ConfigError: there is no such function, or it does not take these arguments.
+        ConfigError: the function does not exist, or does not take the arguments in `AGGREGATED`.
     """
     if ":" not in path and "." not in path:
         raise ConfigError(
@@ -202,7 +205,7 @@ def check_aggregation(path: str) -> None:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Return whether the function takes lists of samples."""
+    """Return whether the function is batched, that is, takes lists of samples."""
     return {p.name for p in _parameters(function)} >= set(BATCHED)
 
 
@@ -213,18 +216,18 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Bound:
-    """Inspect the function's signature once, and return a wrapper that is cheap to call.
+    """Inspect a reward function's signature once, and return a wrapper of the function that is cheap to call.
 
     Args:
         function: a function from `load_function`.
-        kwargs: options by name. An option overrides a column of the same name.
+        kwargs: the options of the reward function, by name. An option overrides a column of the same name.
 
     Returns:
-        A function `(prompt, response, columns)` of one sample, or of lists for a batched function. Prompt and response
-        have no special tokens. The wrapper passes only the columns that the reward function takes. The wrapper returns
-        the reward function's result, or a coroutine if the function is async; `as_score` converts the result to a
-        score. The wrapper raises ScoreError if a column is missing, and passes on every exception of the reward
-        function.
+        A wrapper with the arguments `(prompt, response, columns)`: values of one sample, or lists if the function is
+        batched. The prompt and the response are texts without special tokens. The wrapper passes only the columns that
+        the reward function takes. The wrapper returns the reward function's result, or a coroutine if the function is
+        async; `as_score` converts the result to a score. The wrapper raises ScoreError if a column is missing, and
+        passes on every exception of the reward function.
     """
     parameters = _parameters(function)
     first = BATCHED if is_batched(function) else SINGLE
@@ -246,21 +249,23 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 
 
 def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
-    """Call a function on one sample, and run an async function to completion. For many calls, use `bind` instead.
+    """Call a reward function on one sample, and run it to completion if it is async.
+
+    To call the same function many times, use `bind` instead of this function.
 
     Returns:
         The score, or None if the function does not apply.
 
     Raises:
         ScoreError: the result is not a score, or a column is missing.
-        Exception: any exception of the function.
+        Exception: any exception that the reward function raises.
     """
     result = bind(function)(prompt, response, columns)
     return as_score(finish(result) if inspect.iscoroutine(result) else result)
 
 
 def as_score(result: Any) -> float | None:
-    """Convert a function's result to a score.
+    """Convert the result of a reward function to a score.
 
     Raises:
         ScoreError: the result is not a score, or the function reports that it failed.
@@ -284,7 +289,7 @@ def as_score(result: Any) -> float | None:
     if _is_scalar_array(result):
         return as_score(result.item())
     if inspect.iscoroutine(result):
-        result.close()  # avoids Python's warning about a coroutine that was never awaited
+        result.close()  # closing a coroutine avoids Python's warning about a coroutine that was never awaited
     shown = one_line(repr(result), _SHOWN)
     raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score is a number, a bool or None")
 
@@ -314,7 +319,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _is_scalar_array(result: Any) -> bool:
-    """Return whether this is a scalar array of numpy or torch. Neither library is imported for the test."""
+    """Return whether `result` is a scalar array of numpy or torch, without importing either library."""
     return isinstance(getattr(result, "shape", None), tuple) and not result.shape and hasattr(result, "item")
 
 
@@ -324,8 +329,8 @@ def _is_file(target: str) -> bool:
 
 def _module(target: str, where: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # `python -m` adds the working directory, but an installed command does not. Ray passes `sys.path` to its
-        # workers.
+        # `python -m` adds the working directory to `sys.path`, but an installed command does not.
+        # Ray passes `sys.path` to its workers.
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(target)
@@ -361,9 +366,10 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # at the end, so that a module in this folder cannot hide a package
+        # appended at the end of `sys.path`, so that a module in the file's folder cannot hide an installed package
+        sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # registered before it runs, because dataclasses and pickle look it up
+    sys.modules[name] = module  # a module is registered before it runs, because dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -377,7 +383,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 def source_name(key: str, path: str) -> str:
     """Return the name under which a checkpoint records the content of a function's file.
 
-    A run can only be resumed while the content of the file is unchanged.
+    A run can only be resumed if the content of the file has not changed.
     """
     return f"{key}: {path}"
 
@@ -389,11 +395,11 @@ def _nearest_function(name: str, module: ModuleType) -> str:
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to completion on the process's own event loop, and return its result.
+    """Run a coroutine to completion on the process's event loop for async functions, and return its result.
 
     Raises:
         ScoreError: the coroutine raised an exception that is no subclass of `Exception` (SystemExit, CancelledError,
-            KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because it only reaches the main
+            KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
             thread.
         Exception: any other exception of the coroutine.
     """
@@ -425,5 +431,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with contextlib.suppress(BaseException):  # restart after a user's task raised SystemExit or stopped the loop
+        # the loop restarts after a user's task raised SystemExit or stopped the loop
+        with contextlib.suppress(BaseException):
             loop.run_forever()

@@ -14,20 +14,21 @@ _TAIL = 1000  # number of characters at the end of a response without a box that
 _LONGEST = 500  # largest length of an expression, in characters
 _DEEPEST = 10  # largest nesting depth of brackets; the parser's time may double with each level
 _HUGE = re.compile(
-    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # a power in an exponent
-    r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"  # a large exponent, factorial, binomial
+    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # matches a power in an exponent
+    # matches a large exponent, factorial or binomial
+    r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"
 )
-# A product, factorial or binomial in an exponent.
+# Matches a product, factorial or binomial in an exponent.
 _NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")
-_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # a power of a bracket
-_LARGEST_POWER = 10**6  # bound on the exponent times the largest number in the bracket
+_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # matches a power of a bracket
+_LARGEST_POWER = 10**6  # for a power of a bracket: bound on the exponent times the largest number in the bracket
 _MOST_TERMS = 10**5  # bound on the number of terms in the expansion of a power of a sum
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# Operators over large ranges. Their evaluation makes few calls on huge numbers, so counting calls does not bound its
-# time.
+# Matches operators (such as sums) over large ranges.
+# Evaluating an operator over a large range takes few calls on huge numbers, so counting calls does not bound its time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Bound on the number of function calls and returns, which is reached after about a second. The longest ordinary answers
-# need a tenth of this number.
+# Bound on the number of function calls and returns; the bound is reached after about a second.
+# The longest ordinary answers need a tenth of this number of calls and returns.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -50,14 +51,15 @@ def math_answer(
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
     The response's answer is the content of its last closed `\boxed{...}`. If there is no box and the response contains
-    only mathematics, the response's answer is the whole response. If there is no box and the response also contains
-    other text, math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$",
-    the last formula or the last number. If only one side has a percent sign, 50% equals both one half and
-    50. If the right answer consists of words only ("east"), the two are compared as text.
+    only mathematics, the whole response is its answer. If there is no box and the response also contains other text,
+    math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last
+    formula or the last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If
+    the right answer consists of words only ("east"), the response's answer and the right answer are compared as text.
 
-    Some expressions would take very long to evaluate. The bound on the evaluation does not use a clock, so that every
-    machine and thread gives the same score. An expression counts as right only if it is written exactly like the
-    answer, apart from white space, when it has one of these properties:
+    Some expressions would take very long to evaluate. The evaluation is bounded by the form of the expression and by
+    the number of function calls, not by a clock, so that every machine and thread gives the same score. An expression
+    with one of the following properties counts as right only if it is written exactly like the right answer, apart from
+    white space:
 
     - It has more than 500 characters, or more than ten levels of nested brackets.
     - It has a power, product, factorial or binomial in an exponent.
@@ -71,17 +73,17 @@ def math_answer(
         prompt: unused.
         response: the model's text.
         answer: the right answer: a number, or an expression in LaTeX or plain text, with or without `$` or a box.
-        answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the answer contains it,
-            only the part after its last occurrence is read.
+        answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the right answer
+            contains the marker, only the part after the marker's last occurrence is read.
         float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
-        strict: True: variables must have the same names, and a set never equals a tuple. False: variables are matched
-            by their order.
+        strict: if True, variables must have the same names, and a set never equals a tuple; if False, variables are
+            matched by their order.
 
     Returns:
-        1.0 if the answers are equal, else 0.0; None if `answer` is None. A response that cannot be parsed gets 0.0.
+        1.0 if the two answers are equal, else 0.0; None if `answer` is None. A response that cannot be parsed gets 0.0.
 
     Raises:
-        ValueError: the answer cannot be parsed.
+        ValueError: the right answer cannot be parsed.
     """
     if answer is None:
         return None
@@ -108,13 +110,13 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Signals too many function calls, as a BaseException because the libraries catch every Exception."""
+    """Raised after too many function calls; a BaseException, since the libraries in use catch every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
     """Return the result of `work`, or False if it makes too many function calls.
 
-    The calls are counted in this thread only, and no signal is used.
+    Only calls in the current thread are counted, and no signal is used.
     """
     left, before = _WORK, sys.getprofile()
 
@@ -145,7 +147,7 @@ def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
 
 
 def _stated(response: str) -> str | None:
-    """Return the expression that the response states, or None if the response has to be searched for one."""
+    """Return the expression that the response states, or None if the response has to be searched for an expression."""
     box = last_boxed(response)
     if box is not None:
         return _bare(box)
@@ -156,7 +158,7 @@ def _stated(response: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    r"""Remove the box, dollar signs or `\text` around an expression."""
+    r"""Return an expression without the box, the dollar signs or the `\text` around it."""
     box = last_boxed(text)
     text = (text if box is None else box).strip()
     if delimited := _DELIMITED.fullmatch(text):
@@ -176,7 +178,7 @@ def _is_percent(text: str) -> bool:
 
 
 def _expressions(text: str, *, both_readings: bool) -> list[Any]:
-    """Parse a whole expression. For a percentage, parse the number before the percent sign.
+    """Parse a whole expression. If the expression is a percentage, parse the number before the percent sign.
 
     With `both_readings`, a percentage also yields a hundredth of the number before the percent sign.
     """
@@ -193,7 +195,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _is_too_much(text: str, longest: int) -> bool:
-    """Return whether parsing or evaluating this text could take very long."""
+    """Return whether parsing or evaluating `text` could take very long."""
     if len(text) > longest or any(form.search(text) for form in (_HUGE, _NESTED, _LONG_OPERATOR)):
         return True
     if any(_is_large_power(_bracket(text, power.start()), int(power[1])) for power in _POWER.finditer(text)):
@@ -206,7 +208,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if no bracket opens."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if it is never opened."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")

@@ -1,4 +1,4 @@
-"""Reward for multiple choice: 1 if the letter that a response chooses is the right one."""
+"""Reward for multiple choice: 1 if a response chooses the right letter."""
 
 import functools
 import re
@@ -14,12 +14,12 @@ _HEAD = (
 
 
 def multiple_choice(prompt: str, response: str, *, answer: str | int | None, choices: str = "ABCDE") -> float | None:
-    r"""Compare the letter that the response chooses with the right one.
+    r"""Compare the letter that the response chooses with the right letter.
 
-    A choice is stated as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only the
-    letter. The last statement of a choice counts. A statement that names several letters (`Answer: A or B`) chooses
-    none. Without a statement, a letter in round brackets or at the start of a line (`B. Paris`) is the choice if no
-    other letter is written that way. A list of all options therefore scores 0.
+    A response states a choice as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only
+    the letter. If a response states several choices, the last statement counts. A statement that names several letters
+    (`Answer: A or B`) chooses none. Without a statement, a letter in round brackets or at the start of a line (`B.
+    north`) is the choice if no other letter is written that way. A response that only lists all options scores 0.
 
     Args:
         prompt: unused.
@@ -72,8 +72,8 @@ def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Build regular expressions, with bounded repetitions, for statements of a choice and for mentions of a letter."""
     if not re.fullmatch("[A-Z]+", choices):
         raise ValueError(f"choices={choices!r} must be capital letters; use for example ABCD")
-    # A lower-case letter counts only before a closing bracket, a punctuation mark or the end, because it may also be a
-    # word ("the answer is a dog").
+    # A lower-case letter counts only before a closing bracket, a punctuation mark or the end.
+    # Elsewhere, a lower-case letter may be a word ("the answer is a dog").
     one = rf"(?:[{choices}](?![\w'’-])|[{choices.lower()}](?=[*_$ ]{{0,4}}(?:[)\]}}.,;:\n/]|\Z)))"
     join = r"(?:\s{0,2}(?:,|/|&|\b(?i:or|and)\b)\s{0,2}){1,2}"
     group = rf"{one}(?:{_UNWRAP}{join}{_WRAP}{one}){{0,25}}"

@@ -6,7 +6,7 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# Every repetition below is bounded, or followed by something that it cannot match, so that no text takes long to match.
+# Every repetition in a pattern is bounded or followed by something that it cannot match, so that no match takes long.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -27,7 +27,7 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-_NEAR = 400  # number of characters; almost no number is longer
+_NEAR = 400  # size of a search window, in characters; almost no number is longer
 
 
 def numeric_match(
@@ -43,11 +43,11 @@ def numeric_match(
     r"""Compare the last number in the response with the answer.
 
     If the response has a `\boxed{...}`, the last number inside the last box is used. With a `marker`, only the text
-    after its last occurrence is searched, and the first number of that text is used if the text has no box.
+    after the marker's last occurrence is searched, and the first number of that text is used if the text has no box.
 
     Supported notations are 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3, 1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, and 50%
-    (one half). If only one side has a percent sign, 50% also equals 50. Digits in names (x2), indices and exponents
-    (m^2) are not read as numbers.
+    (one half). If only one of the two numbers has a percent sign, 50% also equals 50. Digits in names (x2), indices and
+    exponents (m^2) are not read as numbers.
 
     Numbers are compared as floats. For integers of more than eight digits, set `rel_tol=0` or use `exact_match`.
 
@@ -57,8 +57,8 @@ def numeric_match(
         answer: the right number, or a text that contains exactly one number. If the text contains the marker, only the
             part after the marker is read.
         marker: the text before the number in the response and in the answer, for example "####"; None for no marker.
-        answer_marker: the text before the number in the answer alone, as in GSM8K's solutions; None for that of
-            `marker`.
+        answer_marker: the text before the number in the answer, as in GSM8K's solutions, if it differs from `marker`;
+            None to use `marker`.
         rel_tol: two numbers are equal if they differ by at most this fraction of the larger one.
         abs_tol: two numbers are also equal if they differ by at most this amount.
 
@@ -98,7 +98,7 @@ def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
 
 
 def _last(text: str) -> re.Match[str] | None:
-    """Return the match of the last number in the text. If possible, search only around the last digit, for speed."""
+    """Return the match of the last number in the text. To save time, search only around the last digit if possible."""
     text = _tidy(text)
     end = len(text)
     while end > _NEAR and not _DIGIT.search(text, end - _NEAR, end):
@@ -107,7 +107,8 @@ def _last(text: str) -> re.Match[str] | None:
     if not _DIGIT.search(text, edge, end):
         return None
     last = _last_match(text, edge, end + _NEAR)
-    if edge and (last is None or last.start() < edge + _NEAR):  # the number may begin before the edge
+    # the number may begin before the part of the text that was searched
+    if edge and (last is None or last.start() < edge + _NEAR):
         return _last_match(text, 0, len(text))
     return last
 
@@ -143,9 +144,9 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
 
 
 def _read(match: re.Match[str] | None) -> tuple[float, bool] | None:
-    """Return the value of a match, and whether it is a percentage.
+    """Return the number that a match of the pattern stands for, and whether it is a percentage.
 
-    A percentage is returned as a fraction of 1. A fraction over zero gives nan.
+    A percentage is returned as a fraction of 1. A fraction with denominator zero gives nan.
     """
     if match is None:
         return None

@@ -7,15 +7,16 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
         max_penalty * (1 - distinct n-grams / n-grams)
 
     Algorithm 1 of arXiv 2502.03373 penalizes each token of a repeated n-gram. Because a score is a single number, this
-    function uses the share of repeated n-grams instead. Words are separated by white space, and upper and lower case
-    are treated as equal. The penalty is 0 for a text of fewer than `ngram` words, and for a text in a script without
-    white space.
+    function does not penalize single tokens but the share of repeated n-grams. Words are separated by white space, and
+    upper and lower case are treated as equal. The penalty is 0 for a text of fewer than `ngram` words, and for a text
+    in a script without white space.
 
     Args:
         prompt: unused.
         response: the model's text.
         ngram: number of words in an n-gram.
-        max_penalty: a number below 0. A response that only repeats one n-gram gets a score close to `max_penalty`.
+        max_penalty: the score that corresponds to a share of 1, a number below 0. A response that only repeats one
+            n-gram gets a score close to `max_penalty`.
 
     Returns:
         A score from `max_penalty` to 0.

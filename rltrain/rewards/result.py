@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score, or the reason why there is none.
+    """A score, or the reason why there is no score.
 
     Attributes:
         score: a finite number; None if the function does not apply to the sample.

@@ -2,24 +2,25 @@
 
 The sandbox has two forms, which both work on Linux only.
 
-The strong form uses bubblewrap (`bwrap`). The program sees only the files that Python needs and only its own processes,
-and it has no network. The program can write only to an in-memory folder that disappears when the program ends. The
-strong form requires that bwrap is installed and that the kernel allows this user to create namespaces. Each process
-that runs sandboxes tests once whether the strong form works.
+The strong form uses bubblewrap (`bwrap`). In the strong form, the program sees only the files that Python needs and
+only its own processes, and it has no network. A program in the strong form can write only to an in-memory folder that
+disappears when the program ends. The strong form requires that bwrap is installed and that the kernel allows this user
+to create namespaces. Each process that starts sandboxes tests once whether the strong form works.
 
-The weak form has the same limits on time, memory, output, processes and file size, the same minimal environment, and a
-folder that is removed afterwards. The weak form has no isolation. A program in the weak form can read and write every
-file that this user can, use the network, and signal all processes of this user, including this one. For example, a
-program in the weak form can kill a reward process, or hide its own start so that the sample fails instead of scoring 0.
-If this user is root, a program in the weak form can also read tests and verdicts. The weak form protects against
-mistakes but not against malicious programs.
+The weak form has the same limits as the strong form on time, memory, output, processes and file size, the same minimal
+environment, and a folder that is removed after the run. The weak form does not isolate the program from the machine. A
+program in the weak form can read and write every file that the user of this process can, use the network, and send
+signals to all processes of this user, including this process. For example, a program in the weak form can kill a reward
+process, or hide its own start so that the sample fails instead of scoring 0. If this user is root, a program in the
+weak form can also read tests and verdicts. The weak form protects against mistakes but not against malicious programs.
 
 The strong form has one gap: if this user is root, a program can change the file mode of the five devices of this
-machine that it sees (null, zero, full, random, urandom). Running rltrain as a user other than root closes this gap.
+machine that it sees (null, zero, full, random, urandom). The gap of the strong form is closed if rltrain runs as a user
+other than root.
 
-Both forms limit the address space of each process. The total memory of all processes and the number of processes and
-threads are checked fifty times a second, so a program can exceed both limits for a moment. Memory that the kernel holds
-for pipes and memfds is not counted.
+The strong form and the weak form limit the address space of each process. The total memory of all processes and the
+number of processes and threads are checked fifty times a second, so a program can exceed both limits for a moment.
+Memory that the kernel holds for pipes and memfds is not counted.
 """
 
 import contextlib
@@ -47,21 +48,22 @@ logger = logging.getLogger(__name__)
 Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 _START_LIMIT_S = 60.0  # time limit for an interpreter to start, generous because the machine may be busy
-_END_LIMIT_S = 2.0  # time that the watcher has to kill all processes, before it is killed itself
-# Time to read the remaining output after the watcher has ended, which is only used up if a process keeps a pipe open.
+_END_LIMIT_S = 2.0  # time that the watcher has to kill all processes before the watcher itself is killed
+# Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-_why_not: list[str] = []  # after the test: the reason why the strong form does not work here, "" if it works
+# empty before the strong form is tested; afterwards the reason why the strong form does not work, or "" if it works
+_why_not: list[str] = []
 _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """No sandbox of the requested level works on this machine. The program in the sandbox is not the cause."""
+    """No sandbox of the requested level works on this machine; the cause is not the program to be run."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The outcome of a program.
+    """The outcome of one run of a program in a sandbox.
 
     Attributes:
         status: "ok": exit code 0. "error": any other exit code, for example after an exception such as MemoryError.
@@ -69,12 +71,12 @@ class SandboxResult:
             example after a crash, or all its processes together exceeded a limit. "output_limit": the program wrote
             more than allowed.
         stdout: the program's standard output, cut at the limit. Bytes that are not UTF-8 are replaced.
-        stderr: the program's standard error, treated like `stdout`.
+        stderr: the program's standard error, cut and decoded like `stdout`.
         returncode: the exit code; the negative signal number if a signal ended the program; None if the program was
             stopped from outside.
         seconds: wall-clock time from the start of the program to the end of its last process.
         reason: an explanation in words, or "" if the status is sufficient.
-        judged: the text that the judge wrote to its standard output.
+        judged: the text that the judge, the second program of `run`, wrote to its standard output.
     """
 
     status: Status
@@ -108,10 +110,10 @@ def run(
     Args:
         code: Python source of the program.
         stdin: text that the program can read from standard input.
-        judge: source of a second program that runs next to the first one. Two pipes connect the two programs. Each
-            program has its ends of the pipes at the descriptors `sandbox_inside.LINK`: (read, write). The first program
-            cannot reach the judge's memory, text or output, except in the weak form if this user is root. With a judge,
-            the end, the exit code and the status of the run are those of the judge.
+        judge: source of a second program that runs next to the first one. Two pipes connect the program and the judge.
+            Each of the two programs has its ends of the two pipes at the descriptors `sandbox_inside.LINK`: (read,
+            write). The program cannot reach the judge's memory, text or output, except in the weak form if this user is
+            root. With a judge, the run ends when the judge ends, and its exit code and status are those of the judge.
         timeout_s: wall-clock seconds, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
@@ -119,12 +121,12 @@ def run(
         max_output_bytes: limit on standard output and on standard error, each.
         max_processes: largest number of simultaneous processes and threads, including the first process.
         max_file_mb: largest size of each file.
-        level: "auto": the strong form, or else the weak form with one warning. "required": the strong form, or else a
-            SandboxError. "limits": the weak form.
+        level: "auto": the strong form, or, if it does not work, the weak form with one warning. "required": the strong
+            form, or, if it does not work, a SandboxError. "limits": the weak form.
 
     Raises:
         SandboxError: no sandbox of the requested level works on this machine, or Python does not start in the sandbox.
-            The message says what to do.
+            The message of the SandboxError says how to solve the problem.
         ValueError: a limit is not positive, or the level is unknown.
     """
     _check(locals())
@@ -136,7 +138,10 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return in one line why the strong form does not work here, or "" if it works. It is tested once per process."""
+    """Return in one line why the strong form does not work on this machine, or "" if it works.
+
+    Each process tests only once whether the strong form works.
+    """
     with _lock:
         if not _why_not:
             _why_not.append(_try_strong())
@@ -154,7 +159,7 @@ def _check(given: dict[str, Any]) -> None:
 def weakness(level: str) -> str:
     """Return in one line how a program in a sandbox of this level could harm this machine, or "" if it cannot.
 
-    `run` does not log a weakness again that this function has already returned.
+    `run` does not log a weakness that this function has already returned.
 
     Raises:
         SandboxError: no sandbox of the requested level works on this machine.
@@ -238,18 +243,22 @@ def _run(
 
 
 class _Watched:
-    """One running sandbox: the output so far, and the reason why it was stopped."""
+    """One running sandbox: the output read so far, and, if the sandbox was stopped, the reason."""
 
     def __init__(self, control: socket.socket, pipes: list[Any], timeout_s: float, max_output_bytes: int) -> None:
         self._control, self._timeout_s, self._max_bytes = control, timeout_s, max_output_bytes
         self._written = {pipe: bytearray() for pipe in pipes}
-        self._said = b""  # messages of the watcher: "started", and at the end the reason for the end
+        # messages that the watcher has sent: "started", and in the end the reason why the program ended
+        self._said = b""
         self._stopped: Status | None = None
         self._started = self._ended = time.monotonic()
         self._deadline = self._started + _START_LIMIT_S
 
     def until_end(self) -> None:
-        """Read until the watcher has ended and the pipes are empty. At a limit, make the watcher kill all processes."""
+        """Read all output until the watcher has ended and the pipes are empty.
+
+        When a limit is reached, make the watcher kill all processes.
+        """
         with selectors.DefaultSelector() as selector:
             for source in (self._control, *self._written):
                 selector.register(source, selectors.EVENT_READ)
@@ -316,12 +325,15 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # the watcher was killed before it read our message
+    except ConnectionResetError:  # the watcher was killed before it read this process's message
         return b""
 
 
 def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | None) -> None:
-    """Kill all processes of the sandbox that may still run. `mark` is the folder of the weak form."""
+    """Kill all processes of the sandbox that may still run.
+
+    `mark` is the folder of the weak form, or None in the strong form.
+    """
     with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)
     try:
@@ -338,7 +350,10 @@ def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | 
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kill all processes with `mark` in their environment. A process that has cleared its environment is not found."""
+    """Kill all processes with `mark` in their environment variables.
+
+    A process that has cleared its environment variables is not found.
+    """
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
@@ -357,7 +372,7 @@ def _folder() -> Iterator[str]:
 
 
 def _memory_file(text: str) -> Any:
-    """Return an in-memory file with this text, positioned at its beginning."""
+    """Return an in-memory file that contains `text`, positioned at the beginning."""
     file = os.fdopen(os.memfd_create("text"), "w+b", 0)
     file.write(text.encode("utf-8", "surrogatepass"))
     file.seek(0)

@@ -19,26 +19,26 @@ _OWN_USER = 65534
 
 def environment(folder: str) -> dict[str, str]:
     """Return all environment variables of the program. `folder` is the folder that the program may write to."""
-    # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time. malloc
-    # is limited to one arena, because otherwise each thread has its own arena of 64 MB of address space.
+    # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time.
+    # malloc is limited to one arena, because otherwise each thread has its own arena of 64 MB of address space.
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
     return {**fixed, "MALLOC_ARENA_MAX": "1", "HOME": folder, "TMPDIR": folder}
 
 
 @functools.cache
 def command(*, strong: bool) -> list[str]:
-    """Return the arguments that start the watcher. The caller appends the watcher's numeric settings."""
+    """Return the command line that starts the watcher, to which the caller appends the watcher's numeric settings."""
     # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    # `-I` is not used because Python would then ignore PYTHONHASHSEED. `-I` is not needed either, because PYTHONUTF8 is
-    # the only other variable of Python that `environment` sets.
+    # Python's option `-I` is not used, because Python would then ignore PYTHONHASHSEED.
+    # `-I` is not needed, because PYTHONUTF8 is the only other variable of Python that `environment` sets.
     options = ["-P", "-s", "-S", "-B"]
     if not strong:
         return [python, *options, str(_INSIDE)]
     bwrap = shutil.which("bwrap") or "bwrap"
     inside = "/sandbox_inside.py"
-    # If this user is root, the program could write root's files in /proc/sys without any capability. /proc is therefore
-    # remounted read-only.
+    # If this user is root, the program could write root's files in /proc/sys without any capability.
+    # To prevent writes to /proc/sys, /proc is remounted read-only.
     bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/", "--remount-ro", "/proc"]
     return [bwrap, *_walls(bwrap), *_places(python), *bound, "--", python, *options, inside]
 
@@ -49,7 +49,8 @@ def _walls(bwrap: str) -> list[str]:
     known = subprocess.run(
         [bwrap, "--help"], capture_output=True, encoding="utf-8", errors="replace", check=False
     ).stdout
-    newer = [option for option in ("--disable-userns",) if option in known]  # since bubblewrap 0.8
+    # bubblewrap has the option --disable-userns since version 0.8
+    newer = [option for option in ("--disable-userns",) if option in known]
     own = ["--uid", str(_OWN_USER), "--gid", str(_OWN_USER), "--cap-drop", "ALL", "--chdir", "/tmp"]
     return [*spaces, *newer, *own, "--die-with-parent", "--as-pid-1"]
 
@@ -84,6 +85,6 @@ def _packages() -> list[str]:
 
 
 def counts_processes_per_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts only the sandbox's processes (since Linux 5.14) and not all of this user's."""
+    """Return whether RLIMIT_NPROC counts only the sandbox's processes (since Linux 5.14), not all of the user's."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and tuple(map(int, version.groups())) >= (5, 14)

@@ -1,8 +1,9 @@
-"""Script that runs inside the sandbox: it starts a program, watches it, and in the end kills all its processes.
+"""Script of the watcher, which runs inside the sandbox: it starts and watches a program and ends all its processes.
 
 Only `rltrain.rewards.sandbox` uses this file. The watcher never reads the program's text, and the program runs in a
-fork of the watcher. A sandbox therefore starts only one interpreter, and the program's memory contains nothing that the
-judge knows. The interpreter runs without site-packages, so psutil is not available here.
+fork of the watcher. Because the program is a fork of the watcher, a sandbox starts only one interpreter, and the
+program's memory contains nothing that the judge knows. The interpreter runs without site-packages, so psutil is not
+available in this file.
 """
 
 import os
@@ -11,7 +12,8 @@ import select
 import sys
 import time
 
-LINK = (100, 101)  # descriptors of the pipes between program and judge, in each of the two: to read from, to write to
+# descriptors (to read from, to write to) of the pipes between program and judge, equal in both processes
+LINK = (100, 101)
 _POLL_S = 0.02
 _MAX_FILES = 10_000
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
@@ -21,15 +23,16 @@ def start(given: dict[str, int]) -> int:
     """Fork the program and, if there is one, the judge. This function returns only in the forked processes.
 
     Args:
-        given: settings by name; `rltrain.rewards.sandbox` passes them on the command line.
+        given: settings of the watcher by name, which `rltrain.rewards.sandbox` passes on the command line.
 
     Returns:
-        In a forked process, the descriptor of the source text that it must run.
+        In a forked process, the descriptor of the source text that the forked process must run.
     """
     has_judge, alone = given["has_judge"], os.getpid() == 1
     if not alone:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes become our children, also after setsid
-    _prctl(_PR_SET_DUMPABLE, 0)  # other processes can then access neither our memory nor our files
+        # orphaned processes become children of the watcher, even if they called setsid
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_DUMPABLE, 0)  # other processes can then access neither the memory nor the files of the watcher
     pipes: list[tuple[int, ...]] = [os.pipe() if has_judge else () for _ in range(2)]
     there, back = pipes
     program = os.fork()
@@ -52,7 +55,7 @@ def start(given: dict[str, int]) -> int:
 
 
 def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
-    """Detach this fork with setsid, set its limits, and close all descriptors except those meant for the program.
+    """Detach this forked process with setsid, set its limits, and close all descriptors that its program must not have.
 
     Returns the descriptor of the source text.
     """
@@ -62,7 +65,8 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))  # highest inherited descriptor
+    # the highest descriptor that this process has inherited
+    highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))
     os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
     _limit(resource.RLIMIT_AS, given["memory_mb"] * mebibyte)
@@ -78,7 +82,8 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
 
 def _limit(kind: int, value: int) -> None:
     there = resource.getrlimit(kind)[1]
-    # At the soft limit of CPU time, the process gets SIGXCPU, which tells the cause; at the hard limit, only SIGKILL.
+    # At the soft limit of CPU time, the process gets SIGXCPU, which reveals the cause of its end.
+    # At the hard limit of CPU time, the process only gets SIGKILL.
     hard = value + (kind == resource.RLIMIT_CPU)
     hard = hard if there == resource.RLIM_INFINITY else min(hard, there)
     resource.setrlimit(kind, (min(value, hard), hard))
@@ -92,11 +97,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return which happened."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return what happened."""
     control = given["control"]
     wake = [control]
     try:
-        wake.append(os.pidfd_open(first))  # opened before the process can be reaped
+        wake.append(os.pidfd_open(first))  # the pidfd is opened before the process can be reaped
         pause = _POLL_S
     except OSError:  # Linux before 5.3 has no pidfd_open
         pause = _POLL_S / 4
@@ -112,7 +117,10 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 
 
 def _reap(first: int) -> int | None:
-    """Reap all ended children, also adopted orphans. Return the exit code of `first` if it has ended, else None."""
+    """Reap all children that have ended, including adopted orphans.
+
+    Return the exit code of `first` if it has ended, else None.
+    """
     code = None
     try:
         while True:
@@ -126,7 +134,7 @@ def _reap(first: int) -> int | None:
 
 
 def _excess(given: dict[str, int], *, alone: bool) -> str:
-    """Return which limit all processes together exceed, or "" if they exceed none."""
+    """Return which limit all processes of the sandbox together exceed, or "" if they exceed none."""
     tasks = memory = 0
     for pid in _others(alone=alone):
         try:
@@ -134,14 +142,14 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
                 tasks += int(file.read().rpartition(b")")[2].split()[17])
             with open(f"/proc/{pid}/statm", "rb") as file:
                 pages = file.read().split()
-        except (OSError, IndexError):  # the process has ended
+        except (OSError, IndexError):  # the process has ended in the meantime
             continue
         memory += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
     if tasks > given["max_processes"] + given["has_judge"]:
         return f"more than {given['max_processes']} processes and threads"
     if memory > given["memory_mb"] << 20:
         return f"more than {given['memory_mb']} MB in all its processes"
-    if alone:  # in the strong form, /tmp is a separate in-memory file system
+    if alone:  # in the strong form, /tmp is an in-memory file system of the sandbox
         folder = os.statvfs("/tmp")
         if (folder.f_blocks - folder.f_bfree) * folder.f_frsize > given["memory_mb"] << 20:
             return f"more than {given['memory_mb']} MB in files"
@@ -164,7 +172,7 @@ def _others(*, alone: bool) -> list[int]:
                     children = [int(pid) for pid in file.read().split()]
                 found += children
                 fresh += children
-        except OSError:  # the process has ended
+        except OSError:  # the process has ended in the meantime
             continue
     return found
 

@@ -1,7 +1,8 @@
 """Advantage estimators.
 
 Every estimator has the signature (token_level_rewards, response_mask, columns..., *, knobs) -> (advantages, returns).
-This package imports each of its modules, so a new file in this folder is registered without further code.
+This package imports every module in its folder, so the functions of a new file in the folder are registered without
+further code.
 """
 
 import importlib

@@ -22,19 +22,19 @@ def gdpo(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_i,t = (s_i - mean(s)) / (std(s) + 1e-6), s_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6).
 
-    The formula is that of GDPO, arXiv 2601.05242. r_ik is component k of row i, and NaN where the component does not
-    apply to the row. mean_k and std_k are over the valid rows of the group that component k applies to. mean(s) and
-    std(s) are over the valid rows of the batch, and each row counts once. std_k and std(s) are unbiased. Normalising
-    each component separately keeps a component with few distinct values from being drowned out by a component with
-    many.
+    The formula is that of GDPO, arXiv 2601.05242. r_ik is reward component k of row i, or NaN if the component does not
+    apply to the row. mean_k and std_k are computed over those valid rows of the group to which component k applies.
+    mean(s) and std(s) are computed over the valid rows of the batch, and each row counts once. std_k and std(s) are
+    unbiased (divisor n - 1). Because each component is normalised separately, a component with few distinct values is
+    not drowned out by a component with many distinct values.
 
     `weights` holds one w_k for each component. If `weights` is (), every component has the weight 1. A component that
-    is constant in its group adds exactly 0. A row that is not `valid`, or that no component applies to, is excluded
-    from the statistics and gets an advantage of 0.
+    is constant within a group adds exactly 0 to the advantages of the group. A row is excluded from the statistics and
+    gets an advantage of 0 if it is not `valid`, or if no component applies to it.
 
-    All rewards come from `reward_components`. `token_level_rewards` is in the signature only because every estimator
-    has it, and this function does not read it. A KL penalty in `token_level_rewards` would therefore have no effect;
-    use the KL loss instead.
+    This function reads all rewards from `reward_components`. `token_level_rewards` is in the signature only because
+    every estimator has it, and this function does not read it. A KL penalty in `token_level_rewards` has no effect on
+    GDPO; use the KL loss instead of the KL penalty.
 
     token_level_rewards and response_mask are (B, T), uid and valid are (B,), and reward_components is (B, K). The
     advantages are (B, T) and 0 in masked slots. The returns equal the advantages.

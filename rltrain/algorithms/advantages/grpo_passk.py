@@ -1,4 +1,4 @@
-"""Group-relative advantages for pass@k."""
+"""Group-relative advantages (GRPO) for optimising pass@k."""
 
 import torch
 from torch import Tensor
@@ -15,14 +15,15 @@ def grpo_passk(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_i,t = (r_max - r_second) / (std(r_group) + 1e-6) for a group's best row, else 0; arXiv 2503.19595.
 
-    The numerator is what a row adds to the maximum reward of its group: the maximum over the group minus the maximum
-    over the other rows. For the best row, the maximum over the other rows is r_second. The maximum of the group is the
-    quantity that pass@k rewards when k is the group size. If two rows share the best reward, neither raises the
-    maximum, and the whole group gets advantages of exactly 0. A group that has only one row also gets advantages of
-    exactly 0. A row that is not `valid` is excluded from the statistics and gets an advantage of 0.
+    The numerator of A_i,t is what row i adds to the maximum reward of its group: the maximum over the group minus the
+    maximum over the rows other than i. If row i is the best row, the maximum over the rows other than i is r_second.
+    The maximum of the group is the quantity that pass@k rewards when k is the group size. If two rows share the best
+    reward, neither of the two raises the maximum, and the whole group gets advantages of exactly 0. A group that has
+    only one row also gets advantages of exactly 0. A row that is not `valid` is excluded from the statistics and gets
+    an advantage of 0.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
-    std is unbiased. With `norm_by_std` False, the advantages are not divided by the std.
+    std is unbiased (divisor n - 1). With `norm_by_std` False, the advantages are not divided by the std.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.
@@ -36,6 +37,7 @@ def grpo_passk(
     advantages = masked(raw - second, alone)
     if norm_by_std:
         advantages = torch.where(alone, advantages / (of.std + 1e-6), advantages)
-    # A NaN reward is unequal to every number, so its row would get 0. Return the non-finite mean of the group instead.
+    # A NaN reward is unequal to every number, so a row with a NaN reward would get an advantage of 0.
+    # Give a row with a NaN reward the non-finite mean of the group instead of 0.
     advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)
     return spread(advantages.to(scores.dtype), response_mask)

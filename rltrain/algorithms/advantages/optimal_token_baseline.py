@@ -20,31 +20,32 @@ def optimal_token_baseline(
         W_i,t = sum_{j <= t} e_i,j             the energy up to t, a proxy for the squared gradient of log pi(y_1..t)
         e_i,j = 1 - pi(y_j) >= 0
 
-    The index t counts the trained tokens of a row, so tool tokens are skipped. Both sums over i run over the valid rows
-    of the group (same `uid`) that have a t-th trained token. Where the energy of every row is 0, as under a
+    The index t counts the trained tokens of a row, so tool tokens are skipped. The two sums over i in B_t run over the
+    valid rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as under a
     deterministic policy, B_t is the plain mean of the G_i,t.
 
-    At a t where all G_i,t of the group are equal, A is exactly 0. If only one row is left at t, its baseline is its own
-    return, so A is exactly 0 on the tail of the longest row. A row that is not `valid` is excluded from the statistics
-    and gets an advantage of 0.
+    A_i,t is exactly 0 at every t at which all G_i,t of the group are equal. If only one row of the group has a t-th
+    trained token, the baseline at t is that row's own return, so A is exactly 0 on the tail of the longest row. A row
+    that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
-    This function differs from the paper in e. In the paper, e is the squared gradient of log pi(y_j) with respect to
-    the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not hold the sum over the vocabulary, so pi(y_j) replaces
-    it: the mean of pi(y_j) over y_j ~ pi is that sum.
+    This function defines the energy e_i,j differently from the paper. In the paper, e is the squared gradient of log
+    pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not contain sum_v pi_v^2, so this
+    function replaces sum_v pi_v^2 by pi(y_j), whose mean over y_j ~ pi is sum_v pi_v^2.
 
-    token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). Both results are (B, T) and
-    0 in masked slots. The returns are G.
+    token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). The advantages and the
+    returns are (B, T) and 0 in masked slots. The second result, the returns, consists of the G_i,t.
     """
     mask = as_mask(response_mask) & counted_rows(response_mask, valid)[:, None]
     place, group = places(mask), group_index(uid)
     rewards, log_probs = as_float(token_level_rewards.detach()).double(), as_float(old_log_probs.detach()).double()
     returns = discounted_suffix_sum(to_left(rewards, mask, place), 1.0)
-    # Rounding can make a log-prob positive, and its weight would then be negative.
+    # The log-probs are clamped because rounding can make a log-prob positive, which would give a negative weight.
     energy = to_left(-torch.expm1(log_probs.clamp(max=0)), mask, place).cumsum(-1)
     live = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1, keepdim=True)
     energy = masked(energy, live)
     weight = torch.where(group_sum(energy, group) > 0, energy, live)
-    # Past the longest row of a group, the baseline is 0 / 0 = NaN. `varied` is False there, so the NaN is masked below.
+    # Past the end of a group's longest row, the baseline is 0 / 0 = NaN.
+    # `varied` is False past the end of the longest row, so the NaN of the baseline is masked in `advantages`.
     baseline = group_sum(weight * returns, group) / group_sum(weight, group)
     varied = statistics_of(returns, group, live).varied
     dtype = as_float(token_level_rewards).dtype

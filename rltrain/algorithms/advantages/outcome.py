@@ -7,12 +7,12 @@ from rltrain.algorithms.ratio import as_mask, masked
 
 def counted_rows(response_mask: Tensor, valid: Tensor) -> Tensor:
     """Return the mask (B,) of the rows that enter the statistics: valid rows that have at least one trained token."""
-    # A row without a trained token has no slot that could hold its score, so counting it would invent a score of 0.
+    # A row without a trained token has no slot for a score, so counting such a row would invent a score of 0.
     return as_mask(valid) & as_mask(response_mask).any(-1)
 
 
 def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the rewards of each row's trained tokens (B,), and `counted_rows` (B,)."""
+    """Return the sum of the rewards of each row's trained tokens (B,), and the mask `counted_rows` (B,)."""
     scores = masked(token_level_rewards.detach(), as_mask(response_mask)).sum(-1)
     return scores, counted_rows(response_mask, valid)
 

@@ -28,7 +28,7 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
 def places(mask: Tensor) -> Tensor:
     """Return the index of each trained token among the trained tokens of its row, counted from 0.
 
-    The index is meaningless where `mask` is False.
+    The index has no meaning in slots where `mask` is False.
     """
     return mask.cumsum(-1) - 1
 
@@ -36,13 +36,13 @@ def places(mask: Tensor) -> Tensor:
 def to_left(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
     """Move the trained values of each row to its front, in order, and fill the remaining slots with 0."""
     rows, length = values.shape
-    bin_for_masked = length  # masked values go to one extra column, which is dropped at the end
+    bin_for_masked = length  # masked values are written to one extra column, which is dropped in the result
     aligned = values.new_zeros(rows, length + 1).scatter(1, place.where(mask, bin_for_masked), masked(values, mask))
     return aligned[:, :length]
 
 
 def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
-    """Undo `to_left`: move the values back to the slots of their tokens, and set masked slots to 0."""
+    """Undo the function `to_left`: move the values back to the slots of their tokens, and set masked slots to 0."""
     return masked(aligned.gather(1, place.clamp(min=0)), mask)
 
 

@@ -32,11 +32,12 @@ def cispo(
     r = pi(y_t) / pi_old(y_t), and A is the advantage. Clipping bounds the weight and removes no token's gradient: a
     clipped token also has the gradient -clip(r) A grad log pi. low = 1 means no lower bound, as in the paper.
 
-    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The value of the loss is therefore
-    finite where pi is 0. The gradient is 0 where log r is outside of [-20, 20].
+    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. Because of the clamp of log r, the
+    value of the loss is finite where pi is 0. The gradient is 0 where log r is outside of [-20, 20].
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (always 0,
-    because no gradient is removed), `weight_clip_fraction` (r outside of the clip range), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
+    (always 0, because no gradient is removed), `weight_clip_fraction` (r outside of the clip range), `ratio_mean` and
+    `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high

@@ -29,13 +29,13 @@ def clip_cov(
     the denominators of the aggregation. The selection already acts at r = 1: at the old policy, the gradient is the
     REINFORCE gradient of the tokens that are not selected.
 
-    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
-    `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped, tokens), `ratio_mean`
-    and `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
+    sums: `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped, tokens),
+    `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     dropped = as_mask(selected)
-    kept = masked(advantages, mask & ~dropped)  # advantage 0 removes loss and gradient
+    kept = masked(advantages, mask & ~dropped)  # a token with advantage 0 has no loss and no gradient
     bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": math.inf}
     losses, metrics = vanilla(log_probs, old_log_probs, kept, mask, **bounds)
     del metrics["clip_fraction_c"]
@@ -57,16 +57,16 @@ def select_clip_cov(
 
         selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
-    N is the number of trained tokens, and the means are over these tokens. The selector takes the tokens in the range
-    that have the smallest `random_draws`. The `random_draws` are uniform numbers that the caller assigns to tokens, not
-    to places in the batch, so the order of rows does not matter. A token whose draw equals the largest selected draw is
-    also selected. If no token is in the range, no token is selected.
+    N is the number of trained tokens, and the means are over these tokens. Among the tokens with a covariance in [lb,
+    ub], the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that the
+    caller assigns to tokens, not to places in the batch, so the order of rows does not matter. A token whose draw
+    equals the largest selected draw is also selected. If no token has a covariance in [lb, ub], no token is selected.
 
     The selector differs from the authors' program in two ways. First, the selector uses log pi of the old policy,
-    because the selection precedes the update. Second, the selector can select tokens that the ratio clips, because the
-    ratio is not known before the update.
+    because the selection precedes the update. Second, the selector can select tokens that PPO's ratio clipping will
+    clip, because the ratio is not known before the update.
 
-    All tensors are (B, T). Returns bool, False in masked slots.
+    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 
     Raises:
         ValueError: if `clip_cov_ratio` is not in (0, 1], or `clip_cov_lb` is above `clip_cov_ub`.

@@ -30,11 +30,11 @@ def dppo_kl(
     its advantage is never dropped.
 
     The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
-    outside of [-20, 20]. In D, probabilities are at most 1, and 1 - pi is at least the smallest normal number, so D is
-    finite.
+    outside of [-20, 20]. To compute a finite D, probabilities are clamped to at most 1, and 1 - pi to at least the
+    smallest normal number.
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (dropped
-    tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
+    (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
     """
     check_deltas(delta_low, delta_high)
     mask = as_mask(response_mask)

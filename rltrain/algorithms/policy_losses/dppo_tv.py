@@ -37,8 +37,8 @@ def dppo_tv(
     The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction` (dropped
-    tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
+    (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
     """
     check_deltas(delta_low, delta_high)
     mask = as_mask(response_mask)
@@ -51,7 +51,7 @@ def dppo_tv(
 
 
 def check_deltas(delta_low: float, delta_high: float) -> None:
-    """Raise ValueError if a bound is negative, because it would drop tokens at r = 1."""
+    """Raise ValueError if a bound is negative, because a negative bound would drop tokens at r = 1."""
     for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value} must be >= 0, or it drops every token at r = 1; use 0.1, say")
@@ -68,7 +68,7 @@ def dropping_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return -A sg[min(r, c)] log pi, and the metrics.
 
-    The loss is exactly 0 and has no gradient where `far` is True.
+    `far` (B, T) marks the dropped tokens, whose loss is exactly 0 and has no gradient.
     """
     check_clip_ratio_c(clip_ratio_c)
     ratio = log_ratio.detach().exp()

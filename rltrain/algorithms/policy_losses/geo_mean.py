@@ -39,7 +39,7 @@ def geo_mean(
     is the paper's sequence loss L, gradient included. Any other aggregation weights a row by its length, which the
     paper does not do.
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `ratio_mean` (of s) and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)

@@ -38,7 +38,7 @@ def gspo(
     of the row, which is LUSPO (arXiv 2602.05261). All other aggregations also weight a row by its length, but with a
     divisor that neither the GSPO nor the LUSPO paper has.
 
-    All tensors are (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `ratio_mean` and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)

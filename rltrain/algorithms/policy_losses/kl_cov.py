@@ -9,7 +9,8 @@ from rltrain.algorithms.policy_losses.selection import check_share, exactly_smal
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
-ROUNDING = 1e-5  # nats; two float32 forward passes of the same policy differ by less than this in log-prob
+# threshold of |log r| in nats; two float32 forward passes of the same policy differ by less in log-prob
+ROUNDING = 1e-5
 
 
 @POLICY_LOSSES.register("kl_cov", selected="penalised")
@@ -26,13 +27,14 @@ def kl_cov(
 
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. The paper writes the penalty as KL(pi_old || pi). The authors'
-    program uses |log r| of the sampled token, and so does this function. The gradient of |log r| is the sign of log r
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. The paper writes the penalty as KL(pi_old || pi). Both the
+    authors' program and this function use |log r| of the sampled token. The gradient of |log r| is the sign of log r
     times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5, because near r = 1 rounding alone
     would decide the sign.
 
-    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
-    `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
+    sums: `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and
+    `ppo_kl`.
 
     Raises:
         ValueError: if `kl_cov_coef` is negative or not finite.
@@ -68,7 +70,7 @@ def select_kl_cov(
     the selection precedes the update.
 
     The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the paper, which ranks the tokens.
-    Many tokens have equal covariance, such as the tokens of probability 1 in one answer. Among tokens of equal
+    Many tokens can have equal covariance, for example the tokens of probability 1 in one answer. Among tokens of equal
     covariance, the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that
     the caller assigns to tokens, not to places in the batch, so the order of rows does not matter.
 
@@ -76,7 +78,7 @@ def select_kl_cov(
     equal, no token is selected. The paper's ranking would select tokens of covariance <= 0 if too few tokens had a
     covariance above 0.
 
-    All tensors are (B, T). Returns bool, False in masked slots.
+    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
     """
     check_share(kl_cov_ratio=kl_cov_ratio)
     mask = as_mask(response_mask)

@@ -1,4 +1,4 @@
-"""Helpers of the token selectors: covariances over a mini-batch, and the tokens with the smallest values."""
+"""Helpers of the token selectors: covariances over a mini-batch, and selection of tokens with the smallest values."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ def check_share(**knobs: float) -> None:
 def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Compute (log pi - mean) (A - mean) per token (B, T); arXiv 2505.22617 eq. 10.
 
-    The means are over all tokens in `mask`. If all log-probs or all advantages are equal, the result is exactly 0
-    everywhere, even if their mean is rounded.
+    The two means are computed over all tokens in `mask`. If all log-probs or all advantages are equal, the result is
+    exactly 0 everywhere, even if the computed mean is rounded.
     """
     return _deviations(log_probs, mask) * _deviations(advantages, mask)
 

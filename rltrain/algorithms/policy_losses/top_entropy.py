@@ -1,4 +1,4 @@
-"""PPO's clipped loss on only the tokens of highest entropy, the forking tokens of a response."""
+"""PPO's clipped loss, restricted to the tokens of highest entropy (the forking tokens of a response)."""
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ def top_entropy(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss `vanilla` on the selected tokens, and 0 elsewhere; arXiv 2506.01939 (Beyond the 80/20 Rule).
+    """Compute the loss `vanilla` on selected tokens, and 0 on all others; arXiv 2506.01939 (Beyond the 80/20 Rule).
 
         l = 1[H_t >= tau] (-min(r A, clip(r, 1-low, 1+high) A)), with the dual clip of `vanilla`
 
@@ -28,13 +28,13 @@ def top_entropy(
     and tau is the threshold of the selector. Tokens that are not selected have a loss of exactly 0 and no gradient, but
     still count in the denominators of the aggregation, as in the paper's objective.
 
-    All tensors are (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are sums:
-    `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and `ratio_mean` and `ppo_kl`
-    over all trained tokens.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
+    sums: `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and `ratio_mean` and
+    `ppo_kl` over all trained tokens.
     """
     mask = as_mask(response_mask)
     trained = as_mask(selected)
-    kept = masked(advantages, trained)  # advantage 0 removes loss and gradient
+    kept = masked(advantages, trained)  # a token with advantage 0 has no loss and no gradient
     bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
     losses, metrics = vanilla(log_probs, old_log_probs, kept, mask, **bounds)
     return losses, metrics | {"selected_fraction": metric_sum(trained, mask)}
@@ -50,7 +50,7 @@ def select_top_entropy(entropies: Tensor, response_mask: Tensor, *, entropy_frac
     tau. Tokens whose entropy equals the smallest selected entropy are also selected, so the order of rows does not
     matter. If all entropies are equal, every trained token is selected.
 
-    All tensors are (B, T). Returns bool, False in masked slots.
+    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
     """
     check_share(entropy_fraction=entropy_fraction)
     mask = as_mask(response_mask)
