@@ -22,7 +22,7 @@ def adopt_orphans(adopt: bool = True) -> None:
     """Make this process the new parent of its orphaned descendants, so that they stay its descendants.
 
     Args:
-        adopt: If False, turn this behavior off again.
+        adopt: Whether orphaned descendants become children of this process. False restores the system's default.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
@@ -46,7 +46,7 @@ def shared_memory_mb(pid: int) -> float:
 
 
 def has_children() -> bool:
-    """Return whether this process has children, including zombies. The check costs one system call."""
+    """Return whether this process has children, including zombies. This function makes only one system call."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -57,7 +57,7 @@ def has_children() -> bool:
 def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
     """Return the descendants of `pid`, parents first, without the processes in `spare` and their descendants."""
     found = [pid]
-    for parent in found:  # the loop also visits the entries that it appends
+    for parent in found:  # the loop also visits the pids that its body appends to `found`
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 found += [child for child in map(int, children.read_text("utf-8").split()) if child not in spare]
@@ -67,8 +67,9 @@ def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
 def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
-    All of the descendants are stopped before any is killed, so that none can fork meanwhile. This process then waits
-    for the killed processes that are its children or that it has adopted, so that no zombie remains.
+    All descendants are stopped (SIGSTOP) before the first of them is killed, so that none of them can fork in between.
+    Finally, this process waits for the killed processes that are its children or that it has adopted, so that no zombie
+    remains.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
@@ -87,7 +88,7 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
 
 
 def reap(spare: Collection[int]) -> None:
-    """Remove the zombies of descendants that have ended, except those in `spare`, by waiting for them."""
+    """Wait for descendants that have ended, except the processes in `spare`, so that no zombies remain."""
     for child in descendants(os.getpid()):
         if child not in spare:
             with contextlib.suppress(ChildProcessError):
