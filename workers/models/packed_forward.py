@@ -67,7 +67,7 @@ class RowLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, which are computed on first access, and only needed without an attention kernel."""
+        """Return the attention batches, which are computed on first access and only used without an attention kernel."""
         return _attention_batches(self.lengths, self.device)
 
 
@@ -239,7 +239,7 @@ def load_model(
         kind: Auto class of transformers that builds the model.
         path: the model directory.
         where: start of the error messages: the config key and the path. The default is `model.path=PATH`.
-        new_head: whether `load_whole` replaces the last layer of the model by a new one.
+        new_head: whether the parameters outside the base model, such as the last layer, are newly initialized.
         **kwargs: further arguments for `load_whole`.
 
     Raises:
