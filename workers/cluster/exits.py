@@ -19,7 +19,7 @@ class Exits:
     def add(self, pid: int) -> None:
         """Add the process `pid` to the processes whose end `wait` waits for.
 
-        If the process has ended, the next `wait` returns at once.
+        If the process has already ended when it is added, the next `wait` returns at once.
         """
         try:
             pidfd = os.pidfd_open(pid)

@@ -134,7 +134,7 @@ class Liveness:
         tasks.start(self._observe_all(), "liveness")
 
     def admit(self, process: WatchedProcess, introduction: Any) -> None:
-        """Start to observe a new process.
+        """Start observing a new process.
 
         Args:
             process: The process to observe.
@@ -234,7 +234,10 @@ class Liveness:
                 self.tasks.interrupt(error)
 
     async def _introduce(self, process: WatchedProcess, introduction: Any) -> None:
-        """Wait until a new process reports its identity. Mark the process as lost if it does not report in time."""
+        """Wait until a new process reports its identity.
+
+        Mark the process as lost if it does not report its identity in time.
+        """
         import ray
 
         try:

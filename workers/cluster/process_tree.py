@@ -1,4 +1,4 @@
-"""Finding and ending the descendants of a process, such as processes that reward functions start (Linux only).
+"""Functions that find and end the descendants of a process, such as processes that reward functions start (Linux only).
 
 A reward process lists its descendants several times after each scoring call that leaves child processes running, so the
 search for descendants must be fast. psutil's `Process.children(recursive=True)` takes 10 ms with 480 processes on the
@@ -22,7 +22,8 @@ def adopt_orphans(adopt: bool = True) -> None:
     """Make this process the new parent of its orphaned descendants, so that they stay its descendants.
 
     Args:
-        adopt: Whether orphaned descendants become children of this process. False restores the system's default.
+        adopt: If True, orphaned descendants become children of this process. If `adopt` is False, the system's default
+            parent adopts orphaned descendants again.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
@@ -68,8 +69,7 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
     All descendants are stopped (SIGSTOP) before the first of them is killed, so that none of them can fork in between.
-    Finally, this process waits for the killed processes that are its children or that it has adopted, so that no zombie
-    remains.
+    To leave no zombie, this process waits for the killed processes that are its children or that it has adopted.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):

@@ -48,7 +48,7 @@ class WorkerProcess(Protocol):
         """Store a large value, and return a reference that can be passed to several processes instead of the value."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for a result that does not depend on the process's progress. Raises WorkerLost if the process dies."""
+        """Wait for a result, even if the process makes no progress. Raises WorkerLost if the process dies."""
 
     def kill(self) -> None:
         """Kill the process, whatever its state."""
@@ -70,7 +70,7 @@ class Pending(Generic[R]):
     def later(self) -> R:
         """The future result, for use as an argument of another call.
 
-        The process that runs the other call waits for the result and fetches it.
+        A process whose call gets this result as an argument waits for the result and fetches it.
         """
         return cast(R, self.outcome)
 
@@ -284,7 +284,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """If `cause` is a process's own report that it is unusable, mark this process as lost, for the same reason."""
+    """If `cause` says that a process has reported itself as unusable, mark that process as lost, with the same text."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:

@@ -1,8 +1,8 @@
 """Progress counter and stack traces of this process, which other processes on its machine can read at any time.
 
-The counter and the stack traces are unnamed files in memory. The unnamed files vanish when the process ends, and other
-processes open them through `/proc`. Long-running work calls `tick` repeatedly to show that it makes progress. `tick`
-does nothing until `announce` has been called.
+The counter and the stack traces are unnamed files in memory. The unnamed files of a process vanish when the process
+ends, and other processes open the files through `/proc`. Long-running work calls `tick` repeatedly to show that it
+makes progress. `tick` does nothing until `announce` has been called.
 
 Start times are read from `/proc` and not with psutil, because one process compares the start time that another process
 has reported with the start time that it reads itself. psutil's public `create_time()` is a time of day, which changes
@@ -93,7 +93,10 @@ def tick() -> None:
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """Mark this process as busy while the block runs. A process that only waits for work does not count as hanging."""
+    """Mark this process as busy while the `with` block runs.
+
+    A process that only waits for work does not count as hanging.
+    """
     if _counter is None:
         yield
         return

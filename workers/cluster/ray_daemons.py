@@ -3,7 +3,7 @@
 The daemon `raylet` starts the workers of one machine and stores their objects. If the raylet of the driver's machine
 dies, the run cannot continue. The daemon `gcs_server` keeps the cluster's tables on the head node. If gcs_server dies,
 connected processes continue until Ray ends them after 60 s, but no new process can start. A run whose gcs_server has
-died can therefore still save a checkpoint.
+died can still save a checkpoint.
 """
 
 import logging
@@ -67,7 +67,10 @@ class LocalDaemon:
 
 
 class RemoteDaemon:
-    """A Ray daemon on another machine. It counts as dead after `_SILENT_S` seconds without a successful connection."""
+    """A Ray daemon on another machine.
+
+    A remote daemon counts as dead after `_SILENT_S` seconds without a successful connection.
+    """
 
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port

@@ -36,7 +36,7 @@ class Guard:
 
     Args:
         mark: Value of the environment variable `leftovers.MARK`, by which the guard recognizes the processes to kill.
-            If the mark is "", the guard kills no process.
+            If `mark` is "", the guard kills no process.
     """
 
     def __init__(self, mark: str) -> None:
@@ -65,7 +65,7 @@ class Guard:
         """Tell the guard that the driver is connected to Ray.
 
         Args:
-            session: Directory where Ray keeps the logs and sockets of this cluster.
+            session: Directory where Ray keeps the logs and sockets of the Ray cluster.
             daemons: Daemons whose death the guard reports.
         """
         known = [(one.pid, one.began, str(one)) for one in daemons if isinstance(one, LocalDaemon)]
@@ -122,7 +122,7 @@ def _wait(driver: int) -> dict[str, Any]:
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # even after the driver's death, read what it had sent
+        ready = poll.poll(None if os.getppid() == driver else 0)  # read what the driver has sent, even after its death
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):
@@ -137,7 +137,7 @@ def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, st
     """Return an error message that says why Ray has ended the driver, or "" if Ray did not end the driver.
 
     Args:
-        session: Directory where Ray keeps the logs of this cluster.
+        session: Directory where Ray keeps the logs of the Ray cluster.
         driver: Pid of the driver.
         daemons: Pid, start time and death message of each daemon.
     """

@@ -19,7 +19,7 @@ class SharedDevices:
         limit_s: Seconds within which the GPUs must become free.
 
     Raises:
-        WorkerError: The GPUs did not become free in time.
+        WorkerError: The GPUs did not become free within `limit_s` seconds.
     """
 
     def __init__(self, count: int, *, cpus: float, limit_s: float) -> None:

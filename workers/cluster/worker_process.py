@@ -25,7 +25,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mal
 
 @dataclass(frozen=True)
 class Join:
-    """Describes how to join several arguments of a call into one batch. Each of the arguments contains other columns.
+    """Describes how to join several arguments of a call, which contain different columns of a batch, into one batch.
 
     Attributes:
         parts: Number of arguments to join.

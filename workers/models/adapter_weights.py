@@ -1,4 +1,4 @@
-"""Low-rank adapters as tensors: their names, the base weights in a model's files, and the merge of both."""
+"""Low-rank adapters as tensors: their names, the base weights in a model's files, and merging both."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     """Return W + scale B A in float32, where W is `weight` (out, in), B is `b` (out, rank) and A is `a` (rank, in).
 
-    All three tensors must be on one device.
+    `weight`, `b` and `a` must be on one device.
     """
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 

@@ -86,7 +86,7 @@ def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def forward_only(model: nn.Module) -> Iterator[None]:
-    """Run the `with` block without gradients, and then reshard a sharded model.
+    """Run the `with` block without gradients, and then reshard the model if it is sharded.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
     dtype, for a later backward pass. If no backward pass follows, the gathered copies would waste memory, and would

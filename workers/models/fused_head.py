@@ -124,8 +124,7 @@ def _minus_softmax(
 ) -> Tensor:
     """Return -pi (g + e (log pi + entropy)) for one chunk of logits, with pi = exp(`log_pi`), and overwrite `log_pi`.
 
-    In this formula, g is the gradient of the loss with respect to the log-probs, and e is its gradient with respect to
-    the entropies.
+    The gradient of the loss is g with respect to the log-probs, and e with respect to the entropies.
     """
     if of_entropies is None:
         assert of_log_probs is not None, "at least one of the two outputs has a gradient"
@@ -186,7 +185,7 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
 
     Args:
         probes: the logits that the model returned when its last layer returned PROBE / scale, where scale is the result
-            of `logit_scale`. Each of these probe logits must equal PROBE.
+            of `logit_scale`. All probe logits must equal PROBE.
         model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

@@ -44,7 +44,7 @@ class AttentionBatch:
     """Rows whose attention is computed in one sdpa call.
 
     Attributes:
-        index: (rows, L) position in the pack of each token, where L is the length of the longest row.
+        index: (rows, L) position of each token in the pack, where L is the length of the longest row.
         real: (rows, L) bool, False where the entry of `index` is padding.
     """
 
@@ -67,7 +67,7 @@ class RowLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, which are computed on first access and only used without an attention kernel."""
+        """Return the attention batches, computed on first access and used only if no attention kernel is usable."""
         return _attention_batches(self.lengths, self.device)
 
 
@@ -238,7 +238,7 @@ def load_model(
     Args:
         kind: Auto class of transformers that builds the model.
         path: the model directory.
-        where: start of the error messages: the config key and the path. The default is `model.path=PATH`.
+        where: config key and path for the start of error messages, `model.path=PATH` by default.
         new_head: whether the parameters outside the base model, such as the last layer, are newly initialized.
         **kwargs: further arguments for `load_whole`.
 
@@ -356,16 +356,17 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return a list with the index of the shortest row, which a rank without rows of its own processes instead."""
+    """Return a list with the index of the shortest row, which a rank processes if it has no rows of its own."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
     """Return the given rows of a batch, the pack of the rows, and their response columns, padded to (B, T).
 
-    The returned pack and columns are on this rank's device. The columns include `mask`, which is True at response
-    tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the shortest row of the batch is
-    used as a row without trained tokens, so that this rank takes part in the collectives and contributes exactly zero.
+    The returned pack and columns are on this rank's device. The returned columns include `mask`, which is True at
+    response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the shortest row of the
+    batch is used as a row without trained tokens, so that this rank takes part in the collectives and contributes
+    exactly zero.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -393,8 +394,8 @@ def row_pass(
         model: the model that the function runs.
         function: maps rows and their pack to columns (R, ...) with one value for each response token.
         batch: the batch that contains the rows.
-        microbatches: row indices of each forward pass. For an empty list, the shortest row is processed, and its
-            results are dropped.
+        microbatches: row indices of each forward pass. If a list is empty, the shortest row of the batch is processed,
+            and the results are dropped.
 
     Returns:
         A batch with the columns that the function returned, and with rows in the order of `microbatches`.

@@ -71,8 +71,8 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # If `base` has a generation_config.json, an unchanged copy of it replaces the file that is written here.
-        # The copy is needed because transformers refuses to write some generation defaults.
+        # If `base` has a generation_config.json, that file is copied below and replaces the one that is written here.
+        # Copying generation_config.json is necessary because transformers refuses to write some generation defaults.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -91,8 +91,8 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
     Args:
         state: checkpoint files of the actor.
         small: result of `small_files`.
-        model: the policy, with or without adapters. Only its parameter names are used, to undo the changes that
-            transformers makes to the names and shapes of weights when it loads a model.
+        model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the changes
+            that transformers makes to the names and shapes of weights when it loads a model.
         folder: target folder, which need not exist.
 
     Returns:

@@ -47,9 +47,9 @@ def load_policy(path: str) -> PreTrainedModel:
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    This function runs forward passes over 11 random tokens each, usually two and at most four, without gradients. For a
-    model with 10^10 parameters in float32 on a CPU, the test takes a few seconds. Neither the model nor the global
-    random state is changed.
+    This function runs forward passes over 11 random tokens each, usually two and at most four, without gradients. With
+    a model of 10^10 parameters in float32 on a CPU, this function takes a few seconds. This function changes neither
+    the model nor the global random state.
 
     Args:
         model: the model in evaluation mode, before sharding.
@@ -63,7 +63,7 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
             architecture.
     """
     # In a mixture-of-experts model, rounding can change which of two experts with almost equal scores is chosen.
-    # Because of such rounding, the check fails only if rows influence each other with both random seeds.
+    # To tolerate rounding, the check fails only if rows influence each other with both random seeds.
     for seed in (0, 1):
         apart = _apart(model, head, run, seed, where)
         if apart <= TOLERANCE:
@@ -77,8 +77,8 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
     """Return how much the last hidden states of two rows change when another row of their pack is replaced.
 
-    The first pack contains rows 0, 1 and 2, and the second pack contains rows 3, 0 and 2. The result is the largest
-    change of a token's last hidden state in rows 0 and 2, relative to the state's norm.
+    The last hidden states of two packs are compared: one of rows 0, 1 and 2, and one of rows 3, 0 and 2. The result is
+    the largest change of a token's last hidden state in rows 0 and 2, relative to the state's norm.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"the input embedding is of type {type(embeddings).__name__}"

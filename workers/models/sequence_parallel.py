@@ -104,7 +104,7 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
-    parts = padded.unflatten(0, (sequence.size, length))  # (ranks, n, H', D)
+    parts = padded.unflatten(0, (sequence.size, length))  # shape (ranks, n, H', D)
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -115,7 +115,7 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     Args:
         values: (r, ...) values of the r response tokens that are predicted in this rank's slice.
         whole: the whole pack.
-        sequence: the sequence group, with the number of tokens of the pack.
+        sequence: the sequence group, whose `tokens` is the number of tokens of the pack.
 
     Returns:
         (R, ...) values of all R response tokens of the whole pack, in order.

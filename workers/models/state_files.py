@@ -89,7 +89,7 @@ def read_index(folder: Folder) -> dcp.Metadata:
 
 
 def _check(index: Any) -> None:
-    """Raise ValueError unless the object is an index that refers only to tensors in files of the same folder."""
+    """Raise ValueError unless `index` is an index that refers only to tensors in files of the same folder."""
     _demand(isinstance(index, dcp.Metadata), "not an index of tensors")
     _demand(isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "it has no tables")
     for name, entry in index.state_dict_metadata.items():
@@ -112,7 +112,7 @@ def _demand(condition: bool, otherwise: str) -> None:
 
 
 class StateReader(FsspecReader):
-    """Storage reader with which ranks load tensors from a checkpoint. It validates the checkpoint's index first.
+    """Storage reader with which ranks load tensors from a checkpoint, after validating the checkpoint's index.
 
     Args:
         folder: folder with the tensors of one role.
@@ -128,7 +128,7 @@ class StateReader(FsspecReader):
 
 
 class StateFiles:
-    """Gives access to the saved tensors of one role. Each access reads one whole tensor, without a process group.
+    """Gives access to the saved tensors of one role, which are read whole, one at a time, without a process group.
 
     Args:
         folder: folder with the tensors of one role.

@@ -58,7 +58,7 @@ def of_flash_attn(module: Any) -> Kernel:
 def of_torch(module: Any) -> Kernel:
     """Wrap the kernel of torch 2.11 or newer.
 
-    If the installed version does not support fewer key heads than query heads, the wrapper repeats the key heads.
+    If the installed torch does not support fewer key heads than query heads, the wrapper repeats the key heads.
 
     Raises:
         AttributeError, NotImplementedError: the installed torch is too old.

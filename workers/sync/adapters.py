@@ -1,8 +1,8 @@
 """The engine's side of low-rank adapters: an engine merges the received adapters into its own copy of the base weights.
 
-A weight sync transfers only the adapter matrices A and B of each adapted matrix. In every sync, an engine computes the
-merged weights anew from the model's files, so that each adapter is applied exactly once, regardless of the number of
-syncs. The model's files are memory-mapped and not kept in memory.
+With low-rank adapters, a weight sync transfers only the matrices A and B of each adapted matrix. In every sync, an
+engine computes the merged weights anew from the model's files, so that each adapter is applied exactly once, regardless
+of the number of syncs. The model's files are memory-mapped and not kept in memory.
 """
 
 from collections.abc import Iterator

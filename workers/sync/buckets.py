@@ -17,7 +17,7 @@ from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
 
 BUCKET_BYTES = 64 << 20  # maximum size of a bucket, unless the bucket has a single tensor that is larger
-ALIGNMENT = 64  # in bytes; each tensor of a bucket starts at a multiple of this number
+ALIGNMENT = 64  # each tensor of a bucket starts at a multiple of this number of bytes
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Return the size in bytes, from the start of the first tensor to the aligned end of the last tensor."""
+        """Return the size of the bucket in bytes, from the bucket's start to the aligned end of its last tensor."""
         return end(self.places)
 
     def probes(self) -> dict[str, np.ndarray]:
@@ -109,7 +109,7 @@ def aligned(size: int) -> int:
 
 
 def end(places: Sequence[Place]) -> int:
-    """Return the number of bytes that a bucket with these places takes, from its start to the aligned end."""
+    """Return the number of bytes that a bucket with the given places takes, from its start to the aligned end."""
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 
@@ -131,7 +131,7 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     """Join the parts that the ranks wrote into one bucket.
 
     Raises:
-        SyncError: the parts together do not cover each tensor of the bucket exactly once.
+        SyncError: the parts of all ranks together do not cover each tensor of the bucket exactly once.
     """
     first = parts[0]
     pieces = sorted((piece for part in parts for piece in part.pieces), key=lambda piece: piece.start)

@@ -2,8 +2,8 @@
 
 The sender adds a checksum of the bytes to each piece of a tensor, and the product W v with a fixed random vector v (the
 probe vector) to each matrix W. An engine verifies the received bytes with the checksums, and then runs its own linear
-layers on the probe vector. The engine repacks its weights on a CPU, so that only running the layers, and not a
-comparison of bytes, shows which weights the layers use.
+layers on the probe vector. On a CPU, the engine repacks its weights, so that only running the layers shows which
+weights they use, while comparing bytes does not.
 """
 
 import functools
@@ -40,7 +40,7 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # a model has matrices of few widths, and every chunk of rows needs the vector again
+@functools.lru_cache(maxsize=32)  # models have few matrix widths; each chunk of rows needs the vector of its width
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.

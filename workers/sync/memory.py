@@ -3,8 +3,8 @@
 Only the user who runs the process can access a shared file. A shared file is removed as soon as all processes have
 opened it, or when the sync ends, even if the sync fails. If every process that knows a shared file is killed before the
 file is removed, a file of the size of two buckets remains. The next sync on the host removes files that remained from
-killed processes. While a process has a shared file mapped, it holds a lock on the file, which shows that the file is in
-use and ends with the process.
+killed processes. A process holds a lock on each shared file that it has mapped, to show that the file is in use. The
+lock ends when the process ends.
 
 Python's `SharedMemory` is not used, because it does not preallocate memory: if the folder is full, writing would kill
 the process. The filelock library is not used, because it cannot take a shared lock on an open file.
@@ -112,7 +112,7 @@ class Reader:
 
 @contextlib.contextmanager
 def as_file(bucket: Bucket) -> Iterator[Bucket]:
-    """Put the bytes of a bucket into a file during the `with` block, for all processes of an engine.
+    """Put the bytes of a bucket into a file that all processes of an engine can read inside the `with` block.
 
     If the bytes are already in a file, the bucket is yielded unchanged.
 

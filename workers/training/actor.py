@@ -80,7 +80,9 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute columns with the weights before the update. The returned rows are in the order of `microbatches`.
+        """Compute the old log-probs, and further columns if required, with the weights before the update.
+
+        The returned rows are in the order of `microbatches`.
 
         Returns:
             A batch with the column `old_log_probs`, with `entropies` if the loss's token selector reads entropies, and
@@ -308,7 +310,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Add to `result` how much the actor's current log-probs differ from the old log-probs and from the engine's.
+    """Add to `result` how much the current log-probs differ from the old log-probs and from the engine's log-probs.
 
     The caller calls this function only for the first mini-batch, before the first optimizer step.
     """

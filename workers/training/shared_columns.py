@@ -31,7 +31,7 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 class SharedColumns:
-    """Those columns of the current step's batches that are in Ray's object store.
+    """Keeps those columns of the current step's batches that are in Ray's object store.
 
     The batches of one training step have most columns in common. A column is put into the store only if no earlier
     batch of the same step contained it. When the first batch of a step is shared, the columns of the previous step are
@@ -48,8 +48,8 @@ class SharedColumns:
         Args:
             batch: the batch from which columns are taken.
             columns: names of the wanted columns, some of which the batch may lack.
-            process: one of the processes that will read the columns. If this process is the driver itself, the columns
-                are returned as they are.
+            process: one of the processes that will read the columns. If `process` is the driver itself, the columns are
+                returned as they are.
         """
         wanted = batch.select([name for name in columns if name in batch])
         if not process.concurrent:
