@@ -369,8 +369,8 @@ class ProgressScope:
     async def check_progress(self) -> None:
         """End the scope's waits with an error if a process of the scope is lost, or if all of its processes hang.
 
-        The error names the hanging processes and their stack frames. A process that only waits for work is named only
-        if all processes of the scope wait for work.
+        An error about hanging processes names the processes and their stack frames. A process that only waits for work
+        is named only if all processes of the scope wait for work.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:

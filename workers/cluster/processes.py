@@ -277,7 +277,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
             f"a worker process died, a {name}: it was killed, crashed, or ran out of memory (verbose=true shows Ray's "
             "report)"
         ) from error
-    except ray.exceptions.RayError as error:  # for example, an object or a node was lost, or memory ran out
+    except ray.exceptions.RayError as error:  # Ray lost an object or a node, for example, or memory ran out
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error

@@ -41,9 +41,9 @@ def device() -> torch.device:
 def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
-    The settings come from `config.model` and `config.placement`. Master weights, gradients and the gradient reduction
-    stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. If several ranks split the
-    tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
+    The settings come from `config.model` and `config.placement`. Master weights, gradients and the
+    gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. If
+    several ranks split the tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
 
     Raises:
         ConfigError: the config asks for CPU offload or compilation, but the ranks have no GPU.
@@ -156,7 +156,7 @@ class Optimizer:
         return dict(state)
 
     def lr(self) -> float:
-        """Return the learning rate of the next step.
+        """Return the learning rate of the next optimizer step.
 
         During warmup, the learning rate increases linearly to `config.lr`. After the warmup, the learning rate is
         constant, or decays to 0 linearly or along half a cosine wave.

@@ -17,7 +17,7 @@ from rltrain.base.errors import ConfigError, described
 from rltrain.batch.data_proto import DataProto, jagged
 from workers.models.packed_forward import Pack, load_model, pack, policy_output
 
-LENGTHS = (4, 3, 4, 3)  # tokens in each row
+LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
 # Largest accepted change of a last hidden state when another row changes, relative to the state's norm.
 # Rounding alone changes a last hidden state by less than 1e-5 of its norm.
 # In small random models whose rows influence each other, last hidden states change by 2e-4 to 1 of their norm.

@@ -87,7 +87,7 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     """Give away a slice of the tokens with all heads, and receive all tokens with a slice of the heads.
 
     An all-to-all within the sequence group changes the shape from (1, H, n, D) to (1, H', N, D). If there are fewer
-    heads than ranks, the heads are repeated first, and H' is 1.
+    heads than ranks, the heads are repeated before the exchange, and H' is 1.
     """
     heads = tensor.size(1)
     if heads % sequence.size:

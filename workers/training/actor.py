@@ -64,7 +64,7 @@ class ActorWorker:
             self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
 
     def _load_start(self) -> None:
-        """Set up the state before the first step: weights from the model directory, and a new optimizer."""
+        """Set up the state in which training starts: weights from the model directory, and a new optimizer."""
         config = self.config
         model = load_policy(str(self.path))
         if config.model.lora:

@@ -29,7 +29,7 @@ class CriticWorker:
         self._load_start()
 
     def _load_start(self) -> None:
-        """Set up the state before the first step: weights from the model directory, zero value head, new optimizer."""
+        """Set up the state in which training starts: weights from the directory, zero value head, new optimizer."""
         config, path = self.config, self.path
         model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
