@@ -1,1 +1,1 @@
-"""Worker processes: starting, observing and ending them. This package knows nothing of models."""
+"""Code that starts, observes and ends worker processes. This package contains no code that is specific to models."""

@@ -1,4 +1,4 @@
-"""Waiting for the end of processes, with which the driver notices at once that a process of its machine has ended."""
+"""Lets the driver notice at once that a process on the driver's machine has ended."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,10 @@ import os
 
 
 class Exits:
-    """Waits for the end of any of the added processes, which need not be child processes.
+    """Waits until one of the processes that were passed to `add` ends, whether or not it is a child process.
 
-    If the system has no pidfds (Linux before 5.3), `wait` does not notice the end of a process: it returns only after
-    its timeout or after `notify`.
+    On a system without pidfds (Linux before 5.3), `Exits.wait` cannot notice the end of a process, and returns only
+    when its timeout expires or `notify` is called.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,10 @@ class Exits:
         self._pidfds: set[int] = set()
 
     def add(self, pid: int) -> None:
-        """Add a process to those that `wait` waits for. If the process has ended, the next `wait` returns at once."""
+        """Add the process `pid` to the processes whose end `wait` waits for.
+
+        If the process has already ended when it is added, the next `wait` returns at once.
+        """
         try:
             pidfd = os.pidfd_open(pid)
         except (OSError, AttributeError):
@@ -31,7 +34,7 @@ class Exits:
         self._event.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until one of the added processes ends, for at most `timeout_s` seconds."""
+        """Wait until one of the processes passed to `add` ends, for at most `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()

@@ -1,4 +1,4 @@
-"""Start of worker processes that ignore SIGHUP, so that only the driver decides how to react to a lost terminal."""
+"""Starts worker processes that ignore SIGHUP, so that only the driver decides how to react to a lost terminal."""
 
 import contextlib
 import signal
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def hangups_ignored() -> Iterator[None]:
-    """Make the processes that start in this block ignore SIGHUP.
+    """Make the processes that are started inside the `with` block ignore SIGHUP.
 
-    When a terminal is lost, all processes of a program get SIGHUP. Only the driver must react to the signal, because
-    the driver needs its workers to save a checkpoint.
+    When a terminal is lost, all processes of a program get SIGHUP. The worker processes must ignore SIGHUP, because the
+    driver still needs them to save a checkpoint.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Finding and removing what killed processes leave behind: their descendants, and files in shared memory.
+"""Functions that find and remove what killed processes leave behind: descendants, and files in shared memory.
 
 This module imports no other module of the project, because the guard process of `workers.cluster.ray_guard`, which uses
 this module, must start in milliseconds.
@@ -16,21 +16,22 @@ MARK = "RLTRAIN_RUN_MARK"  # environment variable that all processes of a local 
 SHARED = Path("/dev/shm")
 # File name prefixes of Python's SharedMemory (vLLM's message queues) and of the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
-_ROUND_S = 0.3  # seconds between two searches; the second search finds processes that started during the first
+_ROUND_S = 0.3  # seconds between two searches for processes; the second finds those that started during the first
 _LIMIT_S = 10.0
 
 
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     """Return the live processes that have `mark` in their environment or write to a file in the folder `logs`.
 
-    A process that changes its title, as Ray's processes do, overwrites part of its environment, which may contain the
-    mark. The folder `logs`, into which Ray's processes write, identifies such a process nevertheless.
+    A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
+    environment variable with the mark. A Ray process that has overwritten the environment variable can still be found,
+    because it writes to a file in the folder `logs`.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
             process = psutil.Process(pid)
-            # The file is read directly, because psutil stops reading at the first gap in the environment.
+            # `/proc/PID/environ` is read directly, because psutil stops at the first empty entry of the environment.
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if wanted in environment or (logs is not None and _writes_to(process, logs)):
                 found.append(process)
@@ -42,7 +43,7 @@ def _writes_to(process: psutil.Process, folder: Path) -> bool:
 
 
 def group_of(leader: int) -> list[int]:
-    """Return the pids of the processes in a process group, whose leader may have ended."""
+    """Return the pids of the processes in the process group `leader`, even if the leader of the group has ended."""
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -52,14 +53,14 @@ def group_of(leader: int) -> list[int]:
 
 
 def shared_files(pids: Collection[int]) -> set[Path]:
-    """Return the engines' files in shared memory that the given processes, and no other processes, have mapped."""
+    """Return the shared-memory files of engines that are mapped by the given processes and by no other processes."""
     found = _mapped(pids)
     return found - _mapped(set(psutil.pids()) - set(pids)) if found else found
 
 
 def _mapped(pids: Iterable[int]) -> set[Path]:
-    # psutil's `memory_maps` takes 0.5 s for 94 processes, because it counts the pages of each mapping. The loop below
-    # takes 0.02 s.
+    # psutil's `memory_maps` takes 0.5 s for 94 processes, because it counts the pages of each mapping.
+    # The loop below takes 0.02 s to find the files that 94 processes have mapped.
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -70,14 +71,20 @@ def _mapped(pids: Iterable[int]) -> set[Path]:
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Remove files. Processes that have mapped a removed file keep its memory."""
+    """Remove files.
+
+    The memory of a removed file is not freed until the last process that has mapped the file unmaps it or ends.
+    """
     for path in files:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
-    """Kill all processes that `marked` finds, except this process and `spare`, and remove their shared-memory files."""
+    """Kill the processes that `marked` finds, and remove their shared-memory files.
+
+    Neither this process nor the process with the pid `spare` is killed.
+    """
     deadline, files, quiet = time.monotonic() + _LIMIT_S, set[Path](), 0
     while quiet < 2 and time.monotonic() < deadline:
         processes = [process for process in marked(mark, logs) if process.pid not in (spare, os.getpid())]

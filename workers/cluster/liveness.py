@@ -1,8 +1,8 @@
-"""Detection of processes of a run that are gone, are stopped or hang, and cancellation of waits that depend on them.
+"""Detects that processes of a run have ended, are stopped or hang, and cancels the waits that depend on such processes.
 
-One task in the driver observes the processes of the driver's machine once a second, and at once when one of them ends.
-An observation reads `/proc` and the progress counter of each process. On every other machine, a small Ray actor makes
-the observations.
+One task in the driver observes the processes of the driver's machine once a second, and immediately when one of these
+processes ends. An observation reads `/proc` and the progress counter of each process. On every machine other than the
+driver's, a small Ray actor observes the processes of the run.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
-PROCESSES, STACKS = "processes.json", "stacks"  # file and folder in a run's output
+PROCESSES, STACKS = "processes.json", "stacks"  # names of a file and a folder in a run's output folder
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # seconds after which a stopped process (SIGSTOP) counts as dead
 _PROOF_S = 2.0  # seconds to wait for the evidence that a process died, after a call has failed
@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 
 class WatchedProcess:
-    """One process of a run: what was observed of the process, and how it was lost.
+    """State of one process of a run: what was last observed of the process, and how the process was lost.
 
     Args:
         name: Name of the process in messages and in `processes.json`, such as "training rank 0".
-        liveness: Observes the process. If `liveness` is None, only Ray reports the process's death, and hangs are not
-            detected.
-        changes: Wakes waiting coroutines when the process is lost.
+        liveness: The object that observes the process. If `liveness` is None, only Ray reports the process's death, and
+            hangs are not detected.
+        changes: Object that wakes waiting coroutines when the process is lost (dies, is stopped or hangs).
 
     Attributes:
         identity: Identity that the process has reported, or None before the report.
-        phase: Name of the last call that was started on the process, for messages.
-        how_lost: How the process died, was stopped or hung, or "" while it lives.
+        phase: Name of the last call that was started on the process, used in error messages.
+        how_lost: How the process died, was stopped or hung, or "" while the process lives.
     """
 
     def __init__(self, name: str, liveness: "Liveness | None", changes: Changes | None = None) -> None:
@@ -49,7 +49,7 @@ class WatchedProcess:
         self.identity: Process | None = None
         self.how_lost = ""
         self.sight: Sight | None = None
-        self.moved = time.monotonic()  # time of the last progress that was seen
+        self.moved = time.monotonic()  # time of the last observed progress
         self.stopped_at: float | None = None
         self._changes = changes or Changes()
 
@@ -59,7 +59,10 @@ class WatchedProcess:
         return self.sight is not None and self.sight.calls > 0
 
     def lose(self, how: str) -> None:
-        """Mark the process as lost for the reason `how`, and kill it. Do nothing if the process was lost before."""
+        """Mark the process as lost for the reason `how`, and kill it.
+
+        Do nothing if the process is already marked as lost.
+        """
         if not self.how_lost:
             self.how_lost = how
             self._changes.notify()
@@ -67,7 +70,7 @@ class WatchedProcess:
                 self.liveness.lost(self)
 
     def take(self, sight: Sight, now: float) -> None:
-        """Record an observation of the process. Mark a process as lost that is gone or was stopped for too long."""
+        """Record an observation of the process. If the process is gone or was stopped for too long, mark it as lost."""
         before, self.sight = self.sight, sight
         if before is None or before.ticks != sight.ticks:
             self.moved = now
@@ -81,7 +84,7 @@ class WatchedProcess:
             self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result that does not depend on the process's progress. Raises WorkerLost if the process dies."""
+        """Wait for a result, even if the process makes no progress. Raises WorkerLost if the process dies."""
         result = asyncio.ensure_future(awaitable)
         lost = asyncio.ensure_future(self._changes.until(lambda: self.how_lost))
         try:
@@ -103,10 +106,11 @@ class Liveness:
     Args:
         hang_timeout_s: Seconds without progress after which a busy process counts as dead.
         start_timeout_s: Seconds within which a process must start.
-        tasks: The run's background tasks, which are interrupted when a daemon dies.
+        tasks: The run's background tasks, which are interrupted when a Ray daemon dies.
         here: Ray's id of the driver's machine.
-        folder: Output folder of the run, for the table of processes and the stack traces of hanging processes.
-        daemons: The Ray daemons.
+        folder: Output folder of the run, into which the table of processes and the stack traces of hanging processes
+            are written.
+        daemons: The Ray daemons whose death ends the run.
     """
 
     def __init__(
@@ -130,11 +134,11 @@ class Liveness:
         tasks.start(self._observe_all(), "liveness")
 
     def admit(self, process: WatchedProcess, introduction: Any) -> None:
-        """Start to observe a new process.
+        """Start observing a new process.
 
         Args:
-            process: The process.
-            introduction: Ray reference of the pending result of `Host.introduce`, called in the process.
+            process: The process to observe.
+            introduction: Ray reference to the result of `Host.introduce`, which was called in the process.
         """
         self.processes.append(process)
         self.tasks.start(self._introduce(process, introduction), f"introduction of {process.name}")
@@ -145,13 +149,13 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and make the observing task check at once which waits must end."""
+        """Kill a process that was marked as lost, and make the observing task end the waits that depend on it."""
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
 
     def look(self) -> None:
-        """Observe the processes of this machine now."""
+        """Observe the processes of this machine immediately."""
         now = time.monotonic()
         here = [(p, p.identity) for p in self.processes if p.identity and p.identity.node == self.here]
         alive = [(process, identity) for process, identity in here if not process.how_lost]
@@ -175,7 +179,10 @@ class Liveness:
                 self._others[process.node].kill.remote([process])
 
     async def stacks(self, processes: Sequence[WatchedProcess]) -> dict[WatchedProcess, str]:
-        """Write the stack traces of processes into the output folder. Return the innermost frames of each process."""
+        """Write the stack traces of processes into the output folder.
+
+        Return the innermost stack frames of each process.
+        """
         known = {process: process.identity for process in processes if process.identity is not None}
         texts: dict[Process, str] = {}
         for node in {identity.node for identity in known.values()}:
@@ -227,7 +234,10 @@ class Liveness:
                 self.tasks.interrupt(error)
 
     async def _introduce(self, process: WatchedProcess, introduction: Any) -> None:
-        """Wait until a new process reports its identity. Mark the process as lost if it does not report in time."""
+        """Wait until a new process reports its identity.
+
+        Mark the process as lost if it does not report its identity in time.
+        """
         import ray
 
         try:
@@ -245,7 +255,7 @@ class Liveness:
                 await self._observe_new(process, identity)
 
     async def _observe_new(self, process: WatchedProcess, identity: Process) -> None:
-        if process.how_lost:  # the process was dismissed before its identity was known
+        if process.how_lost:  # `dismiss` was called before the identity of the process was known
             self.kill([identity])
         elif identity.node == self.here:
             self._exits.add(identity.pid)
@@ -275,7 +285,7 @@ class Liveness:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _observer(self, node: str) -> Any:
-        """Return the observer actor of another machine. Start the actor if necessary."""
+        """Return the observer actor of another machine, after starting the actor if it does not exist."""
         if node not in self._others:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -297,11 +307,11 @@ class Liveness:
 
 
 class ProgressScope:
-    """Context manager for waits that depend on processes, which must all live, and one of which must make progress.
+    """Context manager for waits that require that all given processes live, and that at least one makes progress.
 
     Args:
-        processes: The processes.
-        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If `limit_s` is
+        processes: The processes on which the awaited results depend.
+        limit_s: Seconds after which the processes count as hanging if none of them makes progress. If `limit_s` is
             None, the run's hang timeout applies.
     """
 
@@ -340,8 +350,8 @@ class ProgressScope:
     async def proof(self) -> None:
         """Raise WorkerLost if a process of the scope is found dead within `_PROOF_S` seconds.
 
-        This method is called after an error that the death of a process may have caused. Often another process notices
-        the death first, for example through a broken connection.
+        This method is called after an error that the death of a process may have caused. When a process dies, another
+        process often notices the death first, for example through a broken connection.
         """
         assert self.failure is not None, "a scope must be used inside its `with` block"
         if self.liveness is not None:
@@ -352,15 +362,15 @@ class ProgressScope:
             raise self.failure.result()
 
     def check(self) -> None:
-        """End the scope's waits with an error if a process is lost."""
+        """End the scope's waits with an error if a process of the scope is lost."""
         if lost := [f"{one.phase}: {one} {one.how_lost}" for one in self.processes if one.how_lost]:
             self.fail(WorkerLost("; ".join(lost)))
 
     async def check_progress(self) -> None:
-        """End the scope's waits with an error if a process is lost or all processes hang.
+        """End the scope's waits with an error if a process of the scope is lost, or if all of its processes hang.
 
-        The error names the hanging processes and their stack frames. The error does not name processes that only
-        wait for work, unless all processes of the scope wait.
+        An error about hanging processes names the processes and their stack frames. A process that only waits for work
+        is named only if all processes of the scope wait for work.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:
@@ -371,14 +381,14 @@ class ProgressScope:
         blamed = [process for process in self.processes if process.busy] or self.processes
         frames = await self.liveness.stacks(blamed)
         if self not in self.liveness.scopes:
-            return  # the results have arrived meanwhile
+            return  # the awaited results have arrived while stack traces were read
         said = [f"{one.phase}: {one} hangs in {frames.get(one) or '?'}" for one in blamed]
         for process in blamed:
             process.lose(f"made no progress for {limit:g} s")
         self.fail(WorkerLost(f"no progress for {limit:g} s: {'; '.join(said)}"))
 
     def fail(self, error: WorkerLost | ClusterLost) -> None:
-        """End the scope's waits with this error, unless another error has already ended the waits."""
+        """End the scope's waits with the error `error`, unless another error has already ended the waits."""
         if self.failure is not None and not self.failure.done():
             self.failure.set_result(error)
 

@@ -13,7 +13,7 @@ from workers.cluster.process_tree import descendants
 from workers.cluster.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
 
 _STACKS_S = 0.3  # seconds that a process gets to write its stack traces
-_FRAMES = 3  # stack frames of each process that a message shows
+_FRAMES = 3  # maximum number of stack frames that a message shows for each process
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Observer:
     def kill(self, processes: Sequence[Process]) -> None:
         """Kill processes and their descendants at once, even those that are stopped (SIGSTOP).
 
-        If a process is gone already, its descendants are killed nevertheless.
+        The descendants of a process are killed even if the process itself is already gone.
         """
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
@@ -68,14 +68,14 @@ class Observer:
             if leads:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-            leftovers.remove(files)  # a killed engine cannot remove its own files
+            leftovers.remove(files)  # a killed engine cannot remove its shared-memory files itself
 
 
 def _sight(process: Process) -> Sight:
     state = state_of(process.pid, process.began)
     with contextlib.suppress(OSError):
         return Sight(state, *counts_of(process)) if state else Sight("")
-    return Sight("")  # the process has ended since its state was read
+    return Sight("")  # the process ended after its state was read
 
 
 def _signal(process: Process, number: int) -> None:
@@ -100,7 +100,7 @@ def innermost(stacks: str) -> str:
 
 
 def _short(frame: str) -> str:
-    """Shorten a stack frame: for example, `File "/a/b.py", line 3 in f` becomes "f (b.py:3)"."""
+    """Shorten the text of a stack frame: `File "/a/b.py", line 3 in f` becomes "f (b.py:3)"."""
     path, _, rest = frame.removeprefix('File "').partition('", line ')
     line, _, function = rest.partition(" in ")
     return f"{function} ({Path(path).name}:{line})"

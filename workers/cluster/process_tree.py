@@ -1,4 +1,4 @@
-"""Finding and ending the descendants of a process, such as processes that reward functions start (Linux only).
+"""Functions that find and end the descendants of a process, such as processes that reward functions start (Linux only).
 
 A reward process lists its descendants several times after each scoring call that leaves child processes running, so the
 search for descendants must be fast. psutil's `Process.children(recursive=True)` takes 10 ms with 480 processes on the
@@ -22,7 +22,8 @@ def adopt_orphans(adopt: bool = True) -> None:
     """Make this process the new parent of its orphaned descendants, so that they stay its descendants.
 
     Args:
-        adopt: If False, turn this behavior off again.
+        adopt: If True, orphaned descendants become children of this process. If `adopt` is False, the system's default
+            parent adopts orphaned descendants again.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
@@ -46,7 +47,7 @@ def shared_memory_mb(pid: int) -> float:
 
 
 def has_children() -> bool:
-    """Return whether this process has children, including zombies. The check costs one system call."""
+    """Return whether this process has children, including zombies. This function makes only one system call."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -57,7 +58,7 @@ def has_children() -> bool:
 def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
     """Return the descendants of `pid`, parents first, without the processes in `spare` and their descendants."""
     found = [pid]
-    for parent in found:  # the loop also visits the entries that it appends
+    for parent in found:  # the loop also visits the pids that its body appends to `found`
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 found += [child for child in map(int, children.read_text("utf-8").split()) if child not in spare]
@@ -67,8 +68,8 @@ def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
 def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
-    All of the descendants are stopped before any is killed, so that none can fork meanwhile. This process then waits
-    for the killed processes that are its children or that it has adopted, so that no zombie remains.
+    All descendants are stopped (SIGSTOP) before the first of them is killed, so that none of them can fork in between.
+    To leave no zombie, this process waits for the killed processes that are its children or that it has adopted.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
@@ -87,7 +88,7 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
 
 
 def reap(spare: Collection[int]) -> None:
-    """Remove the zombies of descendants that have ended, except those in `spare`, by waiting for them."""
+    """Wait for descendants that have ended, except the processes in `spare`, so that no zombies remain."""
     for child in descendants(os.getpid()):
         if child not in spare:
             with contextlib.suppress(ChildProcessError):

@@ -1,6 +1,6 @@
 """Handles for worker processes and for the roles in them, and functions that wait for the results of calls.
 
-The interface is the same for a process that is a Ray actor and for the driver's own process.
+The driver's own process has the same interface as a process that is a Ray actor.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 class WorkerProcess(Protocol):
-    """A process that holds roles.
+    """A process that runs roles, such as the actor or the critic.
 
     Attributes:
         concurrent: Whether the process computes while the driver does other work.
@@ -33,19 +33,22 @@ class WorkerProcess(Protocol):
     how_lost: str
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> "Pending[None]":
-        """Start to create an object of the class `path` ("module:Class") in the process, as the role named `role`."""
+        """Start creating an object of the class `path` ("module:Class") in the process, under the role name `role`."""
 
     def model_directory(self, path: str) -> "Pending[str]":
-        """Start to find a model's directory on the process's machine, or to download the model there."""
+        """Start looking for a model's directory on the machine of the process, or downloading the model there."""
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
-        """Start a method of a role, without waiting for the result. `Role.start` is the typed form of this method."""
+        """Start a method of a role, without waiting for the result.
+
+        `Role.start` is the variant of this method with static types.
+        """
 
     def share(self, value: W) -> W:
-        """Store a large value, and return a reference that can be passed to several processes in its place."""
+        """Store a large value, and return a reference that can be passed to several processes instead of the value."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for a result that does not depend on the process's progress. Raises WorkerLost if the process dies."""
+        """Wait for a result, even if the process makes no progress. Raises WorkerLost if the process dies."""
 
     def kill(self) -> None:
         """Kill the process, whatever its state."""
@@ -56,7 +59,7 @@ class Pending(Generic[R]):
     """A call that was started on a process.
 
     Attributes:
-        process: The process.
+        process: The process that runs the call.
         outcome: Ray reference to the result, or the result itself if the call ran in the driver's own process.
     """
 
@@ -65,17 +68,20 @@ class Pending(Generic[R]):
 
     @property
     def later(self) -> R:
-        """The result, for use as an argument of another call, whose process waits for the result and fetches it."""
+        """The future result, for use as an argument of another call.
+
+        A process whose call gets this result as an argument waits for the result and fetches it.
+        """
         return cast(R, self.outcome)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A batch as an argument of a call, stored as several objects that the called process joins.
+    """A batch that is passed to a call as several stored objects, which the called process joins into one batch.
 
     Attributes:
         references: Ray references to batches with the same rows and different columns.
-        columns: Names of the wanted columns.
+        columns: Names of the columns that the joined batch keeps.
     """
 
     references: Sequence[Any]
@@ -83,7 +89,7 @@ class Shared:
 
     @classmethod
     def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return a `Shared` argument, typed as the batch into which the called process joins its columns."""
+        """Return a `Shared` argument, with the static type of the batch that the called process joins."""
         return cast(DataProto, cls(references, columns))
 
 
@@ -92,7 +98,7 @@ class Role(Generic[W_co]):
     """Handle of a role in a worker process. The role's methods run in the worker process.
 
     Attributes:
-        process: The process.
+        process: The worker process that runs the role.
         name: Name of the role in the process.
     """
 
@@ -109,7 +115,10 @@ class Role(Generic[W_co]):
 
 
 class LocalProcess:
-    """The driver's own process as a worker process. `start` runs the whole call before it returns."""
+    """Lets the driver's own process be used like a separate worker process.
+
+    The method `start` runs the whole call before it returns.
+    """
 
     concurrent = False
     how_lost = ""
@@ -124,14 +133,14 @@ class LocalProcess:
         return Pending(self, None)
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Find the directory at once. See `WorkerProcess.model_directory`."""
+        """Find the model's directory, or download the model, before returning. See `WorkerProcess.model_directory`."""
         return Pending(self, self.host.model_directory(path))
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Run a method of a role.
 
         Raises:
-            RLTrainError: The method's own error, if it is an RLTrainError.
+            RLTrainError: The method failed with an RLTrainError, which is raised unchanged.
             WorkerError: The method failed with any other error.
         """
         try:
@@ -161,7 +170,7 @@ class RayProcess(WatchedProcess):
     Args:
         actor: Ray's handle of the actor.
         name: Name of the process in messages.
-        liveness: Observes the process.
+        liveness: Object that observes the process, or None.
     """
 
     concurrent = True
@@ -177,12 +186,12 @@ class RayProcess(WatchedProcess):
         return Pending(self, getattr(self.actor, method.__name__).remote(*args, **kwargs))
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Start to create an object of the class `path` in the process. See `WorkerProcess.build`."""
+        """Start creating an object of the class `path` in the process. See `WorkerProcess.build`."""
         self.phase = f"{role}.build"
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Start to find a model's directory. See `WorkerProcess.model_directory`."""
+        """Start looking for a model's directory, or downloading the model. See `WorkerProcess.model_directory`."""
         self.phase = "model download"
         return self.begin(Host.model_directory, path)
 
@@ -193,12 +202,12 @@ class RayProcess(WatchedProcess):
         joins = [Join(len(arg.references), arg.columns) if isinstance(arg, Shared) else None for arg in args]
         if not any(joins):
             return Pending(self, self.actor.call.remote(role, method, *args, **kwargs))
-        # Ray fetches only references that are arguments themselves, so the references of a batch are passed one by one.
+        # Ray resolves only references that are direct arguments, so the references of a batch are passed one by one.
         flat = [one for arg in args for one in (arg.references if isinstance(arg, Shared) else [arg])]
         return Pending(self, self.actor.call_joined.remote(role, method, joins, *flat, **kwargs))
 
     def share(self, value: W) -> W:
-        """Put the value into Ray's object store once, from which all processes can read it. Return the reference."""
+        """Put the value into Ray's object store once, and return a reference with which all processes can read it."""
         import ray
 
         self._require_daemons()
@@ -226,9 +235,9 @@ async def results(
     If one call fails, the wait ends with the call's error, because the other calls may then never end.
 
     Args:
-        pending: Calls that were started.
-        depends_on: Further processes on whose calls the results depend.
-        limit_s: Seconds without progress of any of the processes, after which they count as hanging. If `limit_s` is
+        pending: The started calls whose results are awaited.
+        depends_on: Further processes that run calls on which the results depend.
+        limit_s: Seconds after which the processes count as hanging if none of them makes progress. If `limit_s` is
             None, the run's hang timeout applies.
 
     Raises:
@@ -241,13 +250,13 @@ async def results(
 
 
 def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:
-    """Return a `ProgressScope`, in which these processes must live, and one of them must make progress."""
+    """Return a `ProgressScope` that requires that all given processes live, and that at least one makes progress."""
     separate = [process for process in dict.fromkeys(processes) if isinstance(process, RayProcess)]
     return ProgressScope(separate, limit_s)
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Wait for the results of calls, as `results` does, inside an open scope for the calls' processes."""
+    """Wait for the results of calls, as `results` does, in an open scope that contains the processes of the calls."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):
@@ -268,14 +277,14 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
             f"a worker process died, a {name}: it was killed, crashed, or ran out of memory (verbose=true shows Ray's "
             "report)"
         ) from error
-    except ray.exceptions.RayError as error:  # for example, an object or a node was lost, or memory ran out
+    except ray.exceptions.RayError as error:  # Ray lost an object or a node, for example, or memory ran out
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """Mark a process as lost if it has reported itself as unusable, with the text of `cause` as the reason."""
+    """If `cause` says that a process has reported itself as unusable, mark that process as lost, with the same text."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:
@@ -285,7 +294,7 @@ def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
 def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
     """Mark the process of an actor as lost because Ray reports its death.
 
-    If the actor's machine is lost, Ray's report may be the first sign of the death.
+    If the actor's machine is lost, Ray's report may be the first sign that the process has died.
     """
     for process in scope.processes:
         if isinstance(process, RayProcess) and process.actor._actor_id.hex() == actor_id:
@@ -293,7 +302,7 @@ def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
 
 
 def _lost(scope: ProgressScope) -> WorkerLost | None:
-    """Return an error that names the lost processes of the scope, or None if none is lost."""
+    """Return an error that names the lost processes of the scope, or None if no process is lost."""
     scope.check()
     failure = scope.failure.result() if scope.failure is not None and scope.failure.done() else None
     return failure if isinstance(failure, WorkerLost) else None

@@ -1,12 +1,12 @@
 """Progress counter and stack traces of this process, which other processes on its machine can read at any time.
 
-The counter and the stack traces are unnamed files in memory. The files vanish with the process, and other processes
-open them through `/proc`. Long-running work calls `tick` repeatedly. `tick` does nothing until `announce` has been
-called.
+The counter and the stack traces are unnamed files in memory. The unnamed files of a process vanish when the process
+ends, and other processes open the files through `/proc`. Long-running work calls `tick` repeatedly to show that it
+makes progress. `tick` does nothing until `announce` has been called.
 
 Start times are read from `/proc` and not with psutil, because one process compares the start time that another process
-has reported. psutil's public `create_time()` is a time of day, which changes when the machine's clock is set, and
-psutil's `Process` cannot be pickled.
+has reported with the start time that it reads itself. psutil's public `create_time()` is a time of day, which changes
+when the machine's clock is set, and psutil's `Process` cannot be pickled.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGUSR2  # signal that makes a process write its stack traces
-_WORD = 8  # bytes of each of the two numbers: ticks and running calls
+_WORD = 8  # size in bytes of each of the two numbers in the file: ticks and running calls
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Process:
         began: Start time in clock ticks since the machine's boot. The start time distinguishes the process from a later
             process with the same pid.
         node: Ray's id of the machine.
-        progress, stacks: File descriptors of the progress counter and of the stack traces.
+        progress, stacks: File descriptors of the unnamed files with the progress counter and with the stack traces.
     """
 
     pid: int
@@ -63,15 +63,16 @@ _announced: Process | None = None
 def announce(node: str) -> Process | None:
     """Make this worker process observable, and return its identity, or None on a system without `/proc`.
 
-    This process becomes the leader of a process group, through which its child processes can be found even after it has
-    died.
+    This process becomes the leader of a process group, through which its child processes can be found even after this
+    process has died.
     """
     global _counter, _announced
     began = began_of(os.getpid())
     if began is None:
         return None
     if _announced is None:
-        with contextlib.suppress(OSError):  # fails after `setsid`, when this process leads a group already
+        # `setpgid` fails after `setsid`, because this process then already leads a process group.
+        with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         _counter, stacks = _Counter(), os.memfd_create("rltrain-stacks")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
@@ -92,7 +93,10 @@ def tick() -> None:
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """Mark this process as busy while the block runs. A process that only waits for work does not count as hanging."""
+    """Mark this process as busy while the `with` block runs.
+
+    A process that only waits for work does not count as hanging.
+    """
     if _counter is None:
         yield
         return
@@ -116,7 +120,10 @@ def state_of(pid: int, began: int) -> str:
 
 
 def counts_of(process: Process) -> tuple[int, int]:
-    """Return the number of ticks and of running calls of a process. Raises OSError if the process is gone."""
+    """Return how often a process has called `tick`, and how many calls are running in the process.
+
+    Raises OSError if the process is gone.
+    """
     with open(f"/proc/{process.pid}/fd/{process.progress}", "rb") as file:
         words = file.read(2 * _WORD)
     return int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little", signed=True)
@@ -128,7 +135,7 @@ def stacks_of(process: Process) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the process name, which may contain any characters."""
+    """Return the fields of `/proc/PID/stat` that follow the process name, which may contain any characters itself."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:

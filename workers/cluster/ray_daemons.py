@@ -1,9 +1,9 @@
-"""Detection of the death of Ray daemons that a run depends on.
+"""Detects the death of the Ray daemons that a run depends on.
 
 The daemon `raylet` starts the workers of one machine and stores their objects. If the raylet of the driver's machine
 dies, the run cannot continue. The daemon `gcs_server` keeps the cluster's tables on the head node. If gcs_server dies,
 connected processes continue until Ray ends them after 60 s, but no new process can start. A run whose gcs_server has
-died can therefore still save a checkpoint.
+died can still save a checkpoint.
 """
 
 import logging
@@ -24,29 +24,28 @@ logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
 GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
-# For a gcs_server on another machine: seconds between two connections, timeout of a connection, and time without a
-# connection after which the daemon counts as dead.
+# For a remote gcs_server, in seconds: interval of connections, timeout of a connection, silence that means its death.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
 
 
 class Daemon(Protocol):
-    """Interface of one Ray daemon."""
+    """Interface of an object that represents one Ray daemon."""
 
     @property
     def name(self) -> str:
         """Return the name of the daemon's program."""
 
     def ended(self) -> bool:
-        """Return whether the daemon has died. The check is cheap enough for many calls per second."""
+        """Return whether the daemon has died. This method is cheap enough to be called many times per second."""
 
     def __str__(self) -> str:
-        """Return a message that says which daemon has died on which machine."""
+        """Return a message that says which daemon has died and on which machine."""
 
 
 @dataclass(frozen=True)
 class LocalDaemon:
-    """A daemon on this machine.
+    """A Ray daemon on this machine.
 
     Attributes:
         name: Name of the daemon's program.
@@ -60,7 +59,7 @@ class LocalDaemon:
     began: int
 
     def ended(self) -> bool:
-        """Return whether the process has ended. See `Daemon.ended`."""
+        """Return whether the daemon's process has ended. See `Daemon.ended`."""
         return not state_of(self.pid, self.began)
 
     def __str__(self) -> str:
@@ -68,7 +67,10 @@ class LocalDaemon:
 
 
 class RemoteDaemon:
-    """A daemon on another machine, which counts as dead after `_SILENT_S` seconds without a successful connection."""
+    """A Ray daemon on another machine.
+
+    A remote daemon counts as dead after `_SILENT_S` seconds without a successful connection.
+    """
 
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
@@ -92,7 +94,7 @@ class RemoteDaemon:
 
 
 class Daemons:
-    """The daemons that a run depends on.
+    """The Ray daemons that a run depends on.
 
     Args:
         daemons: Daemons whose death ends the run.
@@ -110,15 +112,18 @@ class Daemons:
         return [daemon.pid for daemon in self.daemons if isinstance(daemon, LocalDaemon)]
 
     def lost(self) -> Daemon | None:
-        """Return the daemon that has died, or None. If raylet and gcs_server died, return the raylet."""
+        """Return the daemon that has died, or None if no daemon has died.
+
+        If both raylet and gcs_server have died, return the raylet.
+        """
         ended = [daemon for daemon in self.daemons if daemon.ended()]
         return min(ended, key=lambda daemon: daemon.name == GCS, default=None)
 
     def check(self, *, at_rest: bool = False) -> None:
         """Raise ClusterLost if a daemon has died.
 
-        If the run is `patient` and in the middle of a step, the death of gcs_server is at first only logged, and is an
-        error after `GRACE_S` seconds.
+        If `patient` is True and the run is in the middle of a step, the death of gcs_server is only logged at first,
+        and becomes an error after `GRACE_S` seconds.
 
         Args:
             at_rest: Whether the run is between two steps, so that a checkpoint can be saved.
@@ -163,7 +168,7 @@ def _local(name: str, node: str, pids: Sequence[int]) -> Sequence[Daemon]:
 
 
 def _listener(path: str) -> int:
-    """Return the pid of the process that listens at a Unix socket.
+    """Return the pid of the process that listens on a Unix socket.
 
     Returns 0 if the process is in a pid namespace that is invisible to this process, or if the connection fails.
     """
@@ -179,7 +184,8 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether a process is the gcs_server of the connected Ray cluster.
 
-    The check is necessary because this process may have descendants that belong to another Ray cluster.
+    Checking the program's name is not enough, because this process may have descendants that belong to another Ray
+    cluster.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

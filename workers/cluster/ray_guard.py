@@ -3,7 +3,7 @@
 When one of Ray's daemons dies, Ray's C++ code may end the driver with `_Exit`, without an error message. When the
 driver is killed, Ray's helper processes may remain. The guard waits until the driver ends, for whatever reason. If the
 death of a daemon ended the driver, the guard prints an error message that names the daemon. If the driver had started
-the Ray cluster itself, the guard then kills all remaining processes of the cluster.
+the Ray cluster itself, the guard kills all processes of the cluster that remain after the driver's end.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
 _CLOSE_S = 15.0  # seconds that the guard gets to kill all remaining processes
-_SHOWN_S = 1.0  # after Ray has ended the driver: seconds to wait for the evidence that a daemon died
+_SHOWN_S = 1.0  # seconds to wait for the evidence that a daemon died, after Ray has ended the driver
 _LAST_WORDS = 4096  # bytes to read from the end of the driver's Ray log
 # Phrases that Ray's C++ code logs before it ends its own process.
 _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
@@ -35,8 +35,8 @@ class Guard:
     """The driver's handle to the guard process.
 
     Args:
-        mark: Value of `leftovers.MARK` in the environment of the processes that the guard kills. If the mark is "", the
-            guard kills no process.
+        mark: Value of the environment variable `leftovers.MARK`, by which the guard recognizes the processes to kill.
+            If `mark` is "", the guard kills no process.
     """
 
     def __init__(self, mark: str) -> None:
@@ -53,7 +53,7 @@ class Guard:
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
-        """Mark the processes that start in this block, and all their descendants."""
+        """Mark the processes that start inside the `with` block, and all their descendants, for the guard."""
         if self.mark:
             os.environ[leftovers.MARK] = self.mark
         try:
@@ -65,7 +65,7 @@ class Guard:
         """Tell the guard that the driver is connected to Ray.
 
         Args:
-            session: Directory where Ray keeps the logs and sockets of this cluster.
+            session: Directory where Ray keeps the logs and sockets of the Ray cluster.
             daemons: Daemons whose death the guard reports.
         """
         known = [(one.pid, one.began, str(one)) for one in daemons if isinstance(one, LocalDaemon)]
@@ -74,7 +74,7 @@ class Guard:
     def close(self) -> None:
         """Make the guard kill the remaining processes without printing an error, and wait until the guard ends.
 
-        The driver calls this method when it ends normally or reports its error itself.
+        The driver calls this method when the driver ends normally or reports its error itself.
         """
         self._write({"goodbye": True})
         with contextlib.suppress(OSError):
@@ -93,9 +93,9 @@ def serve(driver: int, mark: str) -> None:
 
     Args:
         driver: Pid of the process that started the guard.
-        mark: Argument of `Guard`.
+        mark: The argument `mark` of `Guard`.
     """
-    # If a service manager stops all processes of a service, it also sends these signals to the guard.
+    # The guard ignores the signals that a service manager sends to all processes of a service that it stops.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     began = time.time()
@@ -110,7 +110,10 @@ def serve(driver: int, mark: str) -> None:
 
 
 def _wait(driver: int) -> dict[str, Any]:
-    """Wait until the driver says goodbye or dies. Return all messages from the driver, merged into one."""
+    """Wait until the driver calls `Guard.close` or dies.
+
+    Return all messages from the driver, merged into one dictionary.
+    """
     heard: dict[str, Any] = {"goodbye": False, "session": "", "daemons": []}
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -119,7 +122,7 @@ def _wait(driver: int) -> dict[str, Any]:
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # if the driver is dead, still read what it had sent
+        ready = poll.poll(None if os.getppid() == driver else 0)  # read what the driver has sent, even after its death
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):
@@ -134,7 +137,7 @@ def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, st
     """Return an error message that says why Ray has ended the driver, or "" if Ray did not end the driver.
 
     Args:
-        session: Directory where Ray keeps the logs of this cluster.
+        session: Directory where Ray keeps the logs of the Ray cluster.
         driver: Pid of the driver.
         daemons: Pid, start time and death message of each daemon.
     """
@@ -156,11 +159,12 @@ def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, st
 
 
 def _started(driver: int, since: float) -> Path | None:
-    """Return the directory of a Ray cluster that the driver had begun to start but not yet reported to the guard.
+    """Return the directory of a Ray cluster that the driver began to start, but did not report to the guard.
 
     Args:
         driver: Pid of the driver.
-        since: Time in seconds since the epoch at which the guard started. Older directories are ignored.
+        since: Time in seconds since the epoch at which the guard started. Directories that are older than `since` are
+            ignored.
     """
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
     found = [path for path in base.glob(f"session_*_{driver}") if path.stat().st_mtime >= since - 1.0]

@@ -8,18 +8,18 @@ from rltrain.base.errors import WorkerError
 
 
 class SharedDevices:
-    """GPUs that are reserved for a run. Each GPU is a bundle of one Ray placement group.
+    """Reserves GPUs for a run. Each of the reserved GPUs is a bundle of one Ray placement group.
 
     Without a placement group, Ray could put two engines or two training ranks on the same GPU, because Ray serves
     requests for half a GPU in their order of arrival.
 
     Args:
-        count: Number of GPUs. The GPUs of one machine have consecutive numbers.
+        count: Number of GPUs to reserve. The GPUs of one machine have consecutive numbers.
         cpus: Number of CPUs that all processes on one GPU request together.
         limit_s: Seconds within which the GPUs must become free.
 
     Raises:
-        WorkerError: The GPUs did not become free in time.
+        WorkerError: The GPUs did not become free within `limit_s` seconds.
     """
 
     def __init__(self, count: int, *, cpus: float, limit_s: float) -> None:
@@ -51,7 +51,7 @@ class SharedDevices:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[number])}
 
     def free(self) -> None:
-        """Release the GPUs. Ray then ends the actors that use the GPUs."""
+        """Release the GPUs, whereupon Ray ends the actors that use them."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):  # the Ray cluster may be gone already

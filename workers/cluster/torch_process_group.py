@@ -25,7 +25,7 @@ def join(
         address: Host and port at which rank 0 serves the rendezvous. If `address` is None, the group has one rank and
             opens no socket.
         timeout_s: Timeout in seconds of the rendezvous and of each collective.
-        listener: On rank 0, the socket that listens at the address.
+        listener: On rank 0, the socket that listens at `address`, or None to open a new socket.
     """
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
@@ -37,7 +37,8 @@ def join(
     if address is None:
         store: Store = HashStore()
     else:
-        serving = None if listener is None else listener.detach()  # the store's own socket listens everywhere
+        # The socket is passed on because a socket that TCPStore opens itself listens at all addresses of the machine.
+        serving = None if listener is None else listener.detach()
         store = TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

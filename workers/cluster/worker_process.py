@@ -1,7 +1,7 @@
 """The code that runs in a worker process, such as a training rank or a rollout replica, and holds the process's roles.
 
-This module imports no heavy packages. The class of a role is imported when the role is built, after the number of
-threads and the environment of the process are configured.
+This module imports no heavy packages. The class of a role is imported only when the role is built, because the number
+of threads and the environment of the process must be configured before the import.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import progress
 
-OFFLINE = "HF_HUB_OFFLINE"  # keeps huggingface_hub from using the network
+OFFLINE = "HF_HUB_OFFLINE"  # environment variable that keeps huggingface_hub from using the network
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mallopt(3)
 
 
 @dataclass(frozen=True)
 class Join:
-    """How to join several arguments of a call, which hold different columns of one batch, into one argument.
+    """Describes how to join several arguments of a call, which contain different columns of a batch, into one batch.
 
     Attributes:
         parts: Number of arguments to join.
@@ -40,7 +40,7 @@ class Host:
     """Builds the roles of this process by import path, and calls their methods by name.
 
     Args:
-        environment: Environment variables, which are set before any heavy import.
+        environment: Environment variables to set before any heavy package is imported.
         verbose: Whether libraries may log.
     """
 
@@ -56,10 +56,12 @@ class Host:
             quiet()
 
     def model_directory(self, path: str) -> str:
-        """Return the directory of a model on this machine, after a download if need be. See `directory_on_node`.
+        """Return the directory of a model on this machine, and download the model first if necessary.
 
-        The download may use the network unless the user has turned it off on this machine, although the libraries in
-        this process may not.
+        See `directory_on_node`.
+
+        The download may use the network even if the libraries in this process may not, unless the user has turned the
+        network off on this machine.
         """
         from rltrain.data.hub import directory_on_node
 
@@ -70,7 +72,7 @@ class Host:
             return directory_on_node(path, on_progress=progress.tick, environment=environment)
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
-        """Create an object of the class `path` ("module:Class") with `args` and `kwargs`, as the role named `role`."""
+        """Create an object of the class `path` ("module:Class") from `args` and `kwargs`, as the role `role`."""
         module, _, name = path.partition(":")
         with progress.call():
             self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -81,14 +83,14 @@ class Host:
             return getattr(self.roles[role], method)(*args, **kwargs)
 
     def call_joined(self, role: str, method: str, joins: Sequence[Join | None], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a role. Some arguments of the method are batches that arrive in several parts.
+        """Call a method of a role, after joining the batches that arrive in several parts.
 
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: For each argument of the method, how to join it from the next elements of `args`. If an element
-                of `joins` is None, the argument is the next element of `args`.
-            args: The arguments, and the parts of arguments.
+            joins: One element for each argument of the method, which says how the argument is joined from the next
+                elements of `args`. If an element of `joins` is None, the argument is the next element of `args`.
+            args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """
         rest, joined = list(args), []
@@ -120,8 +122,8 @@ class Host:
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
         """Join the torch.distributed process group of the training ranks (gloo, with nccl for GPUs).
 
-        Rank 0 must be the process whose `address` method returned the address. If `address` is None, the group has one
-        rank.
+        Rank 0 must be the process whose method `address` has returned `address`. If `address` is None, the group has
+        one rank.
         """
         from workers.cluster.torch_process_group import join
 

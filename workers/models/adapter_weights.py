@@ -1,4 +1,4 @@
-"""Low-rank adapters as tensors: their names, the base weights in a model's files, and the merge of both."""
+"""Low-rank adapters as tensors: their names, the base weights in a model's files, and merging both."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,21 +10,26 @@ from torch import Tensor
 from rltrain.base.errors import ConfigError
 from rltrain.data.model_weights import SAFETENSORS, open_safetensors, weight_files
 
-A, B = ".lora_A.weight", ".lora_B.weight"  # what follows the layer's name in the names of the matrices A and B
+# Suffixes that turn the name of a layer into the names of its adapter matrices A and B.
+A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
-    """Return W + scale B A in float32, for weight (out, in), b (out, rank) and a (rank, in) on one device."""
+    """Return W + scale B A in float32, where W is `weight` (out, in), B is `b` (out, rank) and A is `a` (rank, in).
+
+    `weight`, `b` and `a` must be on one device.
+    """
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
 class BaseWeights:
-    """Access by name to the tensors in a model directory.
+    """Gives access by name to the tensors in a model directory.
 
-    Tensors are read directly from the safetensors files. An opened file stays open as long as this object exists.
+    Tensors are read directly from the safetensors files. A safetensors file that was opened once stays open as long as
+    this object exists.
 
     Args:
-        path: model directory with safetensors files.
+        path: model directory that contains the safetensors files.
 
     Raises:
         ConfigError: a file is missing or broken.

@@ -41,12 +41,12 @@ def device() -> torch.device:
 def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
-    The settings come from `config.model` and `config.placement`. Master weights, gradients and the gradient reduction
-    stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. If several ranks split the
-    tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
+    The settings come from `config.model` and `config.placement`. Master weights, gradients and the
+    gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. If
+    several ranks split the tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
 
     Raises:
-        ConfigError: the config asks for CPU offload or compilation, but these ranks have no GPU.
+        ConfigError: the config asks for CPU offload or compilation, but the ranks have no GPU.
     """
     compute = getattr(torch, config.model.dtype)
     for key in ("cpu_offload", "compile"):
@@ -58,7 +58,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     for layer in layers:
         prepare(layer, config.model)
     if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
-        cast(nn.Module, model).to(device())  # one rank in float32 has nothing to shard or convert
+        cast(nn.Module, model).to(device())  # on a single rank in float32, nothing needs to be sharded or converted
         return model
     options: dict[str, Any] = {
         "mesh": sharding_mesh(config.placement.shard_ranks),
@@ -73,7 +73,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 
 def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    """Freeze and shard a model that is never trained, in place, and put it into evaluation mode.
+    """Freeze a model that is never trained, shard the model, and put it into evaluation mode, all in place.
 
     The frozen weights are converted to the dtype in which the model computes.
     """
@@ -86,11 +86,11 @@ def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def forward_only(model: nn.Module) -> Iterator[None]:
-    """Run the block without gradients, then return a sharded model to its sharded state.
+    """Run the `with` block without gradients, and then reshard the model if it is sharded.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
     dtype, for a later backward pass. If no backward pass follows, the gathered copies would waste memory, and would
-    take the place of the float32 shards from which the weights are saved.
+    replace the float32 shards from which the weights are saved.
     """
     with torch.no_grad():
         yield
@@ -111,7 +111,7 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the further names of parameters that have several names, each mapped to the parameter's first name."""
+    """Return the additional names of tied parameters, each mapped to the first name of the same parameter."""
     first: dict[int, str] = {}
     every = list(model.named_parameters(remove_duplicate=False))
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
@@ -129,7 +129,7 @@ class Optimizer:
     """AdamW with gradient clipping and a schedule that ends after exactly `total_steps` optimizer steps.
 
     Args:
-        parameters: the parameters of the sharded model to train.
+        parameters: the parameters to train, possibly sharded.
         config: learning rate, schedule and clipping limit.
         total_steps: number of optimizer steps in the whole run.
         max_skipped: number of consecutive steps that may be skipped because of non-finite values.
@@ -156,10 +156,10 @@ class Optimizer:
         return dict(state)
 
     def lr(self) -> float:
-        """Return the learning rate of the next step.
+        """Return the learning rate of the next optimizer step.
 
-        The rate first increases linearly to `config.lr`. After this warmup, the rate is constant, or decays to 0
-        linearly or along half a cosine wave.
+        During warmup, the learning rate increases linearly to `config.lr`. After the warmup, the learning rate is
+        constant, or decays to 0 linearly or along half a cosine wave.
         """
         config, step = self.config, self.steps
         if step < config.lr_warmup_steps:
@@ -171,9 +171,9 @@ class Optimizer:
     def step(self, *, trained: bool = True, finite: bool = True) -> dict[str, float]:
         """Clip the gradient, take an optimizer step and clear the gradient. All ranks must call this method.
 
-        If no token was trained, AdamW takes no step, because its momentum would move the weights. If the gradient or
-        any rank's loss is not finite, all ranks skip the step, and the weights stay unchanged. The learning-rate
-        schedule advances in each case.
+        If no token was trained, AdamW takes no step, because AdamW's momentum would move the weights even with a
+        gradient of 0. If the gradient or any rank's loss is not finite, all ranks skip the step, and the weights stay
+        unchanged. The learning-rate schedule advances even if AdamW takes no step.
 
         Args:
             trained: whether this step has any trained tokens.
@@ -184,7 +184,8 @@ class Optimizer:
             1 if the step was skipped because of non-finite values, otherwise 0.
 
         Raises:
-            NumericsError: more than `max_skipped` consecutive steps were skipped. The weights are unchanged.
+            NumericsError: more than `max_skipped` consecutive steps were skipped. The skipped steps have not changed
+                the weights.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))
@@ -205,7 +206,7 @@ class Optimizer:
 
 
 def _on_all_ranks(good: bool) -> bool:
-    """Return whether the condition holds on every rank. All ranks must call this function."""
+    """Return whether `good` is True on every rank. All ranks must call this function."""
     if dist.get_world_size() == 1:
         return good
     flag = torch.tensor(good, dtype=torch.int32)

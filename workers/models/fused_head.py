@@ -1,8 +1,8 @@
-"""A fused last layer, which computes log-probs, entropies and the exact KL of tokens without holding all logits.
+"""A fused last layer, which computes log-probs, entropies and the exact KL of tokens without storing all logits.
 
-With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. An implementation
-without chunks holds several tensors of that size in the backward pass. The fused layer holds only a few chunks of
-bounded size at a time, and recomputes the chunks in the backward pass.
+With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. A last layer that does
+not work in chunks keeps several tensors of the size of all logits in the backward pass. The fused layer keeps only a
+few chunks of bounded size in memory, and recomputes the chunks in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from rltrain.algorithms.chunks import LEAST_LOG, GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
 from rltrain.algorithms.ratio import as_float
 
-PROBE = 64.0  # test logit that shows how a model transforms the output of its last layer
+PROBE = 64.0  # value of test logits, which show how a model transforms the output of its last layer
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -49,11 +49,11 @@ def token_log_probs(
     float32.
 
     Args:
-        hidden: (R, H) hidden states.
+        hidden: (R, H) hidden states, the input of the last layer.
         head: (V, H) weight of the last layer.
-        targets: (R,) int64 token ids.
+        targets: (R,) int64 ids of the tokens whose log-probs are computed.
         bias: (V,) bias of the last layer, or None.
-        temperature: sampling temperature.
+        temperature: sampling temperature, by which the logits are divided.
         entropies: whether to compute entropies.
         chunk_size: maximum number of logits in a chunk; the default depends on the device.
 
@@ -73,17 +73,20 @@ def token_log_probs(
 
 
 def _entropy(log_pi: Tensor) -> Tensor:
-    """Return -sum pi log pi over the vocabulary, (R, V) -> (R,), with 0 log 0 = 0."""
+    """Return the entropy -sum pi log pi over the vocabulary, (R, V) -> (R,), where 0 log 0 counts as 0."""
     return -(log_pi.exp() * log_pi.clamp(min=LEAST_LOG)).sum(-1)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *knobs: Any) -> Any:
-        """Compute the outputs in chunks. For the backward pass, save one or two numbers per token instead of logits."""
+        """Compute log-probs and entropies in chunks of logits.
+
+        For the backward pass, save only one or two numbers per token, not the logits.
+        """
         temperature, entropies, size = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)
-        chosen = torch.full_like(softmax.top, torch.nan)  # NaN remains for a target outside the vocabulary
+        chosen = torch.full_like(softmax.top, torch.nan)  # the value stays NaN for a target outside the vocabulary
         for rows, columns in chunks(len(hidden), len(head), size):
             chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature)
             inside, at = _targets_in(columns, targets[rows])
@@ -119,9 +122,9 @@ class _TokenLogProbs(torch.autograd.Function):
 def _minus_softmax(
     log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
 ) -> Tensor:
-    """Return -pi (g + e (log pi + entropy)) for one chunk, and overwrite `log_pi`.
+    """Return -pi (g + e (log pi + entropy)) for one chunk of logits, with pi = exp(`log_pi`), and overwrite `log_pi`.
 
-    g is the gradient of the loss with respect to the log-probs, and e with respect to the entropies.
+    The gradient of the loss is g with respect to the log-probs, and e with respect to the entropies.
     """
     if of_entropies is None:
         assert of_log_probs is not None, "at least one of the two outputs has a gradient"
@@ -134,9 +137,9 @@ def _minus_softmax(
 
 
 def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which targets lie in a range of vocabulary columns (rows,), and their positions in it (rows, 1).
+    """Return a mask (rows,) of the targets inside the range `columns`, and the position of each target in it (rows, 1).
 
-    The position of a target outside the range is clamped to the first or last column of the range.
+    The position of a target outside the range `columns` is clamped to the first or last column of the range.
     """
     at = targets - columns.start
     width = columns.stop - columns.start
@@ -155,11 +158,11 @@ def logit_scale(model: PreTrainedModel) -> float:
 
 @contextmanager
 def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[None]:
-    """Make a causal language model return `function(hidden, weight, bias)` as its logits while the block runs.
+    """Make a causal language model return `function(hidden, weight, bias)` as its logits inside the `with` block.
 
-    `hidden` has shape (1, R, H), and the function's result may have any shape. The function is called inside the
-    model's own forward pass, during which the weights of a sharded model are gathered. The result is returned as the
-    model's output, so that FSDP's hooks on the output see its gradient.
+    `hidden` has shape (1, R, H), and the result of `function` may have any shape. `function` is called inside the
+    model's own forward pass, while the weights of a sharded model are gathered. The result of `function` is returned as
+    the model's output, so that FSDP's hooks on the model's output see the gradient.
 
     Raises:
         ValueError: the model's last layer is not a plain nn.Linear.
@@ -178,12 +181,12 @@ def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[No
 
 
 def check_probe(probes: Tensor, model: nn.Module) -> None:
-    """Raise ValueError if the model transforms its logits in an unknown way.
+    """Raise ValueError if the model changes the output of its last layer other than by the factor `logit_scale`.
 
     Args:
-        probes: the logits that the model returns if its last layer outputs PROBE / scale, where scale is the result of
-            `logit_scale`. Each of the logits must equal PROBE.
-        model: the model, which the error message names.
+        probes: the logits that the model returned when its last layer returned PROBE / scale, where scale is the result
+            of `logit_scale`. All probe logits must equal PROBE.
+        model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):
         raise ValueError(

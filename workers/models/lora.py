@@ -19,7 +19,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
-NAME = "default"  # peft's default name for an adapter; a model has only this one
+NAME = "default"  # peft's default name for an adapter; no model has a second adapter
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
@@ -41,18 +41,19 @@ class Adapter:
 def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTrainedModel:
     """Freeze a causal language model and add adapters to its target layers, in place.
 
-    The matrix A of each adapter is drawn at random from `seed`, and is the same on every rank. The matrix B starts at
-    0, so the adapters do not change the model's outputs before training.
+    The matrix A of each adapter is random, depends only on `seed`, and is the same on every rank. The matrix B starts
+    at 0, so the adapters do not change the model's outputs before training.
 
     Raises:
-        ConfigError: `adapted_layers` rejects the targets.
+        ConfigError: `adapted_layers` rejects one of the target layers in the config.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = adapted_layers(model, config)
     whole = config.alpha.is_integer()
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
-    alpha: Any = int(config.alpha) if whole else config.alpha  # despite its annotation, peft accepts fractions
+    # Despite its annotation as an integer, peft's `lora_alpha` may be a fraction.
+    alpha: Any = int(config.alpha) if whole else config.alpha
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=alpha,
@@ -116,8 +117,8 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
     """Return the number of trained parameters: rank times (inputs + outputs), summed over all target layers.
 
     Raises:
-        ConfigError: `adapted_layers` rejects a target, or the model's safetensors files lack a matrix that gets an
-            adapter.
+        ConfigError: `adapted_layers` rejects one of the target layers in the config, or the model's safetensors files
+            lack a matrix that gets an adapter.
     """
     model = skeleton(path)
     names = adapted_layers(model, config)
@@ -147,7 +148,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter that is not part of an adapter, possibly sharded, by its Hugging Face checkpoint name.
 
-    Tied parameters appear once.
+    A parameter that is tied to another one appears only once.
     """
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     return {name.replace(WRAPPED, "."): parameter for name, parameter in named if not is_adapter(name)}

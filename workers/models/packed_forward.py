@@ -1,9 +1,9 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-A pack concatenates rows into one sequence of N tokens. For packs, this module registers its own attention function with
-transformers, under the name `PACKED`. On GPUs with 16-bit dtypes, one kernel computes the attention of all rows. In all
-other cases, rows of similar length form an attention batch, which is padded on the right and computed by one causal
-sdpa call. No attention mask is ever built, and no row can attend to another row. All layers other than attention
+A pack concatenates rows into one sequence of N tokens. This module registers its own attention function for packs with
+transformers, under the name `PACKED`. On GPUs with 16-bit dtypes, one kernel computes the attention of all rows. If no
+kernel is usable, rows of similar length form an attention batch, which is padded on the right and computed by one
+causal sdpa call. No attention mask is ever built, and no row can attend to another row. All layers other than attention
 process the N tokens without padding.
 """
 
@@ -36,7 +36,7 @@ from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
 PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are used without padding, as one value per token
-SLACK = 0.75  # the shortest row of an attention batch has at least this fraction of the longest row's tokens
+SLACK = 0.75  # in an attention batch, the shortest row has at least this fraction of the longest row's tokens
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AttentionBatch:
     """Rows whose attention is computed in one sdpa call.
 
     Attributes:
-        index: (rows, L) position in the pack of each token, where L is the length of the longest row.
+        index: (rows, L) position of each token in the pack, where L is the length of the longest row.
         real: (rows, L) bool, False where the entry of `index` is padding.
     """
 
@@ -53,7 +53,7 @@ class AttentionBatch:
 
 
 class RowLayout:
-    """The row lengths of a pack, and the attention batches that are computed from the lengths.
+    """The row lengths of a pack, and the attention batches into which the rows are grouped by length.
 
     `RowLayout` is not a dataclass, because FSDP would copy a dataclass for each layer.
 
@@ -67,7 +67,7 @@ class RowLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, which are computed on first access and needed only if no kernel is usable."""
+        """Return the attention batches, computed on first access and used only if no attention kernel is usable."""
         return _attention_batches(self.lengths, self.device)
 
 
@@ -79,13 +79,13 @@ class Pack:
         input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because no token is
             predicted from it.
         position_ids: (1, N) positions, which restart at 0 in each row.
-        rows: row lengths, and the attention batches, which are needed if no kernel is usable.
+        rows: row lengths, and the attention batches, which are needed if no attention kernel is usable.
         longest: number of tokens in the longest row.
         offsets: (rows + 1,) int32, the start of each row, then the end of the last row.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
         targets: (R,) ids of the response tokens.
-        sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. With a group, all
-            other attributes except `rows`, `longest` and `offsets` hold this rank's slice only.
+        sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. If `sequence` is a
+            group, all attributes except `rows`, `longest`, `offsets` and `sequence` hold only this rank's slice.
     """
 
     input_ids: Tensor
@@ -172,8 +172,8 @@ def packed_attention(
     Shapes: query is (1, H, N, D). Key and value are (1, K, N, D), where K divides H. The output is (1, N, H, D).
 
     Raises:
-        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row, which this
-            function does not support.
+        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row, none of which
+            is supported.
     """
     assert attention_mask is None, "a packed forward pass must not be given an attention mask"
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
@@ -183,7 +183,7 @@ def packed_attention(
         )
     if packed.sequence is not None:
         query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # shape (N, heads, D)
     kernel = None if dropout else kernel_for(q, v)
     if kernel is not None:
         out = kernel(q, k, v, packed.offsets, packed.longest, scaling)
@@ -236,10 +236,10 @@ def load_model(
     """Load a Hugging Face model directory with packed attention and float32 master weights.
 
     Args:
-        kind: one of transformers' Auto classes.
+        kind: Auto class of transformers that builds the model.
         path: the model directory.
-        where: config key and path with which error messages start, `model.path=PATH` by default.
-        new_head: whether `load_whole` gives the model a new head.
+        where: config key and path for the start of error messages, `model.path=PATH` by default.
+        new_head: whether the parameters outside the base model, such as the last layer, are newly initialized.
         **kwargs: further arguments for `load_whole`.
 
     Raises:
@@ -251,7 +251,7 @@ def load_model(
             kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
         )
         return model
-    except KeyError as error:  # the architecture looks up attention functions in its own table
+    except KeyError as error:  # this architecture looks up attention functions in a table of its own
         if PACKED not in error.args:
             raise
         raise ConfigError(
@@ -288,16 +288,16 @@ def policy_output(
 ) -> PolicyOutput:
     """Run one forward pass of a causal language model over a pack.
 
-    Optional outputs cost extra time and are computed only on request. A function that works in chunks replaces the
-    model's last layer, so that large logits are never in memory as a whole.
+    Entropies, hidden states and the exact KL cost extra time and are computed only on request. A function that works in
+    chunks replaces the model's last layer, so that large logits are never in memory as a whole.
 
     Args:
         model: the language model, possibly sharded.
-        packed: the whole pack.
+        packed: the pack, with the tokens of all ranks of the sequence group.
         temperature: sampling temperature, by which the logits are divided.
         entropies: whether to compute entropies.
         hidden: whether to return the last hidden states.
-        reference: hidden states (R, H') and head (V, H') of the model to which the exact KL is computed.
+        reference: last hidden states (R, H') and head (V, H') of the reference model for the exact KL, or None.
     """
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
@@ -348,9 +348,9 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Pad the values (R,) of response tokens to one row per response (B, T), differentiably.
+    """Arrange the values (R,) of response tokens as one padded row per response (B, T), differentiably.
 
-    `mask` (B, T) is True at response tokens. The padding in the result is 0.
+    `mask` (B, T) is True at response tokens. The returned tensor is 0 at padding.
     """
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
@@ -361,11 +361,12 @@ def stand_in(batch: DataProto) -> list[int]:
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """Return the given rows of a batch, their pack, and their response columns, padded to (B, T).
+    """Return the given rows of a batch, the pack of the rows, and their response columns, padded to (B, T).
 
-    The pack and the columns are on this rank's device. The columns include `mask`, which is True at response tokens,
-    and `response_mask`, which is True at trained tokens. If `rows` is empty, the result is one stand-in row without
-    trained tokens, so that this rank takes part in the collectives and contributes exactly zero.
+    The returned pack and columns are on this rank's device. The returned columns include `mask`, which is True at
+    response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the shortest row of the
+    batch is used as a row without trained tokens, so that this rank takes part in the collectives and contributes
+    exactly zero.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -393,7 +394,8 @@ def row_pass(
         model: the model that the function runs.
         function: maps rows and their pack to columns (R, ...) with one value for each response token.
         batch: the batch that contains the rows.
-        microbatches: row indices of each forward pass. An empty list runs a stand-in row whose results are dropped.
+        microbatches: row indices of each forward pass. If a list is empty, the shortest row of the batch is processed,
+            and the results are dropped.
 
     Returns:
         A batch with the columns that the function returned, and with rows in the order of `microbatches`.

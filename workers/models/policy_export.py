@@ -47,7 +47,7 @@ _BESIDE = (
 
 @dataclass(frozen=True)
 class _Part:
-    """One tensor of the export.
+    """One tensor of the exported model.
 
     Attributes:
         name: name of the tensor in the export.
@@ -71,8 +71,8 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # If `base` has a generation_config.json, its unchanged copy replaces this file below, because transformers
-        # refuses to write some generation defaults.
+        # If `base` has a generation_config.json, that file is copied below and replaces the one that is written here.
+        # Copying generation_config.json is necessary because transformers refuses to write some generation defaults.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -91,8 +91,8 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
     Args:
         state: checkpoint files of the actor.
         small: result of `small_files`.
-        model: the policy. Only the names in the model are used, to revert the changes of weight names and shapes that
-            transformers makes when it loads a model.
+        model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the changes
+            that transformers makes to the names and shapes of weights when it loads a model.
         folder: target folder, which need not exist.
 
     Returns:
@@ -125,7 +125,7 @@ def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
 def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
     """Yield the tensors that represent a parameter in Hugging Face files.
 
-    In the files, a parameter may have another name, or be split into several tensors.
+    In Hugging Face files, a parameter may have another name than in the model, or be split into several tensors.
     """
 
     def reverted(tensor: Tensor) -> dict[str, Tensor]:
@@ -160,7 +160,8 @@ def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
 def _write_tensors(folder: Folder, stem: str, parts: list[_Part]) -> list[str]:
     """Write tensors in order into safetensors files of at most `SHARD_BYTES`, and return the file names.
 
-    A tensor larger than `SHARD_BYTES` gets its own file. If there are several files, an index file is written too.
+    A tensor larger than `SHARD_BYTES` gets its own file. If there are several safetensors files, an index file is
+    written too.
     """
     shards: list[list[_Part]] = [[]]
     room = SHARD_BYTES

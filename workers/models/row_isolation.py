@@ -2,8 +2,8 @@
 
 Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact through the
 registered packed attention alone, and positions come from `position_ids` alone. In other models, a convolution, a
-recurrent state or a custom attention would leak one row into the next without raising an error. The check runs the
-model, because no list of supported architectures is complete.
+recurrent state or a custom attention would leak one row into the next without raising an error. This module tests
+a model by running it, because no list of supported architectures is complete.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from rltrain.base.errors import ConfigError, described
 from rltrain.batch.data_proto import DataProto, jagged
 from workers.models.packed_forward import Pack, load_model, pack, policy_output
 
-LENGTHS = (4, 3, 4, 3)  # tokens in each row
-# Largest accepted change of a last hidden state, relative to the state's norm. Rounding causes changes below 1e-5. In
-# small random models that mix rows, the changes are 2e-4 to 1.
+LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
+# Largest accepted change of a last hidden state when another row changes, relative to the state's norm.
+# Rounding alone changes a last hidden state by less than 1e-5 of its norm.
+# In small random models whose rows influence each other, last hidden states change by 2e-4 to 1 of their norm.
 TOLERANCE = 1e-4
 
 
@@ -46,21 +47,23 @@ def load_policy(path: str) -> PreTrainedModel:
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    The check runs two forward passes over 11 random tokens each, without gradients. For a model with 10^10 parameters
-    in float32 on a CPU, the check takes a few seconds. The check changes neither the model nor the global random state.
+    This function runs forward passes over 11 random tokens each, usually two and at most four, without gradients. With
+    a model of 10^10 parameters in float32 on a CPU, this function takes a few seconds. This function changes neither
+    the model nor the global random state.
 
     Args:
         model: the model in evaluation mode, before sharding.
-        head: the model's last layer, whose inputs (1, N, H) are compared. The inputs may be for all tokens, or only for
-            the tokens that predict a response token: in this check, every token predicts a response token.
-        run: the forward pass that the calling worker makes with a pack.
-        where: config key and path with which the error message starts.
+        head: the model's last layer, whose inputs (1, N, H) are compared. It makes no difference whether the layer
+            receives all tokens or only the tokens that predict a response token, because every test token predicts one.
+        run: function that makes the forward pass of the calling worker for a pack.
+        where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: the check failed. The message names the architecture.
+        ConfigError: rows influence each other, or a forward pass failed. The error message names the model's
+            architecture.
     """
-    # Rounding can make a mixture-of-experts model choose another expert when two experts have almost equal scores. The
-    # check therefore fails only if a second random seed confirms that rows influence each other.
+    # In a mixture-of-experts model, rounding can change which of two experts with almost equal scores is chosen.
+    # To tolerate rounding, the check fails only if rows influence each other with both random seeds.
     for seed in (0, 1):
         apart = _apart(model, head, run, seed, where)
         if apart <= TOLERANCE:
@@ -72,10 +75,10 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 
 
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
-    """Return how much the hidden states of two rows change when the third row of their pack is replaced.
+    """Return how much the last hidden states of two rows change when another row of their pack is replaced.
 
-    The first pack holds rows 0, 1 and 2, and the second pack holds rows 3, 0 and 2. The result is the largest change of
-    a token's last hidden state in rows 0 and 2, relative to the state's norm.
+    The last hidden states of two packs are compared: one of rows 0, 1 and 2, and one of rows 3, 0 and 2. The result is
+    the largest change of a token's last hidden state in rows 0 and 2, relative to the state's norm.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"the input embedding is of type {type(embeddings).__name__}"
@@ -95,7 +98,7 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
 
 
 def _rows(words: int, seed: int) -> DataProto:
-    """Return rows of random token ids in which every packed token predicts a response token."""
+    """Return rows of random token ids in which every token of the pack predicts a response token."""
     source = torch.Generator().manual_seed(seed)
     ids = [torch.randint(words, (length + 1,), generator=source).tolist() for length in LENGTHS]
     return DataProto.from_dict(

@@ -1,12 +1,13 @@
 """Sequence parallelism: the ranks of a sequence group split the tokens of each pack (Ulysses, arXiv:2309.14509).
 
-Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens.
-Attention needs all tokens of a row. Before attention, an all-to-all therefore exchanges a slice of the tokens with all
-heads for all tokens with a slice of the heads. A second all-to-all after attention reverses the exchange.
+Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens. The
+attention of a token needs all tokens of the row. In an all-to-all before attention, each rank gives away its slice of
+the tokens with all heads, and gets all tokens with a slice of the heads. A second all-to-all after attention restores
+the split by tokens.
 
 The model's outputs for the response tokens are gathered, so that every rank of the group computes the same loss. The
-backward pass of each rank covers only that rank's slice. The gradients of all ranks therefore sum to the full gradient,
-and no token is counted twice.
+backward pass of each rank covers only that rank's slice of the tokens. The gradients of all ranks sum to the full
+gradient, because each token is in the backward pass of exactly one rank.
 """
 
 import functools
@@ -48,7 +49,7 @@ class Sequence:
 def sequence_group(size: int) -> Sequence | None:
     """Return the group of `size` neighbouring ranks that includes this rank, or None if `size` is 1.
 
-    All ranks must make the first call with a given `size` together.
+    All ranks must call this function together when they first use a given `size`.
     """
     if size == 1:
         return None
@@ -64,8 +65,8 @@ def sequence_group_of(model: nn.Module) -> Sequence | None:
 def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
     """Return this rank's slice of a pack, and a mask of the response tokens that are predicted in the slice.
 
-    The mask (R,) covers the R response tokens of the whole pack. The slice keeps the row boundaries of the whole pack,
-    because attention works on whole rows.
+    The mask (R,) has one entry for each of the R response tokens of the whole pack. The slice keeps the row boundaries
+    of the whole pack, because attention works on whole rows.
     """
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice
@@ -83,10 +84,10 @@ def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
 
 
 def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """Exchange a slice of the tokens with all heads for all tokens with a slice of the heads.
+    """Give away a slice of the tokens with all heads, and receive all tokens with a slice of the heads.
 
-    The exchange is an all-to-all within the sequence group: (1, H, n, D) -> (1, H', N, D). If there are fewer heads
-    than ranks, the heads are repeated first, and H' is 1.
+    An all-to-all within the sequence group changes the shape from (1, H, n, D) to (1, H', N, D). If there are fewer
+    heads than ranks, the heads are repeated before the exchange, and H' is 1.
     """
     heads = tensor.size(1)
     if heads % sequence.size:
@@ -97,13 +98,13 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
 
 
 def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """Exchange all tokens with a slice of the heads for a slice of the tokens with all heads.
+    """Give away all tokens with a slice of the heads, and receive a slice of the tokens with all heads.
 
-    The exchange is an all-to-all within the sequence group: (1, N, H', D) -> (1, n, H, D).
+    An all-to-all within the sequence group changes the shape from (1, N, H', D) to (1, n, H, D).
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
-    parts = padded.unflatten(0, (sequence.size, length))  # (ranks, n, H', D)
+    parts = padded.unflatten(0, (sequence.size, length))  # shape (ranks, n, H', D)
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -114,7 +115,7 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     Args:
         values: (r, ...) values of the r response tokens that are predicted in this rank's slice.
         whole: the whole pack.
-        sequence: the sequence group, with the number of tokens of the pack.
+        sequence: the sequence group, whose `tokens` is the number of tokens of the pack.
 
     Returns:
         (R, ...) values of all R response tokens of the whole pack, in order.
@@ -146,9 +147,9 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the values of all ranks.
+    """Concatenate the values that all ranks of a sequence group have.
 
-    Every rank computes the full loss. The backward pass therefore returns only the gradient of this rank's loss with
+    Because every rank computes the full loss, the backward pass only returns the gradient of this rank's loss with
     respect to this rank's own values.
     """
 

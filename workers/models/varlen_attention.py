@@ -1,8 +1,8 @@
-"""Kernels for causal attention within each of several concatenated rows.
+"""Kernels that compute causal attention within each of several concatenated rows.
 
-The kernel of flash-attn is used if that package is installed, otherwise the kernel of torch. Both kernels need a GPU of
-compute capability 8.0 or higher, and 16-bit dtypes. If no kernel is usable, `workers.models.packed_forward` computes
-attention in batches of rows of similar length.
+The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. Both the kernel
+of flash-attn and that of torch need a GPU of compute capability 8.0 or higher, and 16-bit dtypes. If no kernel is
+usable, `workers.models.packed_forward` computes attention in batches of rows of similar length.
 """
 
 import functools
@@ -16,12 +16,13 @@ from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST, STEP = 256, 8  # the kernels need a head width that is a multiple of STEP and at most WIDEST
-# (queries (N, H, D), keys and values (N, K, D), offsets (R + 1,) int32, longest row, scale or None) -> (N, H, D)
+# Arguments: queries (N, H, D), keys (N, K, D), values (N, K, D), offsets (R + 1,) int32, longest row, scale or None.
+# Result of an attention kernel: attention output (N, H, D).
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
-    """Return the kernel for attention, forward and backward, with these queries and values, or None if no kernel fits.
+    """Return a kernel that computes attention and its gradient for `query` and `value`, or None if no kernel can.
 
     Shapes: query (N, H, D), value (N, K, D).
     """
@@ -57,7 +58,7 @@ def of_flash_attn(module: Any) -> Kernel:
 def of_torch(module: Any) -> Kernel:
     """Wrap the kernel of torch 2.11 or newer.
 
-    If the installed version does not support fewer key heads than query heads, the wrapper repeats the key heads.
+    If the installed torch does not support fewer key heads than query heads, the wrapper repeats the key heads.
 
     Raises:
         AttributeError, NotImplementedError: the installed torch is too old.

@@ -1,8 +1,8 @@
-"""The engine's side of low-rank adapters: the engine merges received adapters into its own copy of the base weights.
+"""The engine's side of low-rank adapters: an engine merges the received adapters into its own copy of the base weights.
 
-A weight sync transfers only the adapter matrices A and B of each adapted matrix. In every sync, the engine computes its
-merged weights anew from the model's files, so an adapter is applied exactly once, regardless of the number of syncs.
-The model's files are memory-mapped and not kept in memory.
+With low-rank adapters, a weight sync transfers only the matrices A and B of each adapted matrix. In every sync, an
+engine computes the merged weights anew from the model's files, so that each adapter is applied exactly once, regardless
+of the number of syncs. The model's files are memory-mapped and not kept in memory.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Adapters:
         self.path, self.scale, self.parts = path, 1.0, dict[str, Tensor]()
 
     def take(self, bucket: Bucket, data: np.ndarray) -> None:
-        """Copy the adapters of a bucket, because later buckets overwrite the bucket's bytes."""
+        """Copy the adapters out of a bucket, because later buckets overwrite the bytes of the bucket."""
         assert bucket.scale is not None, "a bucket of adapters has a scale"
         self.scale = bucket.scale
         self.parts |= {name: tensor.clone() for name, tensor in tensors_of(bucket, data)}
@@ -36,10 +36,11 @@ class Adapters:
         """Yield the merged matrices by name, in float32 and one at a time.
 
         Args:
-            everything: whether to yield also the tensors of the model's files that have no adapter.
+            everything: whether to also yield the tensors of the model's files that have no adapter.
 
         Raises:
-            SyncError: the base matrix of an adapter is missing, or only one of its matrices A and B has arrived.
+            SyncError: the base matrix of an adapter is missing, or only one of an adapter's matrices A and B has
+                arrived.
         """
         base, layers = BaseWeights(self.path), {name.removesuffix(A).removesuffix(B) for name in self.parts}
         needed = {layer: {layer + A, layer + B, f"{layer}.weight"} for layer in sorted(layers)}

@@ -1,8 +1,8 @@
-"""Buckets, in which the weights of one version are transferred to the engines.
+"""Buckets: the units in which the weights of one version are transferred to the engines.
 
-All ranks compute the same layout of tensors in buckets. Each rank copies the rows of tensors that it holds to their
-places in a bucket, which makes the rank's part of the bucket. An engine joins the parts of all ranks and reads whole
-tensors from the bucket.
+All ranks compute the same layout, which assigns to each tensor a bucket and an offset in the bucket. Each rank copies
+its rows of the tensors to their offsets in a bucket; the copied rows are the rank's part of the bucket. An engine joins
+the parts of all ranks and reads whole tensors from the bucket.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
 
 BUCKET_BYTES = 64 << 20  # maximum size of a bucket, unless the bucket has a single tensor that is larger
-ALIGNMENT = 64  # in bytes; each tensor of a bucket starts at a multiple of this number
+ALIGNMENT = 64  # each tensor of a bucket starts at a multiple of this number of bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Place:
     Attributes:
         name: name of the tensor in the Hugging Face checkpoint.
         shape: shape of the whole tensor.
-        start, size: offset of the tensor in the bucket, and length of the tensor, in bytes.
+        start, size: offset of the tensor in the bucket, and length of the tensor, both in bytes.
     """
 
     name: str
@@ -41,9 +41,10 @@ class Piece:
     """Some rows of a tensor that one rank wrote into a bucket.
 
     Attributes:
-        name: name of the tensor.
-        start, size: offset of the rows in the bucket, and their length, in bytes. If `size` is 0, the piece only
-            carries the probe of a tensor that is not transferred, and `start` is the number of the first row.
+        name: name of the tensor to which the rows belong.
+        start, size: offset of the rows in the bucket, and length of the rows, both in bytes. If `size` is 0, the piece
+            only contains the probe of rows that are not transferred, and `start` is the number of the first of these
+            rows.
         checksum: result of `checks.checksum` for the bytes, or None if the sync has no checks.
         probe: result of `checks.probe` for the rows, in float32, or None if the sync has no checks.
     """
@@ -64,10 +65,11 @@ class Bucket:
         dtype: dtype of all tensors, "float32" or "bfloat16".
         places: locations of all tensors of the bucket.
         aliases: additional names of tied tensors, each with the name under which the tensor is sent. The engine also
-            checks the tensors with the additional names.
+            checks the tensors under their additional names.
         pieces: the written pieces, in order.
-        data: uint8 bytes, or None if the bytes are in a file. In one rank's part, the pieces follow one another, each
-            at a multiple of `ALIGNMENT`. In joined parts, and in a file, each tensor is at its place.
+        data: uint8 bytes, or None if the bytes are in a file. In one rank's part, `data` contains the pieces one after
+            another, each at a multiple of `ALIGNMENT`. In joined parts, and in a file, each tensor is at the offset
+            that `places` gives.
         path, offset: path of the file with the bytes, and the offset of the bucket in the file.
         scale: factor of the product B A if the tensors are adapters, or None if the tensors are whole weights.
     """
@@ -84,7 +86,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Return the size in bytes, from the start of the first tensor to the aligned end of the last tensor."""
+        """Return the size of the bucket in bytes, from the bucket's start to the aligned end of its last tensor."""
         return end(self.places)
 
     def probes(self) -> dict[str, np.ndarray]:
@@ -107,12 +109,15 @@ def aligned(size: int) -> int:
 
 
 def end(places: Sequence[Place]) -> int:
-    """Return the number of bytes that a bucket with these places takes, from its start to the aligned end."""
+    """Return the number of bytes that a bucket with the given places takes, from its start to the aligned end."""
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 
 def layout(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> list[list[Place]]:
-    """Divide tensors (name, shape), in their order, into buckets of at most `BUCKET_BYTES` or of a single tensor."""
+    """Divide tensors (name, shape), in order, into buckets of at most `BUCKET_BYTES`.
+
+    A tensor that is larger than `BUCKET_BYTES` gets its own bucket.
+    """
     buckets: list[list[Place]] = []
     for name, shape in shapes:
         size = int(np.prod(shape, dtype=np.int64)) * itemsize
@@ -126,7 +131,7 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     """Join the parts that the ranks wrote into one bucket.
 
     Raises:
-        SyncError: the parts together do not cover each tensor of the bucket exactly once.
+        SyncError: the parts of all ranks together do not cover each tensor of the bucket exactly once.
     """
     first = parts[0]
     pieces = sorted((piece for part in parts for piece in part.pieces), key=lambda piece: piece.start)
@@ -144,7 +149,7 @@ def join(parts: Sequence[Bucket]) -> Bucket:
 
 
 def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
-    """Return the bytes of a bucket, with each piece of the ranks' parts copied to the place of its tensor's rows.
+    """Return the bytes of a bucket, in which each piece of the ranks' parts has been copied to the offset of the piece.
 
     If there is only one part, the bytes of the part are returned without a copy.
     """
@@ -162,7 +167,10 @@ def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
 
 
 def verify(bucket: Bucket, data: np.ndarray) -> None:
-    """Raise SyncError if the bytes of a piece do not match the checksum of the piece, if there is one."""
+    """Raise SyncError if the bytes of a piece do not match the piece's checksum.
+
+    Pieces without a checksum are skipped.
+    """
     for piece in bucket.pieces:
         if piece.checksum is None:
             continue
@@ -175,9 +183,10 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 
 
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each of the bucket's tensors, and the tensor as a view of the bucket's bytes."""
+    """Yield (name, tensor) for each tensor in a bucket, where the tensor is a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")  # harmless: nothing writes
+        # The warning is harmless, because nothing writes to the tensors.
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
         whole = torch.from_numpy(data)
     for place in bucket.places:
         part = whole[place.start : place.start + place.size]

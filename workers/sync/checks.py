@@ -1,9 +1,9 @@
-"""Verification that an engine computes with the weights that were sent to it.
+"""Verifies that an engine computes with the weights that were sent to it.
 
 The sender adds a checksum of the bytes to each piece of a tensor, and the product W v with a fixed random vector v (the
-probe vector) to each matrix W. An engine verifies the bytes that it received, and then runs its own linear layers on
-the same v. The layers must be run, because on a CPU the engine repacks its weights, so that a comparison of bytes would
-not show which weights the layers use.
+probe vector) to each matrix W. An engine verifies the received bytes with the checksums, and then runs its own linear
+layers on the probe vector. On a CPU, the engine repacks its weights, so that only running the layers shows which
+weights they use, while comparing bytes does not.
 """
 
 import functools
@@ -22,8 +22,8 @@ RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
 def checksum(data: np.ndarray) -> int:
     """Return the sum modulo 2**64 of the 64-bit words of `data` (n,) uint8 and of the bytes after the last whole word.
 
-    The checksum takes one pass over the data, at memory speed. If the lengths of parts are multiples of 8, the
-    checksums of the parts sum to the checksum of the whole.
+    The checksum is computed in one pass over the data, at the speed of memory. If data are split into parts whose
+    lengths are multiples of 8, the checksums of the parts sum to the checksum of all data modulo 2**64.
     """
     whole = len(data) // 8 * 8
     words = int(data[:whole].view(np.uint64).sum(dtype=np.uint64))
@@ -40,7 +40,7 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # a model has matrices of few widths, and every chunk of rows needs the vector again
+@functools.lru_cache(maxsize=32)  # models have few matrix widths; each chunk of rows needs the vector of its width
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.
@@ -55,14 +55,14 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     """Compare the outputs of the engine's layers with the outputs that the trainer's weights produce.
 
     Args:
-        outputs: probes by tensor name, computed by the engine's own compute path.
-        probes: probes by tensor name, computed by the trainer.
+        outputs: probes by tensor name, computed by running the engine's own layers.
+        probes: probes by tensor name, computed from the trainer's weights.
         version: version of the weights, for the error message.
         dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
 
     Raises:
-        SyncError: an output differs, or engine and trainer do not hold the same tensors. The message names the tensor
-            with the largest difference, or the tensors that only one of them holds.
+        SyncError: an output differs, or engine and trainer do not hold the same tensors. The error message names the
+            tensor with the largest difference, or the tensors that only the engine or only the trainer holds.
     """
     unpaired = sorted(set(probes) ^ set(outputs))
     unpaired += [name for name in probes if name in outputs and outputs[name].numel() != probes[name].size]

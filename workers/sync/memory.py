@@ -1,12 +1,13 @@
 """Files in shared memory, through which the processes of one host exchange weights during one sync.
 
-A file is accessible to this user only. The file is removed as soon as all processes have opened it, or when the sync
-ends, even if the sync fails. If every process that knows the file is killed earlier, a file of the size of two buckets
-is left over. The next sync on the host removes leftover files. To show that a file is in use, each process holds a lock
-on a file that it has mapped, and the lock ends with the process.
+Only the user who runs the process can access a shared file. A shared file is removed as soon as all processes have
+opened it, or when the sync ends, even if the sync fails. If every process that knows a shared file is killed before the
+file is removed, a file of the size of two buckets remains. The next sync on the host removes files that remained from
+killed processes. A process holds a lock on each shared file that it has mapped, to show that the file is in use. The
+lock ends when the process ends.
 
-Python's `SharedMemory` is not used, because it does not preallocate, so that a full folder would kill the process that
-writes. The filelock library is not used, because it cannot take a shared lock on an open file.
+Python's `SharedMemory` is not used, because it does not preallocate memory: if the folder is full, writing would kill
+the process. The filelock library is not used, because it cannot take a shared lock on an open file.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ PREFIX = "rltrain-weights-"
 
 
 def new_path() -> str:
-    """Return the path for a new shared file, which no other sync uses."""
+    """Return a path for a new shared file that no other sync uses."""
     return str(FOLDER / f"{PREFIX}{secrets.token_hex(8)}")
 
 
@@ -46,11 +47,11 @@ def whereabouts() -> str | None:
 
 
 class SharedFile:
-    """A file that this process has mapped.
+    """A shared file that this process has mapped into its memory.
 
     Args:
-        path: path of the file.
-        size: size in bytes of the file to create. If `size` is None, an existing file is opened.
+        path: path of the shared file.
+        size: size in bytes of the file to create. If `size` is None, an existing file at `path` is opened.
 
     Raises:
         OSError: there is no room for the file to create, or the file to open does not exist.
@@ -74,13 +75,13 @@ class SharedFile:
             os.close(descriptor)
 
     def unlink(self) -> None:
-        """Remove the name of the file. Processes that have mapped the file keep their mapping."""
+        """Remove the file's name from the folder. Processes that have mapped the file can still use it."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
 
 class Reader:
-    """Access to the bytes of buckets, which are in the bucket object or in a shared file."""
+    """Gives access to the bytes of a bucket, which are in the bucket object or in a shared file."""
 
     def __init__(self) -> None:
         self.file: SharedFile | None = None
@@ -105,13 +106,13 @@ class Reader:
         return self.file.memory[bucket.offset : bucket.offset + bucket.size]
 
     def close(self) -> None:
-        """Release the shared file."""
+        """Release the mapped shared file."""
         self.file = None
 
 
 @contextlib.contextmanager
 def as_file(bucket: Bucket) -> Iterator[Bucket]:
-    """Put the bytes of a bucket into a file while the block runs, so that all processes of an engine can read them.
+    """Put the bytes of a bucket into a file that all processes of an engine can read inside the `with` block.
 
     If the bytes are already in a file, the bucket is yielded unchanged.
 

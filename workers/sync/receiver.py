@@ -22,7 +22,10 @@ class Loads(Protocol):
         """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
 
     def finish_load(self, version: int) -> None:
-        """Make the engine compute with the loaded weights. Raise SyncError if a layer computes with other weights."""
+        """Make the engine compute with the loaded weights.
+
+        Raises SyncError if a layer of the engine still computes with other weights.
+        """
 
 
 class Sleeps(Protocol):
@@ -32,19 +35,19 @@ class Sleeps(Protocol):
         """Release the device memory of weights and caches until the next load of weights.
 
         Returns:
-            False if the engine keeps its memory, otherwise True.
+            Whether the engine has released memory. False means that the engine keeps its memory.
         """
 
 
 class Receiver:
     """Receives weight syncs for an engine, and tracks whether the engine may generate.
 
-    The engine must not generate while it sleeps, between `start` and `finish`, or after a failed sync.
+    The engine must not generate while it sleeps, between the calls of `start` and `finish`, and after a failed sync.
 
     Attributes:
         asleep: whether the engine has released its weights.
-        sync: name of the current sync, or None if there is none.
-        broken: reason why the last sync failed, or None if it did not fail.
+        sync: name of the current weight sync, or None if no sync is running.
+        broken: reason why the last weight sync failed, or None if the sync did not fail.
     """
 
     def __init__(self) -> None:

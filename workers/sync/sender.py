@@ -1,8 +1,8 @@
 """An actor rank's side of a weight sync: the rank copies the rows that it holds directly to their places in a bucket.
 
-Tensors that are sharded by rows are not gathered. Each rank converts the rows that it holds to the engine's dtype,
-copies them, and computes their checksum and probe while the rows are in the CPU's cache. Only tensors that are sharded
-in another way are gathered, and the first rank writes them.
+Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
+engine's dtype, copies them, and computes the rows' checksum and probe while the rows are in the CPU's cache. Tensors
+that are sharded in any other way are gathered, and the first rank writes them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,13 +23,13 @@ from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 
-SLOTS = 2  # number of buckets for which the file has room: engines read one bucket while ranks write the next
+SLOTS = 2  # number of buckets that fit into the shared file: engines read one bucket while ranks write the next
 CHUNK_BYTES = 1 << 20  # rows are copied, summed and multiplied in chunks that fit a core's cache
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank tells the driver at the start of a sync.
+    """What a rank tells the driver at the start of a weight sync.
 
     Attributes:
         buckets: number of buckets in the sync.
@@ -69,8 +69,8 @@ class Sender:
     def offer(self, path: str | None) -> Offer:
         """Prepare the sync, and return this rank's `Offer` to the driver.
 
-        If `path` is given, the first rank creates the shared file at this path. If there is no room for the file,
-        `where` is None in the first rank's offer.
+        If `path` is given, the first rank creates the shared file at `path`. If there is no room for the shared file,
+        `Offer.where` is None in the first rank's offer.
         """
         where = whereabouts() if path else None
         if path and self.first:
@@ -102,7 +102,7 @@ class Sender:
             target = bucket.data[at : at + size] if bucket.data is not None else self._slot(bucket, start, size)
             bucket.pieces.append(self._write(place, own, start, target))
             at += aligned(size)
-        if number == SLOTS and self.file:  # by now, every process has opened the file for the first bucket
+        if number == SLOTS and self.file:  # every process has opened the file by now, to access the first bucket
             self.file.unlink()
         return bucket
 
@@ -113,14 +113,14 @@ class Sender:
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]
 
     def _write(self, place: Place, rows: Tensor, start: int, target: np.ndarray) -> Piece:
-        """Copy rows to `target` (n,) uint8 in chunks of a few rows, and return the piece that describes them."""
+        """Copy rows to `target` (n,) uint8 in chunks of a few rows, and return the piece that describes the rows."""
         if rows.device.type != "cpu":
             rows = rows.to(self.torch_dtype).cpu()
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
         tick()
-        # A chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8 and the checksums of the
-        # chunks sum to the checksum of the piece.
+        # Each chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8, too.
+        # Chunk checksums sum to the checksum of the piece only if chunk lengths are multiples of 8 bytes.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
@@ -136,17 +136,17 @@ class Sender:
         return Piece(place.name, start, len(target), total % 2**64, products)
 
     def close(self) -> None:
-        """Remove the shared file and release it."""
+        """Remove the shared file, and release this process's mapping of the file."""
         if self.file:
             self.file.unlink()
         self.file = None
 
 
 class AdapterSender(Sender):
-    """Sends the matrices A and B of a model's adapters, in float32, and with `check` also probes of the merged model.
+    """Sends the matrices A and B of a model's adapters, in float32, and if `check` is True, probes of the merged model.
 
-    The arguments are those of `Sender`. Each engine merges the adapters into its own copy of the base weights, as
-    `workers.sync.adapters` describes.
+    The arguments are the same as those of `Sender`. Each engine merges the adapters into its own copy of the base
+    weights, as `workers.sync.adapters` describes.
     """
 
     def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
@@ -163,7 +163,7 @@ class AdapterSender(Sender):
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket, as `Sender.write` does.
 
-        With `check`, the last bucket also carries the probes of the merged model.
+        If `check` is True, the last bucket also carries the probes of the merged model.
         """
         bucket = super().write(number, path)
         bucket.scale = self.scale
@@ -173,9 +173,9 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces that carry only the probes of this rank's rows of the merged model.
+        """Yield pieces that transfer no rows, but only the probes of this rank's rows of the merged model.
 
-        All ranks must iterate over the pieces, because adapters are gathered.
+        All ranks must iterate over all pieces, because adapters are gathered.
 
         The merged weights are rounded to the engine's dtype before `checks.probe` computes their probes.
         """
@@ -196,11 +196,11 @@ class AdapterSender(Sender):
 
 
 def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
-    """Return the rows that this rank sends and the number of the first row, or None if other ranks send all rows.
+    """Return the rows that this rank sends and the number of the first row, or None if this rank sends no rows.
 
     Args:
         parameter: whole or sharded tensor. A sharded tensor is gathered unless it is sharded by rows over at most one
-            mesh dimension and replicated over the others.
+            mesh dimension and replicated over the other mesh dimensions.
         first: whether this rank sends the tensors that are not sharded by rows.
     """
     if not isinstance(parameter, DTensor):
@@ -216,7 +216,7 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
     local, rows = parameter.to_local(), parameter.size(0) if parameter.ndim else 1
     if not cut:
         return local, 0
-    each = -(-rows // mesh.size(cut[0]))  # rows of a full shard, as in torch.chunk
+    each = -(-rows // mesh.size(cut[0]))  # number of rows of a full shard, as in torch.chunk
     start = min(rows, each * mesh.get_local_rank(cut[0]))
     assert len(local) == min(each, rows - start), f"rank {start // each} must not hold {len(local)} of {rows} rows"
     return (local, start) if len(local) else None

@@ -1,13 +1,13 @@
 """The driver's side of a weight sync, which transfers the actor's weights to the engines in buckets.
 
 For each bucket, all ranks write the rows that they hold, and then all engines load the bucket. Ranks write bucket n
-only after every engine has loaded bucket n - 2. Ranks therefore write one bucket while engines load the previous one,
-and at most two buckets exist at a time. The driver does not wait between the calls of ranks and engines: the result of
-one call is an argument of the next call, so that Ray orders the calls. An error, or the death of a process, therefore
-ends all later calls.
+only after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and
+at most two buckets exist at a time. The driver does not wait between the calls of ranks and engines: the result of one
+call is an argument of the next call, so that Ray orders the calls. If a call fails or a process dies, all later calls
+end as well, because they need the result of an earlier call.
 
-If all ranks and engines are on one host, the bytes are in a shared file in memory. If there are several hosts, each
-rank returns its bytes as the results of its calls.
+If all ranks and engines are on one host, the bytes of the buckets are in a shared file in memory. If there are several
+hosts, each rank returns the bytes of its rows as results of calls.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Sends(Protocol):
         """Prepare to send the weights, and return a description of what this rank will send."""
 
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
-        """Write this rank's rows of a bucket. Ray runs the call after the calls whose results are in `loaded`."""
+        """Write this rank's rows of a bucket. Ray runs this call after the calls whose results are in `loaded`."""
 
     def end_export(self) -> None:
         """Free the memory that was used to send the weights."""
@@ -39,10 +39,13 @@ class Receives(Protocol):
     """Interface of an engine that receives weights. See `workers.rollout.worker.RolloutWorker`."""
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generation until `finish_load`. Return the result of `memory.whereabouts` in the engine's process."""
+        """Stop generation until `finish_load` is called.
+
+        Return the result of `memory.whereabouts` in the engine's process.
+        """
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load a bucket from its parts. Ray runs the call after the call whose result is `before`."""
+        """Load a bucket from its parts. Ray runs this call after the call whose result is `before`."""
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generation with the new weights."""
@@ -79,7 +82,7 @@ async def sync(
         file = path if share and receivers[0].concurrent else None
         begun = [rank.start(Sends.start_export, file, version, check) for rank in ranks]
         told = [engine.start(Receives.start_load, path, version) for engine in engines]
-        # Ranks and engines work on these two kinds of calls at the same time.
+        # The ranks run `start_export` while the engines run `start_load`.
         offers, places = await results(begun), await results(told, depends_on=senders)
         await _stream(ranks, engines, path, offers, places)
     except BaseException as error:
@@ -91,7 +94,7 @@ async def sync(
         if not any(process.how_lost for process in senders):  # the surviving ranks may wait forever for a lost rank
             with contextlib.suppress(RLTrainError):
                 await results([rank.start(Sends.end_export) for rank in ranks], depends_on=receivers)
-        with contextlib.suppress(OSError):  # the file remains only if its creator died
+        with contextlib.suppress(OSError):  # the shared file remains only if its creator died
             os.unlink(path)
 
 
@@ -118,7 +121,7 @@ async def _stream(
 
 
 async def _give_up(engines: Sequence[Role[Receives]], path: str, reason: str) -> None:
-    """Tell the surviving engines that the sync has failed and no further buckets will arrive."""
+    """Tell the surviving engines that the sync has failed and that no further buckets will arrive."""
     for engine in engines:
         if not engine.process.how_lost:
             with contextlib.suppress(RLTrainError):

@@ -32,8 +32,8 @@ from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.rank_state import RankState, Saved
 
-# Upper limit, in nats, of the mean |log-prob - old log-prob| over the first mini-batch, where the same weights compute
-# both log-probs.
+# Largest accepted mean, in nats, of |log-prob - old log-prob| over the tokens of the first mini-batch.
+# In the first mini-batch, the same weights compute log-probs and old log-probs, so that only rounding can differ.
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -50,9 +50,9 @@ class ActorWorker:
         self._load_start()
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
-        # The exact KL needs the output head of the reference model, which sends only its hidden states. The actor
-        # starts with the reference's weights, so its initial head is copied here. The copy is rounded to the dtype in
-        # which the reference computes; without rounding, the KL of a policy to itself would not be 0.
+        # For the exact KL, the actor needs the output head of the reference model, which sends only hidden states.
+        # The actor's initial head can be copied, because the actor starts with the weights of the reference model.
+        # The copy is rounded to the reference's compute dtype; otherwise, the KL of a policy to itself would not be 0.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
             head = self.model.get_output_embeddings()
@@ -64,7 +64,7 @@ class ActorWorker:
             self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
 
     def _load_start(self) -> None:
-        """Set up the state before the first step: weights from the model directory, and a new optimizer."""
+        """Set up the state in which training starts: weights from the model directory, and a new optimizer."""
         config = self.config
         model = load_policy(str(self.path))
         if config.model.lora:
@@ -80,7 +80,9 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute columns with the policy before the update, with rows in the order of `microbatches`.
+        """Compute the old log-probs, and further columns if required, with the weights before the update.
+
+        The returned rows are in the order of `microbatches`.
 
         Returns:
             A batch with the column `old_log_probs`, with `entropies` if the loss's token selector reads entropies, and
@@ -144,7 +146,7 @@ class ActorWorker:
         columns["log_probs"] = unpack(output.log_probs, mask)
         columns.setdefault(
             "old_log_probs", columns["log_probs"].detach()
-        )  # a batch for a single optimizer step lacks `old_log_probs`, which then equal the current log-probs
+        )  # batches for a single optimizer step lack `old_log_probs`, which then equal the current log-probs
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
         if output.full_kl is not None:
@@ -157,7 +159,7 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        # The factor is there because FSDP averages the gradients over the ranks, but they must add up.
+        # The loss is multiplied by the number of ranks, because FSDP averages gradients, which must be summed instead.
         (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
@@ -189,8 +191,9 @@ class ActorWorker:
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
-        `_loaded` holds the results of the engines' calls that load the previous bucket from the same memory. Ray runs
-        `export` only once the results in `_loaded` are available, so no bucket is overwritten while it is being loaded.
+        `_loaded` holds the results of the engine calls that load the previous bucket from the memory that this bucket
+        reuses. Ray runs `export` only once the results in `_loaded` are available, so no bucket is overwritten while it
+        is being loaded.
         """
         return self.sender.write(number, path)
 
@@ -200,7 +203,7 @@ class ActorWorker:
         del self.sender  # the sender would keep the parameters in memory
 
     def save_state(self, url: str) -> None:
-        """Start to write this rank's part of a checkpoint, with the exported model, in the background.
+        """Start writing this rank's part of a checkpoint, and the exported model, in the background.
 
         All ranks must call this method.
         """
@@ -223,7 +226,7 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 
     Args:
         batch: the batch that contains the mini-batch.
-        rows: all rows of one mini-batch. `selected` is False in the rows of other mini-batches.
+        rows: indices of all rows of one mini-batch. `selected` is False in the rows of other mini-batches.
         algorithm: settings that name the loss and its token selector.
     """
     selectors = loss_functions(algorithm.loss_mode)[1:]
@@ -251,7 +254,8 @@ def actor_loss(
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
-        (loss to differentiate, detached parts of the loss by name, detached sums over trained tokens by metric).
+        The loss to differentiate, the detached parts of the loss by name, and detached sums over trained tokens by
+        metric.
     """
     mask = columns["response_mask"]
 
@@ -276,9 +280,9 @@ def actor_loss(
 def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy loss of each token (B, T), and sums over tokens for metrics.
 
-    The setting `correction` weights and drops tokens, and the setting `rejection` drops tokens. A dropped token has a
-    policy loss of 0 but stays in `response_mask`, so it stays in every count and keeps its KL and entropy terms. The
-    loss's own metrics include dropped tokens too.
+    The setting `correction` multiplies token losses by weights and drops tokens, while the setting `rejection` only
+    drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so it stays in every count and
+    keeps its KL and entropy terms. The metrics of the policy loss itself include dropped tokens.
     """
     policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
     losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
@@ -306,7 +310,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Add to `result` the differences between the actor's current log-probs and the old and the engine's log-probs.
+    """Add to `result` how much the current log-probs differ from the old log-probs and from the engine's log-probs.
 
     The caller calls this function only for the first mini-batch, before the first optimizer step.
     """

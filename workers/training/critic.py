@@ -1,4 +1,4 @@
-"""The critic, which estimates values, and has the policy's architecture with one output per token."""
+"""The critic: a model with the policy's architecture that outputs one estimated value per token."""
 
 import functools
 
@@ -29,7 +29,7 @@ class CriticWorker:
         self._load_start()
 
     def _load_start(self) -> None:
-        """Set up the state before the first step: weights from the model directory, zero value head, new optimizer."""
+        """Set up the state in which training starts: weights from the directory, zero value head, new optimizer."""
         config, path = self.config, self.path
         model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
@@ -58,7 +58,8 @@ class CriticWorker:
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
 
-        The column `returns` holds the targets. Predictions are clipped around the old values in the column `values`.
+        The column `returns` contains the targets of the regression. Predicted values are clipped around the old values
+        in the column `values`.
         """
         result = UpdateResult(losses={"value_loss": 0.0})
         for minibatch in minibatches:
@@ -77,14 +78,14 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        # The factor is there because FSDP averages the gradients over the ranks, but they must add up.
+        # The loss is multiplied by the number of ranks, because FSDP averages gradients, which must be summed instead.
         (loss * torch.distributed.get_world_size()).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():
             result.sums[name] = result.sums.get(name, 0.0) + float(value)
 
     def save_state(self, url: str) -> None:
-        """Start to write this rank's part of a checkpoint in the background. All ranks must call this method."""
+        """Start writing this rank's part of a checkpoint in the background. All ranks must call this method."""
         self.state.save(url)
 
     def saved_state(self) -> Saved | None:

@@ -21,9 +21,9 @@ class Minibatch:
     """One rank's part of a mini-batch, and the counts of the whole mini-batch over all ranks.
 
     Attributes:
-        rows: all rows of the mini-batch, over all ranks.
-        microbatches: rows of each forward and backward pass of this rank. If a micro-batch has no rows, a pass still
-            runs, with weight zero.
+        rows: indices of all rows of the mini-batch, including the rows of other ranks.
+        microbatches: row indices for each forward and backward pass of this rank. If a micro-batch has no rows, the
+            rank still runs a pass, whose loss has weight zero.
         num_tokens: number of trained tokens in the whole mini-batch.
         num_sequences: number of rows in the whole mini-batch with at least one trained token.
     """
@@ -39,10 +39,10 @@ class UpdateResult:
     """The result of one rank's update.
 
     Attributes:
-        sums: sums over this rank's trained tokens, by metric. A metric is the total over all ranks, divided by
-            `tokens`.
-        losses: parts of the loss by name, summed over mini-batches after each was normalized by the counts of the whole
-            mini-batch.
+        sums: sums over this rank's trained tokens, by metric. The value of a metric is the total of its sums over all
+            ranks, divided by `tokens`.
+        losses: sum of each part of the loss over the mini-batches, by name. The loss of a mini-batch is normalized by
+            the counts of the whole mini-batch.
         tokens: number of trained tokens of all ranks, over all mini-batches whose optimizer step was not skipped.
         steps: metrics of each optimizer step, which are the same on all ranks. `skipped` is 1 if the step was skipped
             because of non-finite values.
@@ -63,7 +63,7 @@ class UpdateResult:
         return all(map(math.isfinite, self.losses.values()))
 
     def add(self, part: "UpdateResult", tokens: int, step: dict[str, float]) -> None:
-        """Add the results of a mini-batch to this result.
+        """Add the results of a mini-batch to this result of the whole update.
 
         If the optimizer step of the mini-batch was skipped, the sums, losses and token counts of `part` are ignored.
 
@@ -122,9 +122,9 @@ def overhead_metrics(
     """Return metrics for the overhead that splitting an update over ranks causes.
 
     Returns:
-        `filler_fraction`, the fraction of processed tokens that belong to stand-in rows, which a rank processes when it
-        has no rows of its own, and `idle_fraction`, the fraction of the ranks' time, by estimated work, in which a rank
-        waits for the slowest rank of a micro-batch.
+        `filler_fraction`, the fraction of processed tokens that belong to stand-in rows, which ranks without rows
+        process, and `idle_fraction`, the fraction of the ranks' time, by estimated work, in which a rank waits for the
+        slowest rank of a micro-batch.
     """
     stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
     needed = filler = busy = elapsed = 0
@@ -141,13 +141,13 @@ def overhead_metrics(
 
 
 def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]]) -> DataProto:
-    """Concatenate the rows that the ranks return, in the row order of the batch that was split over them."""
+    """Concatenate the rows that the ranks return, and restore the row order of the batch before the split."""
     order = torch.tensor([row for rank in assigned for rows in rank for row in rows])
     return DataProto.concat(parts, rows=order.argsort())
 
 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Combine the results of all ranks into the metrics of one update, without timings.
+    """Combine the results of all ranks into the metrics of one update, except timings.
 
     Token metrics are means over trained tokens. Losses, `grad_norm` and `lr` are means over optimizer steps, and
     `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` counts the skipped steps. Skipped steps are

@@ -1,11 +1,13 @@
 """One rank's part of a checkpoint: parameters, AdamW's moments and step counts, stored by parameter name.
 
-Only tensors are saved, under names that do not depend on the number of ranks. Any number of ranks, with or without
-sharding, can therefore load any checkpoint. `RankState.save` copies the tensors and returns, and a thread then writes
-the copies. The thread has its own process group, so that its collectives never mix with the collectives of training.
+A checkpoint contains only tensors, under names that do not depend on the number of ranks. Any number of ranks, with or
+without sharding, can load a checkpoint, however many ranks saved it. `RankState.save` copies the tensors and returns,
+while a thread writes the copies. The thread that writes a checkpoint has its own process group, so that its collectives
+never mix with those of training.
 
 PyTorch's distributed checkpoint writes and reads the tensors. PyTorch's `async_save` is not used, because the thread
-also exports the model and reads all files back to compute checksums, which PyTorch does not compute.
+that writes a checkpoint also exports the model and reads all files back to compute checksums, which PyTorch does not
+compute.
 """
 
 import functools
@@ -56,7 +58,7 @@ class Saved:
 
 
 class _Ticking(DefaultLoadPlanner):
-    """Load planner that reports progress, so that a rank that loads for a long time is not taken for hanging."""
+    """Load planner that reports progress, so that a rank does not count as hanging while it loads."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Report progress after a tensor, or a part of a tensor, has been read."""
@@ -80,18 +82,21 @@ class RankState:
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
-        """Return the process group for checkpoint collectives. All ranks must make the first access together."""
+        """Return the process group for checkpoint collectives.
+
+        All ranks must access this property together the first time.
+        """
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
-        """Return the files of the exported model other than weights, such as its config, by name."""
+        """Return the exported model's files that contain no weights, such as the config, by name."""
         assert self.base is not None, "small files belong to an exported model"
         return small_files(self.model, self.base)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that determine this role's further training, without copying them."""
+        """Return, without copying, all tensors that determine how the training of this role continues."""
         found, sharded = {_SCHEDULE: torch.tensor(self.optimizer.steps)}, isinstance(self.model, FSDPModule)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -101,15 +106,16 @@ class RankState:
         return found
 
     def save(self, url: str) -> None:
-        """Copy the tensors, start to write the copies into a checkpoint's folder, and return.
+        """Copy the tensors, start writing the copies into a checkpoint's folder in the background, and return.
 
-        All ranks must call this method. If the previous save is still running, this method first waits for its end.
+        All ranks must call this method. If the previous save is still running, this method first waits until that save
+        has ended.
         """
         if self.thread is not None:
             self.thread.join()  # wait for the previous save, which may still be running
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
-        # The export's small files are made in the calling thread, because transformers is not thread-safe.
+        # The small files of the export are made in the calling thread, because transformers is not thread-safe.
         small = self.small if self.base is not None and dist.get_rank() == 0 else None
         write = functools.partial(save, writer.stage(self.tensors()), storage_writer=writer, process_group=self.group)
         self.result = None
@@ -161,7 +167,7 @@ class RankState:
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason for an error in one line. If several ranks failed, return the reason of one of them."""
+    """Return the reason for an error in one line. If several ranks failed, return the reason of one failure."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     below: BaseException | None = error

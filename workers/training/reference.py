@@ -22,7 +22,7 @@ class ReferenceWorker:
         self.model = frozen(load_policy(path), config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the columns of the reference model that the KL terms need, with rows in the order of `microbatches`.
+        """Compute the reference model's columns that the KL terms need, with rows in the order of `microbatches`.
 
         Returns:
             A batch with the columns `ref_log_probs`, if the KL is estimated from samples, and `ref_hidden`, the last

@@ -42,7 +42,7 @@ class RewardModelWorker:
         """
         scores = []
         with forward_only(self.model):
-            for rows in microbatches:  # without rows, run a stand-in row so that this rank joins all collectives
+            for rows in microbatches:  # if `rows` is empty, a stand-in row runs so that this rank joins all collectives
                 tick()
                 packed = to_device(pack(batch[rows or stand_in(batch)]), device())
                 scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
@@ -59,7 +59,7 @@ def score_head(model: PreTrainedModel) -> nn.Module:
 def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     """Return the model's output at the last token of each packed row, in float32."""
     outputs: list[Tensor] = []
-    # The model's own result is not used, because the model treats the pack as one row and returns a single score.
+    # The model's own output is not used, because the model treats the pack as one row and returns a single score.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids,

@@ -1,4 +1,4 @@
-"""Sharing of batch columns through Ray's object store, into which each column of a step's batch is put only once."""
+"""Shares batch columns through Ray's object store, and puts each column of a step's batch into the store only once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the names of the columns that the actor's update reads. A batch may lack some of these columns.
+    """Return the names of the columns that the actor's update reads. A batch may lack some of the returned columns.
 
     The parameters of the loss and of its token selector are named after the columns that these functions read.
     """
@@ -31,22 +31,25 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 class SharedColumns:
-    """The columns of the current step's batch that are in Ray's object store.
+    """Keeps those columns of the current step's batches that are in Ray's object store.
 
-    The batches of one step have most of their columns in common. A column is put into the store only if no earlier
-    batch of the step had it. The columns of a step are forgotten when the first batch of the next step is shared.
+    The batches of one training step have most columns in common. A column is put into the store only if no earlier
+    batch of the same step contained it. When the first batch of a step is shared, the columns of the previous step are
+    forgotten.
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[DataProto, Any]] = []  # columns, and the object reference to them
+        # Each entry is a batch of stored columns, and its object reference in Ray's object store.
+        self._parts: list[tuple[DataProto, Any]] = []
 
     def share(self, batch: DataProto, columns: Sequence[str], process: WorkerProcess) -> DataProto:
-        """Return the named columns that the batch has, in a form that can be passed to several processes.
+        """Return those of the named columns that the batch has, in a form that can be passed to several processes.
 
         Args:
-            batch: the batch.
-            columns: names of the columns.
-            process: one of the processes. If the process is the driver, the columns are returned as they are.
+            batch: the batch from which columns are taken.
+            columns: names of the wanted columns, some of which the batch may lack.
+            process: one of the processes that will read the columns. If `process` is the driver itself, the columns are
+                returned as they are.
         """
         wanted = batch.select([name for name in columns if name in batch])
         if not process.concurrent:

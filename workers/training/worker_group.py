@@ -25,17 +25,17 @@ P = ParamSpec("P")
 
 
 class WorkerGroup(Generic[W_co]):
-    """One role on all ranks.
+    """One role, such as the actor, on all training ranks.
 
     Args:
-        ranks: the role in the process of each rank.
-        work: estimates the work of the role's model for a row. If `work` is None, ranks are balanced by their numbers
-            of tokens.
+        ranks: handles of the role, one for the process of each rank.
+        work: estimator of the amount of computation that the role's model needs for a row. If `work` is None, each rank
+            gets about the same number of tokens.
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
-            ranks that split a pack get the same rows and return the same results. A pack may then hold
-            `sequence_ranks` times as many tokens.
+            ranks that split a pack get the same rows and return the same results. A pack may hold up to
+            `sequence_ranks` times as many tokens as one rank can process.
         shared: columns in Ray's object store that this group shares with other groups. If `shared` is None, the group
-            shares none.
+            shares no columns with other groups.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WorkerGroup(Generic[W_co]):
         return len(self.ranks) // self.sequence_ranks
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a method on every rank with the same arguments, and return the results by rank."""
+        """Call a method on every rank with the same arguments, and return the results in the order of the ranks."""
         return await results([rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     async def rows(
@@ -66,12 +66,12 @@ class WorkerGroup(Generic[W_co]):
         *,
         max_tokens: int,
     ) -> DataProto:
-        """Run a pass over all rows, split over the ranks, and return the new columns in the batch's row order.
+        """Run a pass over all rows, split over the ranks, and return the new columns in the row order of the batch.
 
         Args:
             method: the role's method that runs the pass.
-            batch: the batch.
-            columns: the columns that the method reads.
+            batch: the batch whose rows the ranks process.
+            columns: names of the columns that the method reads.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
         """
         lengths, work = self.costs(batch)
@@ -95,9 +95,9 @@ class WorkerGroup(Generic[W_co]):
 
         Args:
             method: the role's method that trains.
-            batch: the batch.
-            columns: the columns that the method reads. Columns that the batch lacks are left out.
-            minibatches: rows of each mini-batch.
+            batch: the batch whose rows the ranks process.
+            columns: names of the columns that the method reads. Columns that the batch lacks are left out.
+            minibatches: row indices of each mini-batch.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
             args: further arguments of the method.
             kwargs: further keyword arguments of the method.
@@ -110,15 +110,18 @@ class WorkerGroup(Generic[W_co]):
         return sum_updates(await self._collect(pending)) | overhead_metrics(by_rank, lengths, work)
 
     def _split(self, parts: Sequence[R]) -> list[tuple[Role[W_co], R]]:
-        """Pair each rank with its part. Ranks that split a pack's tokens together get the same part."""
+        """Pair each rank with the part of the batch that the rank processes.
+
+        Ranks that split a pack's tokens together get the same part.
+        """
         return [(rank, parts[number // self.sequence_ranks]) for number, rank in enumerate(self.ranks)]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
-        """Wait for all results, and return one for each group of `sequence_ranks` ranks, which all return the same."""
+        """Wait for all results, and return one for each group of `sequence_ranks` ranks, whose results are equal."""
         return (await results(pending))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:
-        """Return, for each row, the number of tokens that it takes in a pack, and the estimated work."""
+        """Return the number of tokens that each row takes in a pack, and the estimated computation for each row."""
         lengths = row_lengths(batch)
         return lengths, self.work.of_rows(lengths, batch.lengths("responses").tolist())
 
