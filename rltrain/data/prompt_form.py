@@ -4,7 +4,7 @@
 names of the columns decide. The prompt comes from the first of the following columns that the data has:
 
 - `prompt`: text or chat messages, which are used as they are;
-- `messages`, `conversations`: chat messages. A last message of the assistant is left out;
+- `messages`, `conversations`: chat messages; if the last message is the assistant's, it is left out;
 - `question`, `problem`, `instruction`: text. If a row has a value in the column `input`, the value is appended to the
   instruction.
 

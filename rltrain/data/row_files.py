@@ -16,27 +16,31 @@ from rltrain.data.prompt_encoding import ROW_HELP, unicode
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, paired or not
-_CSV_BLOCK = 1 << 26  # bytes that are parsed at a time, which bound the length of a row
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, whether or not it is part of a pair
+_CSV_BLOCK = 1 << 26  # number of bytes that are parsed at once; a row cannot be longer
 SOURCE_HELP = "a data set of the hub is ORG/NAME, and a function package.module:function or file.py:function"
 
 
 def path_rows(source: str, where: str) -> Rows:
-    """Read a file, or all data files of a folder in the order of their names.
+    """Read the rows of a file, or of all data files in a folder in the order of the file names.
 
     Args:
-        source: path of the file or folder.
-        where: start of the error message.
+        source: path of the file or folder to read.
+        where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: there is no such file, it is damaged, or the folder holds no data files or several kinds.
+        ConfigError: the file or folder does not exist, a file is damaged, or the folder holds no data files or several
+            kinds of them.
     """
     path = find_path(source, where)
     return _folder_rows(path, where) if path.is_dir() else _file_rows(path, where)
 
 
 def find_path(source: str, where: str) -> Path:
-    """Return the path of a file or folder. Raises ConfigError, with the nearest name, if there is none."""
+    """Return the absolute path of a file or folder.
+
+    If it does not exist, raise ConfigError with the most similar name.
+    """
     path = local_path(source, where)
     require(path.exists(), _missing(path, where))
     return path
@@ -60,7 +64,7 @@ def _folder_rows(folder: Path, where: str) -> Rows:
     parts = [_file_rows(path, f"{where.rstrip('/')}/{path.name}") for path in files]
     try:
         return Rows.joined(parts)
-    except Exception as error:  # pyarrow has several exception types for tables that do not fit together
+    except Exception as error:  # pyarrow raises several exception types for tables whose columns do not match
         raise ConfigError(
             f"{where}: the files have columns of different types ({_reason(error)}); write them with one schema"
         ) from None
@@ -85,7 +89,7 @@ def _missing(path: Path, where: str) -> str:
 
 def _json_rows(path: Path, where: str) -> Rows:
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8 byte-order mark
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # removes the byte-order mark of UTF-8
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
     is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
