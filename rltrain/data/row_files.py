@@ -37,7 +37,7 @@ def path_rows(source: str, where: str) -> Rows:
 
 
 def find_path(source: str, where: str) -> Path:
-    """Return the absolute path of a file or folder.
+    """Return the path of the file or folder that a source names.
 
     If it does not exist, raise ConfigError with the most similar name.
     """

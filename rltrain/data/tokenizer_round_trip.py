@@ -14,7 +14,7 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     The following changes are no damage: case, accents, the Unicode form of characters, the amount of white space, and
     what the tokenizer's own normalizer changes. The tokenizer damages a text in any of these cases:
 
-    - Characters are missing, or changed in another way than by case, accents or Unicode form.
+    - Characters other than white space are missing, or differ by more than case, accents or Unicode form.
     - White space between two letters or digits is missing.
     - No text keeps any white space.
 

@@ -129,8 +129,8 @@ class KLLossConfig:
 
 @section
 class CorrectionConfig:
-    """Importance weights of the policy term: the token's probability under the actor before the update, divided by its
-    probability under the engine.
+    """Importance weights of the policy term: probability under the actor before the update, divided by the probability
+    under the engine.
 
     Setting `level` to null turns the weights off.
     """

@@ -73,7 +73,8 @@ def from_command_line(text: str) -> Item:
     """Parse one word of the command line, such as `algorithm=ppo` or `trainer.seed=1`.
 
     The values of some keys with free text (`TEXT_KEYS`) are not parsed by Hydra, so they may contain any character. In
-    free text, `\\n` stands for a line break, `\\\\n` stands for a backslash and an `n`, and `null` stands for no text.
+    free text, a backslash followed by `n` stands for a line break, two backslashes followed by `n` stand for one
+    backslash and `n`, and `null` stands for no text.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as a knob (function parameter). rltrain
     accepts `key=value` without a `+` for all keys.
