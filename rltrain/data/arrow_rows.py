@@ -29,7 +29,9 @@ def table_rows(table: Any, where: str) -> Rows:
 
 
 def _in_microseconds(column: Any, name: str, where: str) -> Any:
-    """Return a column whose times are in microseconds instead of nanoseconds. Python has no finer times.
+    """Return a column whose times are in microseconds instead of nanoseconds.
+
+    Microseconds are the finest unit of time in Python's own types.
 
     If pandas is installed, pyarrow would return nanoseconds as objects of pandas' classes.
 
@@ -41,7 +43,7 @@ def _in_microseconds(column: Any, name: str, where: str) -> Any:
         return column
     try:
         return column.cast(kind)
-    except Exception:  # pyarrow has several exception types for values that do not fit
+    except Exception:  # pyarrow raises several exception types for values that cannot be converted
         for row in range(len(column)):
             try:
                 column.take([row]).cast(kind)  # a cast of a slice would also cast list elements outside the slice
@@ -51,7 +53,7 @@ def _in_microseconds(column: Any, name: str, where: str) -> Any:
 
 
 def _microseconds(kind: Any) -> Any:
-    """Return an Arrow type with microseconds in place of nanoseconds, also inside lists and structs."""
+    """Return an Arrow type in which microseconds replace nanoseconds, also inside lists and structs."""
     import pyarrow
     from pyarrow import types
 
@@ -79,7 +81,7 @@ def _unusable(kind: Any, place: str) -> ConfigError:
 def _check_values(column: Any, name: str, where: str) -> None:
     """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
 
-    Without this check at loading, an unusable value would cause an error only when training reads it.
+    If loading did not check the values, an unusable value would cause an error only when training reads it.
     """
     if _is_safe(column.type):
         return
@@ -99,7 +101,8 @@ def _check_value(cell: Any, place: str) -> None:
         raise ConfigError(
             f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
         ) from None
-    # e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with the same name
+    # causes of the error: e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with the same
+    # name
     except Exception:
         raise _unusable(cell.type, place) from None
 

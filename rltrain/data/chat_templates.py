@@ -21,9 +21,9 @@ from typing import Any
 
 from rltrain.data.template_process import OUT_OF_MEMORY
 
-_CHATS, _BYTES = 256, 1 << 23  # a request is full at this many chats, or above this many bytes
+_CHATS, _BYTES = 256, 1 << 23  # maximum number of chats in a request, and number of bytes above which a request is full
 _SILENCE_S = 240.0  # wall-clock seconds to wait for an answer, including the start of the process
-_TRIES = 3  # after this number of processes that died or did not answer, no new one is started
+_TRIES = 3  # number of processes that may die or fail to answer before no new one is started
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
@@ -79,7 +79,7 @@ class ChatTemplates:
             add_generation_prompt: whether to append the text that opens an answer.
 
         Raises:
-            TemplateError: a chat cannot be rendered. The chats before the failed chat are yielded first.
+            TemplateError: a chat cannot be rendered. The texts of the chats before the failed chat are yielded first.
         """
         done = 0
         for pickles in _requests(chats):
@@ -95,7 +95,8 @@ class ChatTemplates:
                 raise TemplateError(f"refuses these messages ({_words(refusal)}); change them or the template", done)
 
     def _answer(self, request: bytes, done: int) -> tuple[list[str], str | None]:
-        """Return what the rendering process answers to a request: the rendered texts, and the template's error or None.
+        """Send a request to the rendering process, and return its answer: the rendered texts, and the template's error
+        or None.
 
         Args:
             request: the pickled request.
@@ -139,7 +140,7 @@ class ChatTemplates:
     def _why_lost(self, silent: bool) -> str:
         """End the rendering process after it failed to answer a request.
 
-        Return the reason as the text of an error message.
+        Return the text of an error message about the reason for the failure.
         """
         assert self._process is not None
         process, self._lost = self._process, self._lost + 1

@@ -1,18 +1,18 @@
 """Encoding of prompts that contain the name of a control token, such as `<|im_end|>`, as ordinary text.
 
 A tokenizer replaces the name of a control token with that token wherever the name occurs, even in the text of a user.
-Without a remedy, a chat message with such a name could therefore end its own turn or open another one. If the data
-contains no control-token name, the tokenizer is used unchanged. If the data contains a control-token name, encoding has
-three steps:
+Without a remedy, a chat message with the name of a control token could therefore end its own turn or open another one.
+If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a control-token name,
+encoding has three steps:
 
 1. Stand-ins (private-use characters) replace the control-token names in the data before the chat template is applied.
-   After that, all control-token names in the template's output come from the template itself.
-2. A copy of the tokenizer is made that knows its control tokens by private names and not by their usual names. In the
-   template's output, private names replace the usual names, and the original names replace the stand-ins. The copied
-   tokenizer encodes the text with these replacements.
+   After the replacement, all control-token names in the template's output come from the template itself.
+2. In a copy of the tokenizer, the control tokens have private names instead of their usual names. In the template's
+   output, private names replace the usual names, and the original names replace the stand-ins. The copied tokenizer
+   encodes the text with the private names.
 3. The method is checked: for the text with stand-ins, the copied tokenizer must give the same ids as the original one.
    For the text that step 2 encodes, the copied tokenizer must give the same control tokens as for the text with
-   stand-ins. A `ControlTokenError` is raised if one of these checks fails.
+   stand-ins. A `ControlTokenError` is raised if one of the two checks on token ids fails.
 """
 
 import functools
@@ -34,13 +34,13 @@ _NAMED = re.compile(_NAME.format(r"(\d+)"))
 class ControlTokenError(ValueError):
     """A text that contains the name of a control token cannot be encoded as ordinary text.
 
-    The error message gives the reason.
+    The message of a `ControlTokenError` says why a text cannot be encoded.
     """
 
 
 @dataclass(frozen=True)
 class _Marked:
-    """A text from the data in which stand-ins (private-use characters) replace the names of control tokens.
+    """A text from the data, in which stand-ins (private-use characters) replace the names of control tokens.
 
     Attributes:
         text: the text with stand-ins, of one character each.
@@ -80,7 +80,9 @@ class ControlTokens:
         self._normalize, self._normalized = self._normalizer()
 
     def first_in(self, value: Any) -> str | None:
-        """Return the first control-token name in a text, or in any string of a message; None if there is none."""
+        """Return the first control-token name in a text, or in any string of a message; None if they contain no such
+        name.
+        """
         text = "\0".join(_texts(value))
         if found := self._found.search(text):
             return found[0]
@@ -101,7 +103,7 @@ class ControlTokens:
             add_special_tokens: whether the tokenizer adds its own special tokens around the text.
 
         Raises:
-            ControlTokenError: the data cannot be encoded so that the names stay ordinary text.
+            ControlTokenError: the data cannot be encoded so that control-token names stay ordinary text.
         """
         value, spelled = self._marked(value)
         marked = _Marked(write(value), spelled)
@@ -200,7 +202,8 @@ class ControlTokens:
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the given names; a longer name is preferred, as by tokenizers.
+    """Return a pattern that matches any of the given names; a longer name is preferred to a shorter one, as tokenizers
+    do.
 
     If no names are given, the pattern matches nothing.
     """

@@ -1,13 +1,13 @@
 """Models that the config names by their names on the Hugging Face hub: finding the commit, and the files on this
 machine.
 
-A name has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. A name is
-*pinned* if its revision is the 40 digits of a commit. The driver pins each name once, before any worker starts, so that
-all processes read the same files, also when the run is resumed.
+The name of a model has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. The
+name of a model is *pinned* if its revision is the 40 digits of a commit. The driver pins the name of each model once,
+before any worker starts, so that all processes read the same files, also when the run is resumed.
 
-A separate process (`rltrain.data.hub_download`) downloads the files. Ctrl-C ends the download process at once, even in
-the middle of a large file, and the process reads the environment variables of `huggingface_hub` (HF_HOME, HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE) afresh.
+A separate process (`rltrain.data.hub_download`) downloads the files of a model. Ctrl-C ends the download process at
+once, even in the middle of a large file, and the process reads the environment variables of `huggingface_hub` (HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh.
 """
 
 import json
@@ -82,7 +82,7 @@ def local_directory(path: str | Path) -> Path:
 def portable(path: str) -> str:
     """Return a model's path in a form that is valid in processes with another working directory and on other machines.
 
-    The result is the name with its commit for a model of the hub, and otherwise the absolute directory.
+    The result is a name with a commit if the model comes from the hub, and otherwise an absolute directory.
     """
     return path if path in _snapshots else str(Path(path).expanduser().absolute())
 
@@ -90,11 +90,11 @@ def portable(path: str) -> str:
 def directory_on_node(path: str, *, on_progress: Callable[[], None], environment: Mapping[str, str]) -> str:
     """Return the directory of a model on the machine of this process.
 
-    If the machine lacks the model, it is downloaded.
+    If the machine lacks the model, the model is downloaded.
 
     Args:
         path: the model's path as `portable` returned it, perhaps on another machine.
-        on_progress: called now and then during the download.
+        on_progress: function that is called now and then during the download.
         environment: environment variables of the process that downloads.
 
     Raises:
@@ -117,10 +117,10 @@ def fetch(
 ) -> str:
     """Find the files of a model in the cache of this machine, or download them.
 
-    Return the model's name with its commit.
+    Return the name of the model with its commit.
 
-    No network is needed if the name includes a commit and all files are in the cache. For any other name, the hub is
-    asked for the current commit.
+    No network is needed if the model's name includes a commit and all files are in the cache. If the name lacks a
+    commit or files are missing, the hub is asked for the current commit.
 
     Args:
         name: name of the model on the hub.
@@ -129,7 +129,7 @@ def fetch(
         environment: environment variables of the process that downloads.
 
     Raises:
-        ConfigError: the model can be neither found nor downloaded. The message says why and what to do.
+        ConfigError: the model can be neither found nor downloaded. The error message says why, and what to do.
     """
     if str(name) in _snapshots:
         return str(name)
@@ -151,7 +151,7 @@ def _in_cache(name: HubName) -> Path | None:
     from rltrain.data.hub_download import snapshot
 
     try:
-        # Without the list of the commit's files, the client would take any folder for the whole snapshot.
+        # Without a list of the commit's files, `snapshot` would accept any cached folder as complete.
         get_cached_repo_tree(name.model, revision=name.revision)
         return snapshot(name.model, name.revision, local_files_only=True)
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):

@@ -18,7 +18,7 @@ from typing import Any
 from rltrain.base.errors import ConfigError, described, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# splits that are used for a config key if the user names none
+# names of splits that are used for a config key if the user names none
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}
 _ATTEMPTS, _PAUSE_S = 3, 1.0
 _QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may contain a signature
@@ -50,8 +50,8 @@ def _cached(
 ) -> dict[str, Any] | None:
     """Return a split that an earlier run has downloaded and prepared; None if the cache has none.
 
-    If the revision is a commit, no network is needed. Without a commit, the cache is used only in offline mode, with
-    whichever version it has.
+    If the revision of the data set is a commit, no network is needed. If the data set's name has no commit, the cache
+    is used only in offline mode, and any cached version is accepted.
     """
     from datasets.packaged_modules.cache.cache import Cache
     from huggingface_hub import is_offline_mode
@@ -109,7 +109,7 @@ def _result(builder: Any, split: str) -> dict[str, Any]:
 def _chosen(splits: Sequence[str], split: str | None, repository: str, config: str | None, key: str) -> str:
     """Return the split that the user wants.
 
-    If the user named no split, return the usual split for the config key, or the only split.
+    If the user named no split, return the usual split for the config key (`train` or `val`), or the only split.
 
     Raises:
         ConfigError: the named split does not exist, or no split is named and none of several is usual for the key.

@@ -1,10 +1,11 @@
 """Data sets that the config names by their names on the Hugging Face hub: finding the commit, and the rows of one
 split.
 
-A name has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. A single word after the colon means a configuration
-if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT` names a split without a
-configuration. A name is *pinned* if it has all parts and its revision is the 40 digits of a commit. The driver pins
-each name once, so that a run reads the same rows again when it is resumed.
+A name has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name of a data set, a single word after the
+colon means a configuration if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT`
+names a split without a configuration. The name of a data set is *pinned* if it has all parts and its revision is the 40
+digits of a commit. The driver pins the name of each data set once, so that a run reads the same rows again when it is
+resumed.
 
 A separate process (`rltrain.data.hub_dataset_download`) downloads with the library `datasets`. Ctrl-C ends the download
 process at once, the process reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT,
@@ -48,8 +49,8 @@ class DatasetName:
 
     Attributes:
         repository: name of the data set without its other parts: `ORG/NAME`.
-        config: name of the configuration; None for the only one. If `split` is None and no configuration has this name,
-            it is the name of a split.
+        config: name of the configuration; None for the only one. If `split` is None and the data set has no
+            configuration called `config`, `config` is the name of a split.
         split: name of the split; None if the user named none, or named it without a configuration, as in
             `ORG/NAME:SPLIT`.
         revision: branch, tag or commit of the data set; None for the main branch.
@@ -67,11 +68,13 @@ class DatasetName:
 
     @property
     def pinned(self) -> bool:
-        """Whether the name has all parts, with a complete commit hash as its revision."""
+        """Whether the data set's name has all parts, with a complete commit hash as its revision."""
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return whether the pinned name `pinned` can be the result of fetching this name, which has no revision."""
+        """Return whether fetching the data set under this name, if it has no revision, can have given the name
+        `pinned`.
+        """
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:
@@ -102,8 +105,8 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 
     Return the data set's name with all parts and its commit.
 
-    No network is needed if the name has all parts and a commit, and the split is in the cache. For any other name, the
-    hub is asked for the current commit.
+    No network is needed if the data set's name has all parts and a commit, and the split is in the cache. If the name
+    lacks a part or the split is not in the cache, the hub is asked for the current commit.
 
     Args:
         name: name of the data set on the hub.
@@ -111,7 +114,7 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
         key: `train` or `val`, which decides the split if the name has none.
 
     Raises:
-        ConfigError: the data set can be neither found nor downloaded. The message says why and what to do.
+        ConfigError: the data set can be neither found nor downloaded. The error message says why, and what to do.
     """
     if str(name) in _files:
         return name
@@ -125,7 +128,7 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 def dataset_rows(source: str, where: str, *, key: str) -> Rows:
     """Return the rows of a data set.
 
-    The values stay on disk until they are read. The arguments and errors are those of `fetch_dataset`.
+    The values of the rows stay on disk until they are read. The arguments and errors are those of `fetch_dataset`.
     """
     name = dataset_name(source)
     assert name is not None, "the source names a data set"

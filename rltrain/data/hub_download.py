@@ -1,7 +1,7 @@
 """The process that downloads a model from the hub for `rltrain.data.hub`.
 
-The process writes messages to its standard output, one JSON object a line. During the download, each is {"bytes":
-[done, total]}. The last one is {"folder": path} or {"error": reason and remedy}.
+The process writes messages to its standard output, one JSON object a line. During the download, the messages are
+{"bytes": [done, total]}. The last message is {"folder": path} or {"error": reason and remedy}.
 """
 
 import errno
@@ -38,7 +38,8 @@ def main(model: str, revision: str | None) -> None:
 def snapshot(model: str, revision: str | None, **options: Any) -> Path:
     """Download the files of a model's commit that a run needs, and return the commit's folder in the cache.
 
-    Weights are read from safetensors files. Older torch files are used only if the model has no safetensors files.
+    The weights are downloaded as safetensors files. Older torch files are used only if the model has no safetensors
+    files.
 
     Args:
         model: the model's name on the hub, without its revision.
@@ -106,7 +107,7 @@ def _progress_class() -> type:
             """Display nothing, although tqdm calls this method to draw the bar."""
 
         def update(self, n: float | None = 1) -> None:
-            """Count the bytes, and write a message if enough time has passed since the last one."""
+            """Count the bytes, and write a message if enough time has passed since the last message."""
             super().update(n)
             if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
                 last[0] = time.monotonic()

@@ -28,7 +28,7 @@ def check_directory(path: str, key: str = "model.path") -> None:
         key: start of error messages: the config key that holds `path`.
 
     Raises:
-        ConfigError: the directory is incomplete. The message names what is missing.
+        ConfigError: the directory is incomplete. The error message names what is missing.
     """
     where, folder = f"{key}={path}", local_directory(path)
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
@@ -50,7 +50,7 @@ def check_reward_model(path: str, key: str) -> None:
 
     Raises:
         ConfigError: the model is not a sequence classifier with one output, or tensors are missing from its weights.
-            The message names the kind of model, or the missing tensors.
+            The error message names the kind of model, or the missing tensors.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -75,7 +75,8 @@ def check_critic(path: str) -> None:
 
     Raises:
         ConfigError: transformers has no token classifier for this type of model, or the base model's weights are
-            incomplete. The message names the model type and the algorithms that need no critic, or the missing tensors.
+            incomplete. The error message names the model type and the algorithms that need no critic, or the missing
+            tensors.
     """
     from transformers import AutoModelForTokenClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
@@ -92,8 +93,8 @@ def check_critic(path: str) -> None:
 def longest_row(path: str | Path) -> int | None:
     """Return the maximum number of tokens in a row (prompt and answer), or None if the model sets no limit.
 
-    The limit is the smallest of three numbers: the model's number of positions, its attention windows and its RoPE
-    limit.
+    The maximum row length is the smallest of three numbers: the model's number of positions, its attention windows and
+    its RoPE limit.
     """
     model = model_config(path)
     limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values(), _rope_limit(model)]
@@ -109,8 +110,8 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         model: the model's own config, as returned by `model_config`.
 
     Raises:
-        ConfigError: the config exceeds a limit of the model, or the model has layers that cannot be trained. The
-            message names the exceeded limit, or the layers.
+        ConfigError: the config exceeds a limit of the model, or the model has layers that cannot be trained. The error
+            message names the exceeded limit, or the layers that cannot be trained.
     """
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_response_length
@@ -192,8 +193,9 @@ def _windows(model: Mapping[str, Any]) -> dict[str, int]:
 def _rope_limit(model: Mapping[str, Any]) -> int | None:
     """Return the row length up to which RoPE uses the same frequencies for all rows; None if there is no such limit.
 
-    The limit holds for engines too. Only the RoPE type longrope limits the row length. The RoPE type dynamic needs no
-    limit: the frequencies change only beyond the model's number of positions, and no row is that long.
+    The RoPE limit holds for training and for engines. Among the RoPE types, only longrope limits the row length. The
+    RoPE type dynamic needs no limit: the frequencies change only beyond the model's number of positions, and no row is
+    that long.
     """
     rope = model.get("rope_parameters") or {}
     # Some configs hold one dict of RoPE parameters per layer type.
@@ -235,7 +237,7 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
         where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: a token id is too large for the model's embeddings. The message names the largest id and the
+        ConfigError: a token id is too large for the model's embeddings. The error message names the largest id and the
             model's vocabulary size.
     """
     size, words = text_config(path).get("vocab_size"), tokenizer.get_vocab()
@@ -258,7 +260,8 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
         where: start of the error message: the config key and the source of the prompts.
 
     Raises:
-        ConfigError: the largest token id has no embedding. The message names the id and the model's vocabulary size.
+        ConfigError: the largest token id has no embedding. The error message names the id and the model's vocabulary
+            size.
     """
     size = text_config(path).get("vocab_size")
     require(
@@ -271,7 +274,7 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
 def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
     """Return the token ids that end an answer.
 
-    The ids come from generation_config.json, the model's config and the tokenizer.
+    The ids of the end tokens come from generation_config.json, the model's config and the tokenizer.
 
     Raises:
         ConfigError: the model has no end token, so that no answer would ever stop, or an end token is not in the
@@ -298,7 +301,7 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
 def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
     """Return the config of the language model in a directory.
 
-    Transformers' default values fill what config.json leaves out.
+    If config.json leaves out a value, transformers' default value is used.
 
     Args:
         path: the model's directory.

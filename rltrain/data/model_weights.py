@@ -1,9 +1,10 @@
 """The weight files of a model directory, and checks that they hold the complete model.
 
 If the weight files lack a parameter, transformers initializes it with random numbers and only logs a message. This
-module therefore checks the tensor names and shapes in the file headers: transformers' own loading processes them on the
-meta device, including its renaming, tying and merging of tensors. The check on the meta device reads no weights and
-allocates no memory for them. The check finds the name of every tensor that is missing, unexpected or of another shape.
+module therefore checks the tensor names and shapes in the file headers: it passes them through transformers' own
+loading code on the meta device, which renames, ties and merges tensors. The check of the tensor names and shapes reads
+no weights and allocates no memory for them. The check finds the name of every tensor that is missing, unexpected or of
+another shape.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def weight_files(folder: Path, where: str) -> list[Path]:
     """Return the files from which transformers reads a model's weights.
 
-    Files that the result does not list hold no weights of the model.
+    No file outside the returned list holds weights of the model.
 
     Args:
         folder: the model's directory.
@@ -116,7 +117,7 @@ def shards(index: Path, where: str) -> list[Path]:
 def stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
     """Return the descriptions of all tensors in a model's weight files, by tensor name.
 
-    Only the file headers are read.
+    The function reads only the headers of the weight files.
 
     Raises:
         ConfigError: a weight file is broken, or two files hold the same tensor.
@@ -186,7 +187,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
         path: the model's directory, or "builtin" for the built-in model.
         kind: the transformers Auto class that builds the model; by default, the one for causal language models.
             Classifiers get one output.
-        where: start of error messages: the config key and the path. By default, error messages start with
+        where: start of error messages: the config key and the path. Without `where`, error messages start with
             `model.path=PATH`.
 
     Raises:
@@ -224,18 +225,19 @@ def parameter_count(path: str, kind: Any = None) -> int:
 def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = False) -> None:
     """Raise an error unless the weight files hold exactly the tensors of the model that config.json describes.
 
-    The check reads no weights, only the headers of the files.
+    The check reads only the headers of the weight files, not the weights.
 
     Args:
         path: the model's directory.
         where: start of error messages: the config key and the path.
         kind: the transformers Auto class of the model to check; by default, the one for causal language models.
-        new_head: whether training starts with new random values for the parameters outside the base model. If true, the
-            files may lack the parameters outside the base model, or hold the head of another model.
+        new_head: whether training starts with new random values for the parameters outside the base model. If
+            `new_head` is true, the files may lack the parameters outside the base model, or hold the head of another
+            model.
 
     Raises:
-        ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The message names
-            the broken file, or the tensors that are missing, unexpected, or of another shape or type.
+        ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The error message
+            names the broken file, or the tensors that are missing, unexpected, or of another shape or type.
     """
     folder = local_directory(path)
     require(
@@ -265,7 +267,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
     """Raise ConfigError if expert numbers are missing from the tensor names of a mixture-of-experts model.
 
-    The check is needed because transformers stacks the experts that it finds, even if some are missing.
+    Missing experts must be detected here, because transformers stacks the experts that it finds without counting them.
     """
     numbers: dict[tuple[str, str], list[int]] = {}
     for match in filter(None, map(_EXPERT.match, tensors)):
@@ -337,7 +339,7 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
         new_head: whether the head may be missing from the files, as for `check_weights`.
 
     Raises:
-        ConfigError: tensors are missing, unexpected or of another shape. The message names these tensors.
+        ConfigError: tensors are missing, unexpected or of another shape. The error message names the tensors concerned.
     """
     body = f"{model.base_model_prefix}."
 
@@ -365,7 +367,7 @@ def reported(where: str) -> Iterator[None]:
     """Suppress transformers' log messages and progress bar while a model is loaded.
 
     Raises:
-        ConfigError: transformers failed to merge tensors. The message names these tensors.
+        ConfigError: transformers failed to merge tensors. The error message names the tensors concerned.
     """
     from transformers.utils import logging as progress
 
@@ -401,8 +403,8 @@ def check_engine_files(path: str, where: str) -> None:
     """Raise an error if vLLM would read the weights from other files of a directory than transformers does.
 
     Raises:
-        ConfigError: vLLM and transformers would read different files. The message names the files that only one of them
-            reads.
+        ConfigError: vLLM and transformers would read different files. The error message names the files that only one
+            of the two libraries reads.
     """
     folder = local_directory(path)
     read, index = set(weight_files(folder, where)), folder / NAMES[1]

@@ -17,7 +17,7 @@ _ALLOW = "set data.special_tokens=allow to make control tokens of such text"
 
 @dataclass(frozen=True)
 class Overlong:
-    """Number of tokens in a prompt that is longer than the limit.
+    """Number of tokens in a prompt that has more tokens than allowed.
 
     Attributes:
         tokens: number of tokens in the prompt, or a lower bound of it if `exact` is false.
@@ -52,13 +52,13 @@ class PromptEncoder:
     def encode(
         self, prompts: Mapping[int, Any], place: Callable[[int], str], max_length: int
     ) -> Iterator[tuple[int, list[int] | Overlong]]:
-        """Yield the row number and the token ids of each prompt, in order. The prompts are never truncated.
+        """Yield the row number and the token ids of each prompt, in order. Prompts are never truncated.
 
         Args:
             prompts: maps each row number to its prompt, which is text or chat messages as in the data.
             place: returns the location of a row for error messages, given its number.
-            max_length: maximum number of tokens in a prompt. For a longer prompt, an `Overlong` is yielded instead of
-                the ids.
+            max_length: maximum number of tokens in a prompt. For a prompt with more than `max_length` tokens, an
+                `Overlong` is yielded instead of the ids.
 
         Raises:
             ConfigError: a row cannot be encoded. The error message is one line and names the row.
@@ -85,7 +85,8 @@ class PromptEncoder:
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
         """Return the first control-token name in each prompt, by row number.
 
-        Prompts without control-token names are left out. The result is empty if `special_tokens` is "allow".
+        Prompts without control-token names are left out. If `special_tokens` is "allow", the function returns an empty
+        dict.
 
         Raises:
             ConfigError: a prompt contains the name of a control token, and `special_tokens` is "refuse".

@@ -1,12 +1,13 @@
 """How the rows of a data set become prompts: which columns are read, and how a prompt is made of their values.
 
-`data.prompt` names a column, or is a template such as `{question} Think step by step.`. Without `data.prompt`, the
-names of the columns decide. The prompt comes from the first of the following columns that the data has:
+The config key `data.prompt` names a column, or is a template such as `{question} Think step by step.`. If `data.prompt`
+is not set, the names of the data's columns decide what becomes the prompt. The prompt comes from the first of the
+following columns that the data has:
 
 - `prompt`: text or chat messages, which are used as they are;
 - `messages`, `conversations`: chat messages; if the last message is the assistant's, it is left out;
-- `question`, `problem`, `instruction`: text. If a row has a value in the column `input`, the value is appended to the
-  instruction.
+- `question`, `problem`, `instruction`: text. If a row with an instruction also has a value in the column `input`, the
+  value is appended to the instruction.
 
 Text in the column `prompt` is used as the complete prompt, even for a chat model. Text from another column or a
 template becomes a user message if the tokenizer has a chat template. The config key `data.chat` can forbid chat
@@ -39,7 +40,7 @@ COMPLETION = "completion"
 # Maps the names of speakers, including those of ShareGPT, to the roles that chat templates know.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
-_SHOWN = 60  # maximum number of characters of a template in messages
+_SHOWN = 60  # maximum number of characters of a template that are shown in error messages
 
 
 class RowError(ValueError):
@@ -85,8 +86,9 @@ class PromptForm:
         system: text of the system message that starts each chat; None for no such message.
         chat: value of the config key `data.chat`: "auto", "always" or "never".
         derived: columns that reward functions get in addition to the columns of the data, by name.
-        read: function that returns the prompt of a row: text or chat messages. The type of the result is checked later.
-            Raises RowError if a column that the template needs has no value, or if a message has an unknown speaker.
+        read: function that returns the prompt of a row: text or chat messages. The type of the value that `read`
+            returns is checked later. Raises RowError if a column that the template needs has no value, or if a message
+            has an unknown speaker.
     """
 
     reads: tuple[str, ...]
@@ -233,7 +235,7 @@ def _require_column(name: str, columns: Sequence[str], given: str, where: str, m
 def template_parts(template: str) -> list[tuple[str, str | None]]:
     """Split a prompt template into pairs of text and column name.
 
-    In each pair, the text precedes the column; the last name is None if the template ends with text.
+    In each pair, the text comes before the column; the last column name is None if the template ends with text.
 
     Raises:
         ConfigError: a brace has no partner, or braces enclose something other than the name of a column.
@@ -292,7 +294,7 @@ def _instruction(row: Row) -> Any:
 
 
 def _messages(value: list[Any]) -> list[Any]:
-    """Return messages as dicts with `role` and `content`.
+    """Return chat messages as dicts with `role` and `content`.
 
     Messages in ShareGPT's form, with `from` and `value`, are converted.
     """

@@ -1,4 +1,7 @@
-"""The shuffled order in which training uses the prompts. Checkpoints save and restore the order."""
+"""The shuffled order in which training uses the prompts.
+
+Checkpoints save and restore the position in the prompt order.
+"""
 
 import random
 from collections.abc import Sequence
@@ -8,13 +11,13 @@ from rltrain.settings.typed import require
 
 
 class PromptOrder:
-    """The order in which prompts are used. The position in the order can be saved and loaded.
+    """The order in which prompts are used. The state of the prompt order can be saved and loaded.
 
     Each epoch uses every prompt index once, in a new permutation.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
-        """Create an order of the indices 0..size-1. Without `shuffle`, the indices ascend in every epoch."""
+        """Create an order of the indices 0..size-1. Without `shuffle`, the prompt indices ascend in every epoch."""
         assert size > 0, "an order needs at least one prompt"
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._drawn = 0
@@ -36,7 +39,7 @@ class PromptOrder:
         return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the order from a state that `state_dict` returned.
+        """Continue the prompt order from a state that `state_dict` returned.
 
         Raises:
             ConfigError: the state comes from an order with another size, seed or shuffle setting.

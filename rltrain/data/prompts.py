@@ -1,7 +1,8 @@
 """Loading of prompts: the rows of a source are read, checked and tokenized.
 
-Loaded prompts consist of token ids and data columns. Any error in the data raises a one-line `ConfigError` during
-loading, before any worker starts. This module does not import torch: its functions get the tokenizer as an argument.
+Loaded prompts consist of token ids and data columns. Any error in the prompt data raises a one-line `ConfigError`
+during loading, before any worker starts. This module does not import torch: its functions get the tokenizer as an
+argument.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from rltrain.data.rows import Rows
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-# the scored answer provides these arguments of reward functions, so the data may not have such columns
+# the answer itself provides reward functions with these arguments, so the data may not have columns with these names
 RESERVED_COLUMNS = ("response", "finish_reason")
 _BATCH = 1024  # number of prompts that are tokenized in one call
 _ROUND_TRIPS = 64  # number of prompts for which the decoded ids are compared with the original text
@@ -29,13 +30,13 @@ _ROUND_TRIPS = 64  # number of prompts for which the decoded ids are compared wi
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt of a data set, with its token ids and the other columns of its row.
 
     Attributes:
         index: position of the prompt in its `PromptSet`.
-        text: the prompt in the form that reward functions get. For a text prompt, it is the text in the data, without
-            control tokens if `data.special_tokens` is "allow". For chat messages, it is the output of the chat
-            template, without control tokens.
+        text: the prompt in the form that reward functions get. For a text prompt, `text` is the text in the data,
+            without control tokens if `data.special_tokens` is "allow". For chat messages, `text` is the output of the
+            chat template, without control tokens.
         ids: the exact token ids that the engine receives.
         columns: the values of all other columns of the row; None for a missing value.
         messages: the chat messages; None if the prompt is text.
@@ -49,7 +50,9 @@ class Prompt:
 
 
 class PromptSet(Sequence[Prompt]):
-    """The checked and tokenized prompts of one source. `Prompt` objects are created on access.
+    """The checked and tokenized prompts of one source.
+
+    A `Prompt` object is created each time that an item of the set is read.
 
     Attributes:
         source: the source of the prompts, as written in the config.
@@ -108,7 +111,7 @@ class PromptSet(Sequence[Prompt]):
         return max(self._ids)
 
     def append(self, row: int, ids: Sequence[int]) -> None:
-        """Add the prompt with the given token ids, which comes from row number `row` of the source."""
+        """Add a prompt to the set: its token ids, and the number of its row in the source."""
         self._kept.append(row)
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
@@ -146,10 +149,12 @@ def load_prompts(
             token.
         lossy_tokenizer: "allow" accepts a tokenizer that loses parts of the text, as defined in
             `rltrain.data.tokenizer_round_trip`. "refuse" raises an error if it damages one of the first prompts.
-        limit: maximum number of prompts to load. The first prompts that are not too long are kept.
+        limit: maximum number of prompts to load. If the source has more prompts, the first ones that are not too long
+            are kept.
 
     Raises:
-        ConfigError: the data is invalid. The error message is one line with the file, the row, the problem and its fix.
+        ConfigError: the data is invalid. The error message is one line that names the file, the row, the problem and
+            its fix.
     """
     where = f"data.{split}={source}"
     rows = load_rows(source, where, split=split, seed=seed, limit=limit)

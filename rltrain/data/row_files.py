@@ -17,7 +17,7 @@ from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, whether or not it is part of a pair
-_CSV_BLOCK = 1 << 26  # number of bytes that are parsed at once; a row cannot be longer
+_CSV_BLOCK = 1 << 26  # maximum number of bytes that are parsed at once, and thus maximum length of a row
 SOURCE_HELP = "a data set of the hub is ORG/NAME, and a function package.module:function or file.py:function"
 
 
@@ -89,7 +89,7 @@ def _missing(path: Path, where: str) -> str:
 
 def _json_rows(path: Path, where: str) -> Rows:
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # removes the byte-order mark of UTF-8
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # removes the UTF-8 byte-order mark
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
     is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
@@ -150,7 +150,10 @@ def _parquet_rows(path: Path, where: str) -> Rows:
 
 
 def _csv_rows(path: Path, where: str) -> Rows:
-    """Read a CSV file whose first line names the columns. All values are text: `007` stays `007`."""
+    """Read a CSV file whose first line names the columns.
+
+    All values of a CSV file are kept as text: `007` stays `007`.
+    """
     import pyarrow
     from pyarrow import csv as arrow_csv
 

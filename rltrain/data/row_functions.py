@@ -17,15 +17,16 @@ ARGUMENTS = ("split", "seed")
 _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
 _PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)  # `datetime` is a subclass of `date`
-_MAX_BITS = 10_000  # Python by default refuses to write integers with thousands of digits as text.
+_MAX_BITS = 10_000  # Python refuses by default to write integers with thousands of digits as text
 
 
 def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
     """Call the user's function and return its rows.
 
     Args:
-        source: the function to call, as `package.module:function` or `file.py:function`. The function returns or yields
-            dicts. The function gets `split` ("train" or "val") and `seed` if it has parameters with these names.
+        source: the function to call, as `package.module:function` or `file.py:function`. The user's function returns or
+            yields dicts. The user's function gets `split` ("train" or "val") and `seed` if it has parameters with these
+            names.
         where: start of the error message: the config key and the source.
         split: the config key under `data` that names the function.
         seed: random seed of the run, for the function's parameter `seed`.
@@ -82,7 +83,7 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
 def _results(function: Callable[..., Any], given: Mapping[str, Any], where: str) -> Iterable[Any]:
     """Yield the rows that the user's function returns or yields.
 
-    Any exception of the function becomes a ConfigError.
+    Any exception that the user's function raises becomes a ConfigError.
     """
     try:
         result = function(**given)

@@ -1,6 +1,6 @@
 """The kinds of sources that `data.train` and `data.val` may name, and how each kind is read.
 
-The kind of a source is the first one in this list that fits its text:
+The kind of a source is the first of the following forms that fits:
 
 - `builtin:NAME`: a built-in task;
 - the path of a file or folder that exists;
@@ -28,7 +28,7 @@ _FUNCTION = re.compile(r"(?:.*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 def kind_of(source: str, where: str) -> Kind:
-    """Return the kind of a source. The module's docstring gives the rules.
+    """Return the kind of a source. The docstring of the module lists the kinds and their forms.
 
     Raises:
         ConfigError: the source is a path that cannot be accessed.
@@ -43,7 +43,7 @@ def kind_of(source: str, where: str) -> Kind:
 
 
 def check_source(source: str, where: str) -> None:
-    """Check without reading its rows that a source can be used, as far as that is possible at once.
+    """Check that a source exists, as far as that is possible without reading rows or asking the hub.
 
     Raises:
         ConfigError: the file, folder or function does not exist, or the library for data sets of the hub is not

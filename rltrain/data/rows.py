@@ -25,7 +25,7 @@ class Rows:
 
     @classmethod
     def of_dicts(cls, rows: list[dict[str, Any]], place: Callable[[int], str], *, own_splits: bool = False) -> "Rows":
-        """Return a `Rows` object that holds the given dicts. A dict may lack some of the columns."""
+        """Return a `Rows` object that holds the given dicts. A row's dict may lack some of the columns."""
         return cls(rows, tuple(dict.fromkeys(name for row in rows for name in row)), place, own_splits)
 
     def __len__(self) -> int:
@@ -38,7 +38,10 @@ class Rows:
         return row
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows from `start` to `stop`, each with at least those of the given columns that the row has."""
+        """Return the rows from index `start` up to `stop`.
+
+        Each row has at least the given columns, except those that are missing from the data.
+        """
         if isinstance(self.content, list):
             return self.content[start:stop]
         found: list[dict[str, Any]] = self.content.select(columns).slice(start, stop - start).to_pylist()

@@ -2,11 +2,11 @@
 
 A chat template is a program that comes with a model directory. Jinja's sandbox denies the program access to files and
 processes. The sandbox does not prevent endless loops or huge strings, neither at run time nor while Jinja folds
-constants. If a template exceeds the resource limits, only this rendering process ends.
+constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent process.
 
-The parent process sends requests. Each request is a pickle of the tuple (template, variables, pickles of chats). Each
-answer is the JSON array [texts, error]. `error` is the template's error message for the first chat that cannot be
-rendered, or null.
+The parent process sends rendering requests to this process. A rendering request is a pickle of the tuple (template,
+variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the answer, `error`
+is the template's error message for the first chat that cannot be rendered, or null.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def _rendered(
             rendered: Any = render_jinja_template([pickle.loads(chat)], chat_template=template, **variables)
         except MemoryError:
             raise
-        except Exception as error:  # templates can raise any exception
+        except Exception as error:  # a template can raise any exception
             return texts, str(error)[:1000]
         texts += rendered[0]
     return texts, None
@@ -80,7 +80,7 @@ def _rendered(
 def _limit_processor_time(seconds: float) -> None:
     """Limit the total processor time of this process.
 
-    The limit, in seconds, is rounded up. When it is reached, the kernel kills the process with SIGXCPU.
+    The limit is in seconds and is rounded up. When the process reaches the limit, the kernel kills it with SIGXCPU.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 

@@ -1,6 +1,6 @@
 """A lower bound on the number of tokens in a text, computed without tokenizing it.
 
-The bound is computed by counting characters, because tokenizing megabytes of text takes minutes.
+The lower bound is computed by counting characters, because tokenizing megabytes of text takes minutes.
 """
 
 import functools
@@ -40,16 +40,16 @@ class TokenBound:
     """Computes a lower bound on the number of tokens in a text.
 
     A token covers a piece of the normalized text, and no piece is longer than the longest vocabulary entry. A text of n
-    characters therefore has at least n / longest tokens. The count n leaves out characters that may have no token of
-    their own:
+    characters has at least n / L tokens if the longest vocabulary entry has L characters. The count of characters
+    leaves out characters that may have no token of their own:
 
     - Characters that are not in the vocabulary. The tokenizer may drop such characters, or merge several into one
       unknown token.
     - White space, if any part of the tokenizer drops it.
     - Begin tokens at the start of the text, because the prompt encoder keeps only one of them.
 
-    For some tokenizers, no bound better than 0 is known: one token can cover any text (word level, WordPiece), or a
-    pre-tokenizer is unknown to this module.
+    The bound is 0 if one token can cover any text (word-level and WordPiece tokenizers), or if this module does not
+    know the tokenizer's pre-tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -58,7 +58,8 @@ class TokenBound:
     def least(self, text: str) -> int:
         """Return a lower bound on the number of tokens in a text.
 
-        The bound is 0 if the text has at most `SHORT` characters, or if no better bound is known for the tokenizer.
+        The lower bound is 0 if the text has at most `SHORT` characters, or if no better bound is known for the
+        tokenizer.
         """
         counting = self._counting if len(text) > SHORT else None
         if counting is None:
@@ -106,7 +107,7 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
     """Return how many units (characters or bytes) a character counts in the lower bound.
 
-    The number is 0 if the tokenizer may drop the character or merge it with others.
+    A character counts 0 units if the tokenizer may drop it or merge it with others.
     """
     if strips and character.isspace():
         return 0

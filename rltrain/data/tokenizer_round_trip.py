@@ -12,7 +12,7 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     """Return the index of the first text that the tokenizer damages, and a description of the damage.
 
     The following changes are no damage: case, accents, the Unicode form of characters, the amount of white space, and
-    what the tokenizer's own normalizer changes. The tokenizer damages a text in any of these cases:
+    what the tokenizer's own normalizer changes. A tokenizer damages a text in any of the following cases:
 
     - Characters other than white space are missing, or differ by more than case, accents or Unicode form.
     - White space between two letters or digits is missing.
@@ -52,9 +52,9 @@ def _plain(text: str) -> str:
 
 
 def _gaps(text: str) -> tuple[str, set[int]]:
-    """Return the text without white space, and the positions in that result before which white space was removed.
+    """Return the text without white space, and the positions in the shortened text at which white space was removed.
 
-    White space at the start and at the end of the text is ignored.
+    No positions are returned for white space at the start and at the end of the text.
     """
     words = text.split()
     ends = [0]
