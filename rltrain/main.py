@@ -42,7 +42,8 @@ if TYPE_CHECKING:  # all of these modules import torch, which takes seconds
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
 
-LONGEST = 4000  # maximum length of an error message in characters; it may repeat the user's input or data
+# maximum length of a printed error message in characters, because the message may repeat the user's input or data
+LONGEST = 4000
 # exit statuses; STOPPED is for Ctrl-C, while SIGTERM gives 143 and SIGHUP gives 129
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_models(config: Config, console: Console) -> Config:
     from rltrain.run.hub_models import fetch_models
 
-    ensure_home()  # the cache of the hub is in the home folder
+    ensure_home()  # the cache for downloads from the hub is in the home folder
     return fetch_models(config, console)
 
 
@@ -128,9 +129,9 @@ def set_threads(config: Config) -> None:
 
 
 def show(text: str) -> int:
-    """Print the text and return the exit status.
+    """Print the text, and return the exit status.
 
-    If the reader of the output, such as `head`, closes the pipe, that is no error.
+    It is no error if the reader of the output, such as `head`, closes the pipe.
     """
     try:
         sys.stdout.write(text)
@@ -151,7 +152,8 @@ def _system_error(error: OSError) -> str:
 def fail(message: str, status: int, *, verbose: bool) -> int:
     """Print an error message as one line on stderr.
 
-    If `verbose` is true, print the traceback first. Return the exit status `status`.
+    If `verbose` is true, print the traceback before the error message. Return `status`, which is the exit status of the
+    program.
     """
     outlive_readers()
     if verbose:
@@ -169,7 +171,7 @@ def _traceback() -> str:
 
 
 def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
-    """Load the data, print the plan, train, and print a summary. Return the exit status.
+    """Load the data, print the plan, train, print a summary, and return the exit status.
 
     If the command line asks only for the plan, no workers are started and no files are written.
     """
@@ -198,7 +200,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         return 0
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
     lock.take()
-    # config.yaml is replaced at once, so it is never incomplete and a killed run can be resumed
+    # config.yaml is replaced in one step, so it is never incomplete and a killed run can be resumed
     (output_dir / "config.yaml.partial").write_text(text, "utf-8")
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
     describe(output_dir, args, tokenizer)
@@ -237,7 +239,7 @@ def train(
 ) -> tuple["Tracker", Path | None, int]:
     """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, the function saves a checkpoint and ends the run.
 
-    Return the tracker, the path of the learning-curve image or None, and the exit status.
+    Return the tracker, the path of the learning-curve image (None if there is none), and the exit status.
     """
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
@@ -276,7 +278,7 @@ async def _train(
     tracker: "Tracker",
     checkpoints: "Checkpoints",
 ) -> int:
-    """Start the workers, train, and stop the workers. Return the exit status."""
+    """Start the workers, train, stop the workers, and return the exit status."""
     from rltrain.trainer import Trainer
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
@@ -314,8 +316,8 @@ async def _train(
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
-    """Create the object that saves the run's checkpoints, together with fingerprints of the data and models that the
-    run reads.
+    """Create the object that saves the run's checkpoints, together with fingerprints of the data, reward functions and
+    models that the run reads.
     """
     from rltrain.run.checkpoints import Checkpoints
     from rltrain.run.source_fingerprints import sources
@@ -330,10 +332,12 @@ def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
 
 
 async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Console) -> int:
-    """Train, starting from a checkpoint or from step 0. On a signal, save another checkpoint and end the run.
+    """Train, starting from a checkpoint or from step 0, and return the exit status.
 
-    Return the exit status. If a Ray daemon dies, the function saves a checkpoint, provided that the training ranks
-    still respond, and raises ClusterLost.
+    On a signal, save another checkpoint and end the run.
+
+    If a Ray daemon dies, the function saves a checkpoint, provided that the training ranks still respond, and raises
+    ClusterLost.
     """
     if checkpoint is not None:
         await trainer.restore(checkpoint)
@@ -350,9 +354,9 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
         return stopped.status
     except ClusterLost as lost:
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
-    except (RLTrainError, OSError):  # OSError includes a full disk
+    except (RLTrainError, OSError):  # OSError is also raised if the disk is full
         with contextlib.suppress(RLTrainError):
-            await trainer.checkpoints.finish()  # a save that is in progress can still be completed
+            await trainer.checkpoints.finish()  # let a save that is already in progress complete
         raise
 
 
@@ -381,7 +385,7 @@ def resolved_yaml(config: Config) -> str:
 def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     """Return the tokenizer and the ids of the tokens that end an answer.
 
-    For the built-in model, both are known even before the model has been created.
+    The tokenizer and end tokens of the built-in model are known even before that model has been created.
     """
     from rltrain.data.model_directory import check_vocabulary, end_token_ids, load_tokenizer
     from rltrain.data.model_weights import BUILTIN_MODEL

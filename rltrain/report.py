@@ -59,7 +59,7 @@ def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
 
 
 def write(folders: Sequence[Path], output: Path) -> list[str]:
-    """Write the HTML page, and return one line about each thing that could not be read."""
+    """Write the HTML page, and return a list with one line about each file that could not be read."""
     from rltrain.monitoring.report.config_differences import COMMAND
     from rltrain.monitoring.report.page import write_report
     from rltrain.run.command import command_of  # this module imports torch, which takes seconds

@@ -1,8 +1,8 @@
 """The names, types and rules of the keys under `algorithm`, which define what is learned from a batch.
 
-Each class describes the settings of one feature. A feature is turned off by the value 0, null or false of its main key.
-This module refuses settings under `algorithm` that contradict each other. The module `rltrain.settings.algorithm_rules`
-refuses settings that the selected loss or advantage estimator cannot use.
+Each config class describes the settings of one feature of the algorithm. The value 0, null or false of its main key
+turns a feature of the algorithm off. This module refuses settings under `algorithm` that contradict each other. The
+module `rltrain.settings.algorithm_rules` refuses settings that the selected loss or advantage estimator cannot use.
 """
 
 from typing import Any, Literal
@@ -18,7 +18,9 @@ FULL_KL = "full"
 
 @section
 class RewardShapingConfig:
-    """Shaping of the score of each answer: min(max((score + bias) * scale, -clip), clip), then the length penalty."""
+    """Shaping of the score of each answer: min(max((score + bias) * scale, -clip), clip), followed by the length
+    penalty.
+    """
 
     bias: float = key("Number that is added to each score.")
     scale: float = key("Factor of each score, after the bias.", values="any number except 0")
@@ -40,7 +42,8 @@ class NormalizationConfig:
     """Normalization (x - mean) / std of rewards or advantages, with the statistics of the batch or of each prompt
     group.
 
-    If `mean_level` or `std_level` is null, the normalization leaves out the mean or the std.
+    If `mean_level` is null, no mean is subtracted. If `std_level` is null, the values are not divided by a standard
+    deviation.
     """
 
     mean_level: Level | None = key(
@@ -70,7 +73,7 @@ class NormalizationConfig:
 class KLInRewardConfig:
     """KL penalty that is subtracted from the rewards.
 
-    Setting `kl_coef` to 0 with a fixed controller turns the penalty off.
+    Setting `kl_coef` to 0 with a fixed controller turns the KL penalty in the reward off.
     """
 
     kl_coef: float = key("Coefficient of the KL penalty in the reward. 0: no penalty.", at_least=0)
@@ -103,7 +106,7 @@ class KLInRewardConfig:
 
 @section
 class KLLossConfig:
-    """KL term that is added to the policy loss. Setting `kl_loss_coef` to 0 turns the term off."""
+    """KL term that is added to the policy loss. Setting `kl_loss_coef` to 0 turns the KL term in the loss off."""
 
     kl_loss_coef: float = key("Coefficient of the KL term in the loss. 0: no KL term.", at_least=0)
     kl_estimator: str = key(
@@ -132,7 +135,7 @@ class CorrectionConfig:
     """Importance weights of the policy term: probability under the actor before the update, divided by the probability
     under the engine.
 
-    Setting `level` to null turns the weights off.
+    Setting `level` to null turns the importance weights off.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = key(
@@ -169,7 +172,7 @@ class RejectionConfig:
     """Removal of the policy term for tokens or answers whose policy during the update is too far from the engine's
     policy.
 
-    Setting `kl_estimator` to null turns the removal off.
+    Setting `kl_estimator` to null turns off the removal of policy terms.
     """
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = key(
@@ -205,8 +208,8 @@ class RejectionConfig:
 class AlgorithmConfig:
     """All settings under `algorithm`.
 
-    `advantage` and `loss` hold the knobs (extra parameters) of the selected estimator and loss that differ from the
-    function's defaults.
+    The mappings `advantage` and `loss` hold the knobs (extra parameters) of the selected estimator and loss that shall
+    differ from their defaults.
     """
 
     advantage_estimator: str = key(

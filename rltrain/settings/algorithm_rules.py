@@ -1,10 +1,10 @@
 """Checks that the settings under `algorithm` fit the advantage estimator and the loss that they select.
 
-The checks run before any worker starts.
+The checks of the algorithm settings run before any worker starts.
 
-The registries in `rltrain.algorithms` tell which knobs (extra parameters) a function takes. Knob values are tested by
-calling the selected functions once on a tiny batch. This module imports torch only inside functions, so that most
-config errors are reported without waiting for the import.
+The registries in `rltrain.algorithms` tell which knobs (extra parameters) a function takes. The values of knobs are
+tested by calling the selected functions once on a tiny batch. This module imports torch only inside functions, so that
+most config errors are reported without waiting for the import.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def check_algorithm(config: Config) -> None:
 
     Raises:
         ConfigError: a loss, estimator or other name is not registered, a knob does not exist or is out of range, or a
-            setting has no effect. The error message is one line with the value, the rule and the fix.
+            setting has no effect. The error message is one line that gives the value, the rule and the fix.
     """
     from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, loss_functions
 
@@ -90,7 +90,7 @@ def _check_knobs(
     """Raise ConfigError for knobs (extra parameters) that the functions do not take, and for knob values with which a
     function fails.
 
-    The knob values are tested by calling each function once on a batch of two answers.
+    The knob values are tested by calling each function once on a tiny batch of two answers.
     """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 
@@ -101,13 +101,14 @@ def _check_knobs(
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
-    except (ArithmeticError, RuntimeError, TypeError) as error:  # e.g. a number too large for a tensor
+    # causes of the error: e.g. a number too large for a tensor
+    except (ArithmeticError, RuntimeError, TypeError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
         raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
 
 
 def _tiny_column(name: str, components: int) -> Any:
-    """Return a tiny batch column `name` for testing a function: one prompt group of two answers with two tokens
+    """Return a batch column `name` for testing a loss or an estimator: one prompt group of two answers with two tokens
     each.
     """
     import torch
@@ -120,7 +121,7 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # per-row columns other than `log_probs`, which the update computes
+    # columns with one value per row; `log_probs` is none of them, because the update computes it
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
@@ -262,7 +263,8 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if `bootstrap_truncated` is on but cannot work, or has no effect with the other settings.
 
     `bootstrap_truncated` credits a truncated answer with the critic's value of the state in which the answer was cut
-    off. The critic's value must exist, affect the advantages, and not be undone by another setting.
+    off. For `bootstrap_truncated` to work, the critic's value must exist, affect the advantages, and not be undone by
+    another setting.
     """
     if not algorithm.bootstrap_truncated:
         return

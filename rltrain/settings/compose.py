@@ -36,7 +36,8 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
 
     Args:
         overrides: the settings `GROUP=CHOICE` and `KEY=VALUE` from the command line.
-        files: paths of the user's config files. Later files override earlier ones, and the command line overrides all.
+        files: paths of the user's config files. Later config files override earlier ones, and the command line
+            overrides all files.
 
     Returns:
         The composed config twice: as a typed `Config`, and as YAML text with every key.
@@ -66,7 +67,8 @@ def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]
 def _with_profile(items: list[Item]) -> list[Item]:
     """Return the user's settings.
 
-    If they name a model but no profile, the profile for instruct models is put before them.
+    If the settings name a model but no profile, the choice of the profile for instruct models is put before the
+    settings.
     """
     paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
     own_model = bool(paths) and paths[-1] != "builtin"
@@ -74,7 +76,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the profile's values for the keys that the user has not set, by key.
+    """Return the values that the profile gives to keys that the user has not set, by key.
 
     Args:
         overrides: the settings from the command line.
@@ -127,8 +129,8 @@ def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[It
     """Return settings that remove a preset's knobs (function parameters) if the user selects another loss or estimator.
 
     A preset's knobs are meant for the function that the preset selects. For example, `algorithm=dapo
-    algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Knobs that the user sets are applied afterwards,
-    so they are kept.
+    algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Knobs that the user sets are kept, because they
+    are applied after the preset's knobs have been removed.
     """
     emptied: list[Item] = []
     for knobs, function in KNOBS.items():

@@ -9,7 +9,7 @@ from rltrain.settings.schema import Config
 def config_dir() -> Path:
     """Return the folder of rltrain's YAML config files.
 
-    The folder is inside the package if the package is installed, and beside the package in a checkout.
+    The folder of YAML files is inside the package if rltrain is installed, and beside the package in a checkout.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config"

@@ -1,7 +1,7 @@
 """Declarations of config keys: meaning, unit, bounds, and whether a resumed run may change the value.
 
 Each section of the config is a dataclass with the decorator `section`. Each field of a section is declared with `key`.
-The bounds are checked when an instance of a section is created. `rltrain.settings.reference` generates the
+The bounds of the keys are checked when an instance of a section is created. `rltrain.settings.reference` generates the
 documentation of the keys from their declarations.
 """
 
@@ -23,10 +23,10 @@ class Key:
         meaning: one or two sentences about the effect of the key, for the documentation.
         unit: unit of the key's value; "" if the value has no unit, or if `meaning` names it.
         values: description of the valid values; "" if the type and the bounds describe them completely.
-        if_left_out: description of the default, for a key in an entry of a list or mapping; "" if the default is in a
-            YAML file.
-        changeable: whether a resumed run may change the value. If true for a section, all keys of the section may
-            change.
+        if_left_out: text about the default value, for keys of list entries and optional mappings; "" if a YAML file
+            holds the default.
+        changeable: whether a resumed run may change the value. If `changeable` is true for a section, a resumed run may
+            change all keys of the section.
         at_least: smallest valid value; None for no such bound.
         above: number that valid values must exceed; None for no such bound.
         at_most: largest valid value; None for no such bound.
@@ -60,7 +60,7 @@ class Key:
 
     @property
     def bounds(self) -> str:
-        """The bounds of the key as text, such as `>= 1` or `in [0, 1)`. The text is empty if the key has no bounds."""
+        """The bounds of the key as text, such as `>= 1` or `in [0, 1)`. If the key has no bounds, the text is empty."""
         low = self.above if self.at_least is None else self.at_least
         high = self.below if self.at_most is None else self.at_most
         left, right = "[" if self.above is None else "(", "]" if self.below is None else ")"
@@ -87,7 +87,7 @@ def key(
 ) -> Any:
     """Declare a field of a config section.
 
-    The arguments are the attributes of `Key`. The field has no default value.
+    The arguments have the same meaning as the attributes of `Key`. The declared field has no default value.
     """
     declared = Key(
         meaning=meaning,
@@ -109,8 +109,8 @@ def key(
 def section(kind: type[T]) -> type[T]:
     """Make a class a section of the config: a frozen dataclass with keyword-only fields and checked bounds.
 
-    Creating an instance first checks the bounds of all keys. After the bounds, the class's own `__post_init__` checks
-    the rules between several keys.
+    Creating an instance of a section first checks the bounds of all keys. After the check of the bounds, the section's
+    own `__post_init__` checks the rules between several keys.
     """
     rules = getattr(kind, "__post_init__", None)
 
@@ -124,7 +124,10 @@ def section(kind: type[T]) -> type[T]:
 
 
 def _require_bounds(values: Any) -> None:
-    """Raise ConfigError if a value in a section is outside the bounds of its key. The value None is always accepted."""
+    """Raise ConfigError if a value in a section is outside the bounds of its key.
+
+    The value None is accepted by all bounds.
+    """
     hints = get_type_hints(type(values))
     for one in fields(values):
         declared, value = one.metadata[_KEY], getattr(values, one.name)
@@ -139,7 +142,7 @@ class Declared:
     """A config key with its full path and type.
 
     Attributes:
-        path: dotted name of the key, such as `trainer.seed`. `[]` follows the name of a list, as in
+        path: dotted name of the key, such as `trainer.seed`. In the path, `[]` follows the name of a list, as in
             `reward.functions[].weight`.
         key: the declaration of the key.
         hint: type annotation of the value.
@@ -157,7 +160,7 @@ class Declared:
 def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> Iterator[Declared]:
     """Yield the keys of a section and of the sections inside it, in the order of the schema.
 
-    Each section is yielded before the keys in it.
+    Each section is yielded before the keys that it contains.
 
     Args:
         kind: class of the section.

@@ -1,7 +1,7 @@
 """Option names of other trainers, and rltrain's keys for the same settings.
 
-If a user writes an option name of another trainer, the error message gives rltrain's key. The command `python -m
-rltrain.settings.reference` writes all names as a table into `docs/coming-from-other-trainers.md`.
+If a user writes an option name of another trainer, the error message names rltrain's key for the same setting. The
+command `python -m rltrain.settings.reference` writes all names as a table into `docs/coming-from-other-trainers.md`.
 """
 
 from dataclasses import dataclass
@@ -162,10 +162,10 @@ NAMES = (
 
 
 def name_here(key: str) -> Name | None:
-    """Return the `Name` of the setting that another trainer calls `key`, or None if none is known.
+    """Return the entry for the setting that another trainer calls `key`, or None if no such setting is known.
 
-    The whole name or its last parts must match: `rollout.n` matches verl's `actor_rollout_ref.rollout.n`. Some trainers
-    have options without sections. A section that the user wrote before such an option, as in `algorithm.beta`, is
+    Either the whole option name or its last parts must match: `rollout.n` matches verl's `actor_rollout_ref.rollout.n`.
+    If an option of another trainer has no section, a section that the user wrote before it, as in `algorithm.beta`, is
     ignored.
     """
     plain = key.lstrip("-")

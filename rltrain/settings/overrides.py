@@ -1,6 +1,6 @@
 """Settings as a user writes them: `GROUP=CHOICE` and `KEY=VALUE` on the command line, and the keys of a config file.
 
-The values on the command line are parsed with Hydra's grammar. Hydra's error messages have several lines and refer to
+Hydra's grammar is used to parse the values on the command line. Hydra's error messages have several lines and refer to
 Hydra's own syntax. This module replaces each error of Hydra by a one-line message that names the existing keys or
 choices.
 """
@@ -31,7 +31,7 @@ from rltrain.settings.typed import keys, require, unknown_key
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
 _NEW_LINE = re.compile(r"\\?\\n")
-OPTIONAL = "model.lora"  # a mapping that may be null; setting one of its keys creates the mapping
+OPTIONAL = "model.lora"  # mapping that may be null; setting one of its keys creates the mapping
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ Item = Choice | Setting | Removal
 def from_command_line(text: str) -> Item:
     """Parse one word of the command line, such as `algorithm=ppo` or `trainer.seed=1`.
 
-    The values of some keys with free text (`TEXT_KEYS`) are not parsed by Hydra, so they may contain any character. In
+    Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, two backslashes followed by `n` stand for one
     backslash and `n`, and `null` stands for no text.
 
@@ -111,12 +111,12 @@ def from_file(path: str) -> list[Item]:
     """Read a config file of the user: a YAML file whose keys may be nested or dotted.
 
     In the file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping of its keys.
-    As in Hydra's own files, a list under `defaults` may also hold the choices. The `config.yaml` that a run writes can
-    be used as a config file, too.
+    As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file `config.yaml` that a
+    run writes can also be used as a config file.
 
     Raises:
         ConfigError: the file cannot be read, or a setting in it is invalid. The error message is one line and names the
-            file.
+            config file.
     """
     where = f"--config {path}"
     values = _load(Path(path).expanduser(), where)
@@ -159,14 +159,15 @@ def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(key: str, value: Any) -> list[Item]:
-    """Return the settings that an entry of a config file makes.
+    """Return the settings that one entry of a config file, with the given key and value, makes.
 
-    If the key is a section, the result has one setting for each key in it.
+    If the key of an entry is a section, the result has one setting for each key in the section.
     """
     inside = any(name.startswith(f"{key}.") for name in keys(Config))
     if not (inside and isinstance(value, dict)):
         text = f"{key}: {value}"
-        if not (inside and value is None):  # conversion to the typed config refuses null if the section is not optional
+        # if the section is not optional, the conversion to the typed config refuses null
+        if not (inside and value is None):
             _check_key(key, text)
         return [_setting(key, value, text)]
     return [item for name, inner in value.items() for item in _settings(f"{key}.{name}", inner)]

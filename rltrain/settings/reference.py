@@ -1,14 +1,15 @@
 """Generation of documentation from the schema of the config keys: pages of `docs/`, and the comments in the YAML files.
 
 The generated pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. The following command writes the
-pages and the comments, and prints the names of the files that it changed:
+pages and the comments, and prints the names of the changed files:
 
     python -m rltrain.settings.reference
 
 A YAML file that builds on another choice of its config group contains only the values that differ from that choice. The
-comments in a file that builds on another choice explain the particular values, so they are not replaced. All other YAML
-files contain every key of their sections. In these complete files, the comments of the keys are generated. The comment
-at the start of a file, and the comments of lines without a key, are kept.
+comments in a file that builds on another choice explain the particular values, so they are not replaced. A YAML file
+that does not build on another choice contains every key of its sections. In files that contain every key, the comments
+of the keys are generated. The generation keeps the comment at the start of a file, and comments above lines without a
+key.
 """
 
 import re
@@ -30,7 +31,7 @@ from rltrain.settings.other_names import NAMES
 from rltrain.settings.schema import Config
 
 WIDTH = 120  # maximum line length of a YAML file, in characters
-TOP = ""  # path that stands for the whole config
+TOP = ""  # key path that stands for the whole config
 # first line of a YAML file in a group's folder whose keys belong to several sections
 WHOLE_CONFIG = "# @package _global_"
 INTRODUCTION = """\
@@ -130,7 +131,9 @@ def _parent(path: str) -> str:
 
 
 def _is_set_whole(one: Declared) -> bool:
-    """Return whether a user sets a section as one value, because it is a list or a mapping that is given as a whole."""
+    """Return whether a user sets a section as one value, because the section is a list, or a mapping that can only be
+    set as a whole.
+    """
     return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
 
 
@@ -156,7 +159,7 @@ def _type(hint: Any, bounds: str = "") -> str:
 def _defaults() -> Mapping[str, Any]:
     """Return the default config as nested values: `config/train.yaml` and the default choice of each config group.
 
-    References such as `${data.train}` are not resolved.
+    References such as `${data.train}` in the default config are not resolved.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         values = OmegaConf.to_container(hydra_compose("train"), resolve=False)
@@ -221,8 +224,8 @@ def _without_head(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each line of a YAML file with the full path of the key on it. The path is "" for a line without a key."""
-    # columns and paths of the keys that contain the present line
+    """Yield each line of a YAML file with the full path of the key on it. For a line without a key, the path is ""."""
+    # column and path of each key that contains the current line
     around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]
     for line in lines:
         found = _LINE_OF_KEY.fullmatch(line)
@@ -243,7 +246,7 @@ def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
 def _with_comment(line: str, comment: str) -> list[str]:
     """Return the line of a key with the comment at its end.
 
-    If that line would be too long, the comment is put on lines above it.
+    If the line with the comment would be too long, the comment is put on separate lines above the key.
     """
     bare = re.sub(r"\s+#.*", "", line)
     short = f"{bare}  # {comment}"

@@ -76,7 +76,7 @@ class RewardModelConfig:
 
 @section
 class RewardConfig:
-    """Settings of all reward functions and reward models: their limits, and what happens if they fail."""
+    """Settings of all reward functions and reward models, of their limits, and of what happens if one fails."""
 
     functions: list[RewardFunctionConfig] = key(
         "Reward functions. An entry is a mapping, or only the path of a function."
@@ -146,6 +146,6 @@ class RewardConfig:
     def components(self) -> list[RewardFunctionConfig | RewardModelConfig]:
         """The reward functions, followed by the reward models.
 
-        The columns of `reward_components` in a batch have the same order as the result.
+        The batch column `reward_components` holds the scores in the order of the returned list.
         """
         return [*self.functions, *self.models]

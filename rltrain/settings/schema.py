@@ -1,10 +1,10 @@
 """The names, types and rules of all config keys.
 
-The dataclass fields have no default values, because the YAML files under `config/` hold the defaults. The function
-`rltrain.settings.typed.parse` converts the YAML values into these dataclasses once, at the start. After the conversion,
-the program uses only the typed config. The keys under `algorithm` and `reward` are defined in
-`rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that depend on files, registries or the
-number of CPU cores are checked in `rltrain.run.checks`.
+The fields of the config dataclasses have no default values, because the YAML files under `config/` hold the defaults.
+The function `rltrain.settings.typed.parse` converts the YAML values into the config dataclasses once, at the start.
+After the values have been converted, the program uses only the typed config. The keys under `algorithm` and `reward`
+are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that depend on files,
+registries or the number of CPU cores are checked in `rltrain.run.checks`.
 """
 
 from typing import Literal
@@ -486,10 +486,10 @@ class Config:
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
 
     def roles(self, *, needs_critic: bool) -> list[str]:
-        """Return the roles of the training ranks.
+        """Return the roles of the training ranks, such as `actor` and `critic`.
 
         Args:
-            needs_critic: whether the advantage estimator reads the critic's values.
+            needs_critic: whether the advantage estimator reads a critic's values, so that the run needs a critic.
         """
         models = [f"{REWARD_MODEL} {model.name}" for model in self.reward.models]
         return ["actor", *["reference"] * self.algorithm.needs_reference, *["critic"] * needs_critic, *models]

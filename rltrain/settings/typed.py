@@ -1,6 +1,7 @@
 """Conversion of plain nested values into typed dataclasses.
 
-An error message names the wrong key. If the key is unknown, the message also names the most similar known key.
+The message of a conversion error names the key that is wrong. For an unknown key, the error message also names the most
+similar known key.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ T = TypeVar("T")
 def require(condition: bool, message: str) -> None:
     """Raise ConfigError(message) unless `condition` holds.
 
-    By convention, the message gives the value, the rule and the fix.
+    By convention, the error message gives the value, the rule and the fix.
     """
     if not condition:
         raise ConfigError(message)
@@ -35,7 +36,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is invalid. The error message names the key and the rule.
-            If the key is unknown, the message also names the most similar known key.
+            For an unknown key, the error message also names the most similar known key.
     """
     hints = _hints(cast("Any", kind))
     for key in values:
@@ -46,7 +47,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)
-    except ConfigError as error:  # the message of a rule names only the field, so the section is put before it
+    # the message of a rule names only the field, so the name of the section is put before it
+    except ConfigError as error:
         raise ConfigError(where + str(error)) from None
 
 
