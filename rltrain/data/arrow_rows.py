@@ -101,8 +101,7 @@ def _check_value(cell: Any, place: str) -> None:
         raise ConfigError(
             f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
         ) from None
-    # causes of the error: e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with the same
-    # name
+    # e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with the same name
     except Exception:
         raise _unusable(cell.type, place) from None
 

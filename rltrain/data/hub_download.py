@@ -15,8 +15,8 @@ from typing import Any
 
 from rltrain.base.errors import described, one_line
 
-# Only files at the top of a repository are downloaded. Its folders hold the same model for other programs (onnx,
-# original, gguf).
+# Only files at the top of a repository are downloaded.
+# Folders of a repository hold the same model for other programs (onnx, original, gguf).
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
@@ -76,8 +76,7 @@ def _persistently(model: str, revision: str | None) -> Path:
         try:
             return snapshot(model, revision, tqdm_class=_progress_class())
         except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            # The hub has answered, or there is no connection at all: huggingface_hub itself has tried again if that
-            # helps.
+            # The hub has answered, or there is no connection and huggingface_hub has already tried several times.
             raise
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):

@@ -29,8 +29,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 # a line of transformers' loading report about a failed conversion
 _CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)
-# Buffers with causal masks, positions and frequencies. Older versions of transformers saved them, although transformers
-# computes them anew when it loads a model.
+# Pattern of buffers with causal masks, positions and frequencies, which older versions of transformers saved.
+# Files may lack or hold such buffers, because transformers computes them when it loads a model.
 _OLD_BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|attn\.(attention\.)?(masked_)?bias)$")
 _SHOWN = 3  # maximum number of tensor names of each kind in an error message
 
@@ -155,8 +155,8 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
 
 def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
-    # With the framework "pt", `safe_open` would map the whole file for writing. A machine with less memory than the
-    # file size refuses such a mapping.
+    # With the framework "pt", `safe_open` would map the whole file for writing.
+    # A machine whose memory is smaller than the file would refuse to map it for writing.
     with open_safetensors(file, where, "numpy") as content:
         parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (it is no mapping)
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}

@@ -24,8 +24,7 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# In a request, chat i must be rendered within chat_seconds + i * MEAN_SECONDS of processor time after the start of the
-# request.
+# Processor time in seconds: chat i of a request must end by chat_seconds + i * MEAN_SECONDS after the request began.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # exit status
 
@@ -43,8 +42,7 @@ def main(descriptor: int, progress: int, chat_seconds: int, memory_mb: int) -> N
     begun = mmap.mmap(progress, 1)
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            # The import comes before the memory limit, so that the library's memory does not count as memory of the
-            # template.
+            # This import precedes the memory limit, so that the memory of the library does not count.
             import transformers.utils.chat_template_utils  # noqa: F401
 
             limit_memory(memory_mb)

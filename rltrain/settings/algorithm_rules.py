@@ -17,8 +17,7 @@ from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Maps names that presets and other programs use to the names of losses and estimators, for suggestions in error
-# messages.
+# Maps names in presets and other programs to names of losses and estimators, for suggestions in error messages.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",

@@ -26,8 +26,8 @@ from rltrain.settings.other_names import name_here
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys, require, unknown_key
 
-# Maps each section of knobs (function parameters) to the key that selects the function. The schema does not know which
-# knobs exist. `rltrain.settings.algorithm_rules` checks the names and values of knobs.
+# Maps each section of knobs (function parameters) to the key that selects the function.
+# The schema does not know which knobs exist: `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
 _NEW_LINE = re.compile(r"\\?\\n")

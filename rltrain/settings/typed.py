@@ -64,8 +64,7 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key with a missing or wrong section should still match well, so the similarity of the last parts alone counts
-    # with a factor of 0.9.
+    # A key with a wrong section should still match well, so the similarity of the last parts counts with factor 0.9.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
     return max(whole, 0.9 * last)
@@ -104,8 +103,7 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # The value is not converted to float before the comparison, because an int may be too large for a float. NaN fails
-    # the comparison.
+    # The value is compared without conversion to float, because an int may be too large. NaN fails the comparison.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
     return float(value) if hint is float else value
