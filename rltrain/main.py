@@ -157,7 +157,7 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
     """
     outlive_readers()
     if verbose:
-        print(redacted(_traceback()), file=sys.stderr)  # noqa: T201 (the user asked for it)
+        print(redacted(_traceback()), file=sys.stderr)  # noqa: T201 (the user asked for the traceback)
     print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
     return status
 
@@ -195,7 +195,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     began = time.perf_counter()
     plan(config, args, console, prompts, val_prompts)
     if warning := sandbox_warning(config):
-        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (the output of reward processes is dropped)
+        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print it: their output is dropped)
     if args.action == "plan":
         return 0
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)

@@ -101,7 +101,7 @@ def _check_value(cell: Any, place: str) -> None:
         raise ConfigError(
             f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
         ) from None
-    # e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with the same name
+    # Python cannot represent e.g. nanoseconds, dates after the year 9999, unknown time zones, or equal field names.
     except Exception:
         raise _unusable(cell.type, place) from None
 

@@ -23,7 +23,7 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 
 _CHATS, _BYTES = 256, 1 << 23  # maximum number of chats in a request, and number of bytes above which a request is full
 _SILENCE_S = 240.0  # wall-clock seconds to wait for an answer, including the start of the process
-_TRIES = 3  # number of processes that may die or fail to answer before no new one is started
+_TRIES = 3  # number of processes that died or did not answer after which rendering fails
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
@@ -50,7 +50,7 @@ class ChatTemplates:
 
     Args:
         chat_seconds: limit on the processor time for one chat, in seconds.
-        memory_mb: limit on the memory that rendering adds to the memory of the process at its start, in MB.
+        memory_mb: limit on the memory that the rendering process allocates after its start, in MB.
     """
 
     def __init__(self, *, chat_seconds: int = 5, memory_mb: int = 1024) -> None:
@@ -100,7 +100,7 @@ class ChatTemplates:
 
         Args:
             request: the pickled request.
-            done: number of chats rendered before this request, to which the index in an error is added.
+            done: number of chats rendered before the request, needed to compute the index of a failed chat.
 
         Raises:
             TemplateError: the rendering process dies or does not answer in time.
@@ -132,7 +132,7 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # own process group, so that Ctrl-C reaches only the parent process
+                start_new_session=True,  # Ctrl-C then reaches the parent process, but not the rendering process
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)

@@ -1,4 +1,4 @@
-"""Encoding of prompts that contain the name of a control token, such as `<|im_end|>`, as ordinary text.
+"""Encoding of prompts in which the name of a control token, such as `<|im_end|>`, is treated as ordinary text.
 
 A tokenizer replaces the name of a control token with that token wherever the name occurs, even in the text of a user.
 Without a remedy, a chat message with the name of a control token could therefore end its own turn or open another one.
@@ -43,7 +43,7 @@ class _Marked:
     """A text from the data, in which stand-ins (private-use characters) replace the names of control tokens.
 
     Attributes:
-        text: the text with stand-ins, of one character each.
+        text: the text with stand-ins. Each stand-in is one character.
         spelled: maps each stand-in to the control-token name that it replaces.
     """
 
@@ -80,8 +80,8 @@ class ControlTokens:
         self._normalize, self._normalized = self._normalizer()
 
     def first_in(self, value: Any) -> str | None:
-        """Return the first control-token name in a text, or in any string of a message; None if they contain no such
-        name.
+        """Return the first control-token name that occurs in a text, or in any string of a message; None if no name
+        occurs.
         """
         text = "\0".join(_texts(value))
         if found := self._found.search(text):

@@ -1,4 +1,4 @@
-"""Models that the config names by their names on the Hugging Face hub: finding the commit, and the files on this
+"""Models from the Hugging Face hub that the config gives by name: finding the commit of a name, and the files on this
 machine.
 
 The name of a model has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. The

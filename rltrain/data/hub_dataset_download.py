@@ -28,7 +28,7 @@ _SHOWN = 8  # maximum number of configurations or splits named in a message
 def main(repository: str, config: str | None, split: str | None, revision: str | None, *, key: str) -> None:
     """Download a data set, and write the result or the error to the standard output as JSON.
 
-    The arguments have the same meaning as in `rltrain.data.hub_datasets.fetch_dataset`.
+    The arguments are the parts of the data set's name, and `key` is the config key, `train` or `val`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the driver ends this process
     result, sys.stdout = sys.stdout, sys.stderr

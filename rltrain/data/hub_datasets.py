@@ -1,4 +1,4 @@
-"""Data sets that the config names by their names on the Hugging Face hub: finding the commit, and the rows of one
+"""Data sets from the Hugging Face hub that the config gives by name: finding the commit of a name, and the rows of one
 split.
 
 A name has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name of a data set, a single word after the
@@ -72,9 +72,7 @@ class DatasetName:
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return whether fetching the data set under this name, if it has no revision, can have given the name
-        `pinned`.
-        """
+        """Return whether this name has no revision and can refer to the same split as the pinned name `pinned`."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:
@@ -128,7 +126,8 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 def dataset_rows(source: str, where: str, *, key: str) -> Rows:
     """Return the rows of a data set.
 
-    The values of the rows stay on disk until they are read. The arguments and errors are those of `fetch_dataset`.
+    The values of the rows stay on disk until they are read. The arguments and errors are the same as those of
+    `fetch_dataset`.
     """
     name = dataset_name(source)
     assert name is not None, "the source names a data set"

@@ -158,7 +158,7 @@ def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
     # With the framework "pt", `safe_open` would map the whole file for writing.
     # A machine whose memory is smaller than the file would refuse to map it for writing.
     with open_safetensors(file, where, "numpy") as content:
-        parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (it is no mapping)
+        parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (`content` is not a mapping)
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 
 

@@ -198,7 +198,8 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
 def _tokens_added_after(tokenizer: Any) -> int:
     """Return the number of tokens that the tokenizer appends to a text.
 
-    The encoder removes these tokens, because a prompt that ends with an end token is already complete.
+    The encoder removes tokens that the tokenizer appends, because a prompt that ends with an end token is already
+    complete.
     """
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]

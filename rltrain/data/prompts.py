@@ -22,7 +22,7 @@ from rltrain.data.rows import Rows
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-# the answer itself provides reward functions with these arguments, so the data may not have columns with these names
+# names of reward-function arguments that come from the scored answer, so that data columns may not have these names
 RESERVED_COLUMNS = ("response", "finish_reason")
 _BATCH = 1024  # number of prompts that are tokenized in one call
 _ROUND_TRIPS = 64  # number of prompts for which the decoded ids are compared with the original text
@@ -125,7 +125,7 @@ def load_prompts(
     seed: int,
     max_prompt_length: int,
     overlong: Literal["refuse", "filter"],
-    options: PromptOptions = PromptOptions(),  # noqa: B008 (it is immutable)
+    options: PromptOptions = PromptOptions(),  # noqa: B008 (the default object is immutable)
     special_tokens: SpecialTokens = "text",
     lossy_tokenizer: Literal["refuse", "allow"] = "refuse",
     limit: int | None = None,

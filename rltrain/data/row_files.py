@@ -39,7 +39,7 @@ def path_rows(source: str, where: str) -> Rows:
 def find_path(source: str, where: str) -> Path:
     """Return the path of the file or folder that a source names.
 
-    If it does not exist, raise ConfigError with the most similar name.
+    If the file or folder does not exist, raise a ConfigError that names the most similar path.
     """
     path = local_path(source, where)
     require(path.exists(), _missing(path, where))
@@ -143,7 +143,7 @@ def _parquet_rows(path: Path, where: str) -> Rows:
     try:
         with parquet.ParquetFile(path) as file:
             table = file.read()
-            table.column_names  # noqa: B018 (raises for names that are not UTF-8)
+            table.column_names  # noqa: B018 (the access raises an exception for names that are not UTF-8)
     except Exception as error:  # pyarrow raises many exception types for a damaged file
         raise ConfigError(f"{where}: not a readable parquet file ({_reason(error)}); write it again") from None
     return table_rows(table, where)

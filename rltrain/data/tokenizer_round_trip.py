@@ -16,7 +16,7 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
 
     - Characters other than white space are missing, or differ by more than case, accents or Unicode form.
     - White space between two letters or digits is missing.
-    - No text keeps any white space.
+    - White space is missing from all texts.
 
     Args:
         texts: the texts to check, which must not contain names of added tokens.

@@ -1,8 +1,8 @@
 """The names, types and rules of the keys under `algorithm`, which define what is learned from a batch.
 
-Each config class describes the settings of one feature of the algorithm. The value 0, null or false of its main key
-turns a feature of the algorithm off. This module refuses settings under `algorithm` that contradict each other. The
-module `rltrain.settings.algorithm_rules` refuses settings that the selected loss or advantage estimator cannot use.
+Each config class describes the settings of one feature of the algorithm. A feature of the algorithm is off if its main
+key is 0, null or false. This module refuses settings under `algorithm` that contradict each other. The module
+`rltrain.settings.algorithm_rules` refuses settings that the selected loss or advantage estimator cannot use.
 """
 
 from typing import Any, Literal
