@@ -195,7 +195,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     began = time.perf_counter()
     plan(config, args, console, prompts, val_prompts)
     if warning := sandbox_warning(config):
-        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print it: their output is dropped)
+        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print: output dropped)
     if args.action == "plan":
         return 0
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)

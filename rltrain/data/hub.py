@@ -120,7 +120,7 @@ def fetch(
     Return the name of the model with its commit.
 
     No network is needed if the model's name includes a commit and all files are in the cache. If the name lacks a
-    commit or files are missing, the hub is asked for the current commit.
+    commit or files are missing, the hub is asked for the commit and the missing files.
 
     Args:
         name: name of the model on the hub.

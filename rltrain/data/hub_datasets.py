@@ -104,7 +104,7 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
     Return the data set's name with all parts and its commit.
 
     No network is needed if the data set's name has all parts and a commit, and the split is in the cache. If the name
-    lacks a part or the split is not in the cache, the hub is asked for the current commit.
+    lacks a part or the split is not in the cache, the hub is asked for the commit and the missing parts.
 
     Args:
         name: name of the data set on the hub.

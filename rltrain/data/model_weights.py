@@ -267,7 +267,8 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
     """Raise ConfigError if expert numbers are missing from the tensor names of a mixture-of-experts model.
 
-    Missing experts must be detected here, because transformers stacks the experts that it finds without counting them.
+    Missing experts must be detected here, because transformers stacks the experts that it finds without checking their
+    numbers.
     """
     numbers: dict[tuple[str, str], list[int]] = {}
     for match in filter(None, map(_EXPERT.match, tensors)):

@@ -131,8 +131,8 @@ def _parent(path: str) -> str:
 
 
 def _is_set_whole(one: Declared) -> bool:
-    """Return whether a user sets a section as one value, because the section is a list, or a mapping that can only be
-    set as a whole.
+    """Return whether a user sets a section as one value, because the section is a list, or a mapping that is given as
+    one value.
     """
     return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
 
