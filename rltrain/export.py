@@ -1,4 +1,4 @@
-"""Export the policy of a checkpoint in Hugging Face format: `python -m rltrain.export CHECKPOINT OUT_DIR`."""
+"""Export of the policy in a checkpoint to Hugging Face format: `python -m rltrain.export CHECKPOINT OUT_DIR`."""
 
 import json
 import sys
@@ -14,7 +14,10 @@ USAGE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status. Errors are printed as one line on stderr."""
+    """Run the program with command-line arguments, and return the exit status.
+
+    Errors are printed as one line on stderr.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["--help"], ["-h"]):
         print(USAGE)  # noqa: T201
@@ -40,12 +43,12 @@ def _fail(message: str, status: int) -> int:
 
 
 def export(checkpoint: str, out: str) -> int:
-    """Write the policy of a checkpoint to the folder `out` and return the number of files.
+    """Write the policy of a checkpoint to the folder `out`, and return the number of files written.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or its model cannot be loaded.
-        ConfigError: a folder cannot be reached, the output folder is not empty, or the base weights of the checkpoint's
-            adapters are incomplete.
+        ConfigError: a folder cannot be accessed, the output folder is not empty, or the checkpoint holds adapters whose
+            base model has incomplete weights.
     """
     from rltrain.data.model_weights import check_weights, skeleton
     from rltrain.run.checkpoints import read

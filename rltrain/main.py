@@ -1,6 +1,6 @@
 """The command `python -m rltrain.main`: reads the config, checks it, starts the workers, trains and prints a summary.
 
-The module defines only functions: a class would be pickled as `__main__.X`, which workers cannot import.
+The module defines no classes, because a class would be pickled as `__main__.X`, which workers cannot import.
 """
 
 import asyncio
@@ -35,23 +35,29 @@ from rltrain.settings.compose import compose, profile_defaults, to_yaml
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
 
-if TYPE_CHECKING:  # all of these import torch, which takes seconds
+if TYPE_CHECKING:  # all of these modules import torch, which takes seconds
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
 
-LONGEST = 4000  # maximum length in characters of an error message, which may repeat the user's input or data
-FAILED, BAD_INPUT, STOPPED = 1, 2, 130  # exit statuses; STOPPED is for Ctrl-C, while SIGTERM gives 143 and SIGHUP 129
+# maximum length of a printed error message in characters, because the message may repeat the user's input or data
+LONGEST = 4000
+# exit statuses; STOPPED is for Ctrl-C, while SIGTERM gives 143 and SIGHUP gives 129
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status. Each expected error is printed as one line on stderr."""
+    """Run the program with command-line arguments, and return the exit status.
+
+    An expected error is printed as one line on stderr.
+    """
     open_closed_streams()
     hide_in_logs()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot encode every character
+        # the encoding of some locales cannot represent every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     console, verbose = Console(), False
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
@@ -72,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verbose:
             quiet()
         config = check(config, fetch=lambda checked: _with_models(checked, console))
-        ensure_home()  # after the check, which refuses '~' in a path if the user has no home folder
+        ensure_home()  # `check` comes first, because it refuses '~' in a path if the user has no home folder
         config = _with_datasets(config, console)
         check_cache(config)
         with RunLock(config.trainer) as lock:
@@ -93,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_models(config: Config, console: Console) -> Config:
     from rltrain.run.hub_models import fetch_models
 
-    ensure_home()  # the cache of the hub is there
+    ensure_home()  # the cache for downloads from the hub is in the home folder
     return fetch_models(config, console)
 
 
@@ -111,9 +117,10 @@ def _require_working_directory() -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Set this process's OpenMP threads, before anything imports torch.
+    """Set the number of OpenMP threads of the driver process, before anything imports torch.
 
-    Only under `placement=inprocess` does this process train. Under Ray each worker gets settings of its own.
+    The driver process itself trains only under `placement=inprocess`. Under Ray, each worker process gets its own
+    thread settings.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":
@@ -122,12 +129,16 @@ def set_threads(config: Config) -> None:
 
 
 def show(text: str) -> int:
-    """Print the text. Returns the exit status. It is no error if the reader, for example `head`, closes the pipe."""
+    """Print the text, and return the exit status.
+
+    It is no error if the reader of the output, such as `head`, closes the pipe.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        outlive_readers()  # at its exit, the interpreter writes the rest of its buffer
+        # otherwise the interpreter would write the rest of its buffer to the closed pipe when it exits
+        outlive_readers()
     return 0
 
 
@@ -139,10 +150,14 @@ def _system_error(error: OSError) -> str:
 
 
 def fail(message: str, status: int, *, verbose: bool) -> int:
-    """Print an error on one line of stderr, and its traceback before it if `verbose`. Returns the status."""
+    """Print an error message as one line on stderr.
+
+    If `verbose` is true, print the traceback before the error message. Return `status`, which is the exit status of the
+    program.
+    """
     outlive_readers()
     if verbose:
-        print(redacted(_traceback()), file=sys.stderr)  # noqa: T201 (the user asked for it)
+        print(redacted(_traceback()), file=sys.stderr)  # noqa: T201 (the user asked for the traceback)
     print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
     return status
 
@@ -150,14 +165,15 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
 def _traceback() -> str:
     try:
         return traceback.format_exc()
-    except Exception as error:  # the formatter opens the source file, whose name in a user's function may be invalid
+    # the formatter opens the source file, and the file name in a user's function may be invalid
+    except Exception as error:
         return f"Traceback that cannot be shown ({described(error)})"
 
 
 def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
-    """Load the data, print the plan, train, and print a summary. Returns the exit status.
+    """Load the data, print the plan, train, print a summary, and return the exit status.
 
-    If the command line asks for the plan alone, nothing is started and nothing is written.
+    If the command line asks only for the plan, no workers are started and no files are written.
     """
     from rltrain.monitoring.console import summary
     from rltrain.run.command import describe
@@ -179,12 +195,13 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     began = time.perf_counter()
     plan(config, args, console, prompts, val_prompts)
     if warning := sandbox_warning(config):
-        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (the output of reward processes is dropped)
+        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print: output dropped)
     if args.action == "plan":
         return 0
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
     lock.take()
-    (output_dir / "config.yaml.partial").write_text(text, "utf-8")  # never incomplete, so a killed run can be resumed
+    # config.yaml is replaced in one step, so it is never incomplete and a killed run can be resumed
+    (output_dir / "config.yaml.partial").write_text(text, "utf-8")
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
     describe(output_dir, args, tokenizer)
     try:
@@ -220,9 +237,9 @@ def train(
     val_prompts: PromptSet | None,
     checkpoint: "Checkpoint | None",
 ) -> tuple["Tracker", Path | None, int]:
-    """Start the workers and train. Ctrl-C, SIGTERM and SIGHUP save a checkpoint and end the run.
+    """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, the function saves a checkpoint and ends the run.
 
-    Returns (tracker, learning curve, exit status).
+    Return the tracker, the path of the learning-curve image (None if there is none), and the exit status.
     """
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
@@ -261,7 +278,7 @@ async def _train(
     tracker: "Tracker",
     checkpoints: "Checkpoints",
 ) -> int:
-    """Start the workers, train, and stop the workers. Returns the exit status."""
+    """Start the workers, train, stop the workers, and return the exit status."""
     from rltrain.trainer import Trainer
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
@@ -299,7 +316,9 @@ async def _train(
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
-    """Create the object that saves this run's checkpoints, with fingerprints of the sources that the run reads."""
+    """Create the object that saves the run's checkpoints, together with fingerprints of the data, reward functions and
+    models that the run reads.
+    """
     from rltrain.run.checkpoints import Checkpoints
     from rltrain.run.source_fingerprints import sources
 
@@ -313,15 +332,18 @@ def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
 
 
 async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Console) -> int:
-    """Train from a checkpoint or the start. A signal saves another checkpoint and ends the run.
+    """Train, starting from a checkpoint or from step 0, and return the exit status.
 
-    Returns the exit status. If a Ray daemon dies, the function saves a checkpoint, provided that the training ranks
-    still respond, and raises ClusterLost.
+    On a signal, save another checkpoint and end the run.
+
+    If a Ray daemon dies, the function saves a checkpoint, provided that the training ranks still respond, and raises
+    ClusterLost.
     """
     if checkpoint is not None:
         await trainer.restore(checkpoint)
     else:
-        trainer.tracker.restore(0, {})  # a run may have ended here before its first checkpoint
+        # removes metrics of an earlier run that ended in this folder before its first checkpoint
+        trainer.tracker.restore(0, {})
     try:
         await trainer.fit()
         return 0
@@ -332,14 +354,17 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
         return stopped.status
     except ClusterLost as lost:
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
-    except (RLTrainError, OSError):  # also a full disk
+    except (RLTrainError, OSError):  # OSError is also raised if the disk is full
         with contextlib.suppress(RLTrainError):
-            await trainer.checkpoints.finish()  # a save in progress can still be completed
+            await trainer.checkpoints.finish()  # let a save that is already in progress complete
         raise
 
 
 async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
-    """Save a checkpoint if that is possible without the lost daemon. Returns from which step a new run can continue."""
+    """Save a checkpoint after a Ray daemon died, if the training ranks still respond.
+
+    Return a text that names the step of the last usable checkpoint.
+    """
     with contextlib.suppress(RLTrainError, OSError):
         if lost.can_save:
             await trainer.save()
@@ -349,14 +374,19 @@ async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the config as YAML, including the knobs of loss and estimator that have their default values."""
+    """Return the config as YAML, including the default values of the knobs (function parameters) of the loss and the
+    estimator.
+    """
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     return to_yaml(with_all_knobs(config))
 
 
 def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
-    """Return the tokenizer and the ids of end tokens. For the built-in model, they are known before it is made."""
+    """Return the tokenizer and the ids of the tokens that end an answer.
+
+    The tokenizer and end tokens of the built-in model are known even before that model has been created.
+    """
     from rltrain.data.model_directory import check_vocabulary, end_token_ids, load_tokenizer
     from rltrain.data.model_weights import BUILTIN_MODEL
 
@@ -370,9 +400,10 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
 
 
 def start_model(config: Config, display: "ConsoleDisplay") -> str:
-    """Return the start model: an absolute directory, or a pinned name on the hub, whose files each node has.
+    """Return the path of the model with which training starts: an absolute directory, or a name on the hub with a
+    commit, whose files every node has.
 
-    The first use makes the built-in model, with progress on the display.
+    The built-in model is created when it is first used, with progress on the display.
     """
     from rltrain.data.hub import portable
     from rltrain.data.model_weights import BUILTIN_MODEL
@@ -386,7 +417,10 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | None]:
-    """Load training and validation prompts. Raises ConfigError if they lack a column that a reward function reads."""
+    """Load the training and validation prompts.
+
+    Raise ConfigError if the data lacks a column that a reward function reads.
+    """
     from rltrain.data.model_directory import check_prompt_ids
     from rltrain.data.model_weights import BUILTIN_MODEL
     from rltrain.rewards.loading import check_columns, load_function
@@ -419,7 +453,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
 
 
 def plan(config: Config, args: Args, console: Console, prompts: PromptSet, val_prompts: PromptSet | None) -> None:
-    """Print the plan of the run."""
+    """Print the plan of the run: model, data, devices and main settings."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

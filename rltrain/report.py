@@ -1,4 +1,6 @@
-"""Write the report of runs, one HTML page: `python -m rltrain.report RUN_DIR [RUN_DIR ...] [--output FILE]`."""
+"""Writing of a report about one or several runs as one HTML page: `python -m rltrain.report RUN_DIR [RUN_DIR ...]
+[--output FILE]`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +14,10 @@ USAGE = "usage: python -m rltrain.report RUN_DIR [RUN_DIR ...] [--output FILE] (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status. Errors are printed as one line on stderr."""
+    """Run the program with command-line arguments, and return the exit status.
+
+    Errors are printed as one line on stderr.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["--help"], ["-h"]):
         print(USAGE)  # noqa: T201
@@ -24,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
         return _fail(f"{error.filename or output}: {error.strerror or error}; name another file with --output", 1)
-    except Exception as error:  # a damaged file may raise any exception in its reader
+    except Exception as error:  # the reader of a damaged file may raise any exception
         return _fail(f"unexpected {described(error, LONGEST)}", 1)
     except KeyboardInterrupt:
         return 130
@@ -35,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
-    """Return (folders of the runs, path of the page). The page is by default `report.html` in the first folder."""
+    """Return the folders of the runs and the path of the HTML page, given the command-line arguments.
+
+    By default, the page is `report.html` in the folder of the first run.
+    """
     left, output = list(words), ""
     if "--output" in left:
         place = left.index("--output")
@@ -51,10 +59,10 @@ def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
 
 
 def write(folders: Sequence[Path], output: Path) -> list[str]:
-    """Write the page and return what could not be read, one line each."""
+    """Write the HTML page, and return a list with one line about each file that could not be read."""
     from rltrain.monitoring.report.config_differences import COMMAND
     from rltrain.monitoring.report.page import write_report
-    from rltrain.run.command import command_of  # imports torch, which takes seconds
+    from rltrain.run.command import command_of  # this module imports torch, which takes seconds
 
     require(not output.is_dir(), f"--output={output}: is a folder; give the path of the page, such as report.html")
     older = any(not (folder / COMMAND).exists() for folder in folders)

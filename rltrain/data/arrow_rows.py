@@ -1,4 +1,7 @@
-"""Arrow tables as rows. Values that Python cannot represent are refused when the table is read."""
+"""Conversion of Arrow tables into rows.
+
+Tables with values that Python cannot represent are refused when they are read.
+"""
 
 from typing import Any
 
@@ -6,14 +9,14 @@ from rltrain.base.errors import ConfigError
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_BATCH = 1024  # rows that are converted at a time
+_BATCH = 1024  # number of rows that are converted at once
 
 
 def table_rows(table: Any, where: str) -> Rows:
     """Return the rows of a `pyarrow.Table`.
 
     Raises:
-        ConfigError: two columns have one name, or Python cannot represent a value.
+        ConfigError: two columns have the same name, or Python cannot represent a value.
     """
     names = table.column_names
     twice = [name for name in names if names.count(name) > 1]
@@ -26,29 +29,31 @@ def table_rows(table: Any, where: str) -> Rows:
 
 
 def _in_microseconds(column: Any, name: str, where: str) -> Any:
-    """Return a column with times in microseconds, the finest that Python has, in the place of nanoseconds.
+    """Return a column whose times are in microseconds instead of nanoseconds.
 
-    pyarrow would return other classes for nanoseconds where pandas is installed.
+    Microseconds are the finest unit of time in Python's own types.
+
+    If pandas is installed, pyarrow would return nanoseconds as objects of pandas' classes.
 
     Raises:
-        ConfigError: a time is not a whole number of microseconds.
+        ConfigError: a time in nanoseconds is not a whole number of microseconds.
     """
     kind = _microseconds(column.type)
     if kind == column.type:
         return column
     try:
         return column.cast(kind)
-    except Exception:  # pyarrow has several exception types for values that do not fit
+    except Exception:  # pyarrow raises several exception types for values that cannot be converted
         for row in range(len(column)):
             try:
-                column.take([row]).cast(kind)  # a cast of a slice also casts what its lists do not hold
+                column.take([row]).cast(kind)  # a cast of a slice would also cast list elements outside the slice
             except Exception:
                 raise _unusable(column.type, f"{where}, row {row + 1}, column '{name}'") from None
         raise
 
 
 def _microseconds(kind: Any) -> Any:
-    """Return the type with microseconds in the place of nanoseconds, also inside lists and structs."""
+    """Return an Arrow type in which microseconds replace nanoseconds, also inside lists and structs."""
     import pyarrow
     from pyarrow import types
 
@@ -76,7 +81,7 @@ def _unusable(kind: Any, place: str) -> ConfigError:
 def _check_values(column: Any, name: str, where: str) -> None:
     """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
 
-    Without this check, the error would occur only when the value is used.
+    If loading did not check the values, an unusable value would cause an error only when training reads it.
     """
     if _is_safe(column.type):
         return
@@ -96,7 +101,8 @@ def _check_value(cell: Any, place: str) -> None:
         raise ConfigError(
             f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
         ) from None
-    except Exception:  # e.g. nanoseconds, a date after the year 9999, an unknown time zone, two fields with one name
+    # Python cannot represent e.g. nanoseconds, dates after the year 9999, unknown time zones, or equal field names.
+    except Exception:
         raise _unusable(cell.type, place) from None
 
 

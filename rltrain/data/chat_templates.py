@@ -1,6 +1,6 @@
 """Rendering of chat templates in a separate process.
 
-The process can be killed, so a template that never ends or uses too much memory only causes an error message.
+The rendering process can be killed, so a template that never ends or uses too much memory only causes an error message.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from typing import Any
 
 from rltrain.data.template_process import OUT_OF_MEMORY
 
-_CHATS, _BYTES = 256, 1 << 23  # a request is full at this many chats, or above this many bytes
+_CHATS, _BYTES = 256, 1 << 23  # maximum number of chats in a request, and number of bytes above which a request is full
 _SILENCE_S = 240.0  # wall-clock seconds to wait for an answer, including the start of the process
-_TRIES = 3  # number of lost processes after which no new one is started
+_TRIES = 3  # number of processes that died or did not answer after which rendering fails
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
 class TemplateError(ValueError):
     """The chat template produced no text for a chat.
 
-    The message is the rest of a sentence that starts with "the chat template".
+    The error message continues a sentence that starts with "the chat template".
 
     Attributes:
-        chat: index of the failed chat among the chats to render.
+        chat: index of the failed chat in the list of chats to render.
     """
 
     def __init__(self, message: str, chat: int = 0) -> None:
@@ -42,13 +42,15 @@ class TemplateError(ValueError):
 
 
 class ChatTemplates:
-    """Renders chats with tokenizers' templates, as `apply_chat_template` does, within limits of time and memory.
+    """Renders chats with the chat template of a tokenizer, as `apply_chat_template` does, within limits of time and
+    memory.
 
-    The rendering process starts with the first chat. It ends when `close` is called or this object is deleted.
+    The rendering process starts when the first chat is rendered. The rendering process ends when `close` is called or
+    this object is deleted.
 
     Args:
         chat_seconds: limit on the processor time for one chat, in seconds.
-        memory_mb: limit on the memory that rendering adds to the memory of the process at its start, in MB.
+        memory_mb: limit on the memory that the rendering process allocates after its start, in MB.
     """
 
     def __init__(self, *, chat_seconds: int = 5, memory_mb: int = 1024) -> None:
@@ -63,13 +65,13 @@ class ChatTemplates:
         self.close()
 
     def close(self) -> None:
-        """End the rendering process, if there is one. The next chat starts a new process."""
+        """End the rendering process, if there is one. Rendering another chat starts a new process."""
         if self._process is not None:
             self._end()
         self._process = None
 
     def render(self, tokenizer: Any, chats: Sequence[Any], *, add_generation_prompt: bool) -> Iterator[str]:
-        """Yield the text of each chat, in order.
+        """Yield the rendered text of each chat, in order.
 
         Args:
             tokenizer: a Hugging Face tokenizer, which provides the template and the special tokens.
@@ -77,7 +79,7 @@ class ChatTemplates:
             add_generation_prompt: whether to append the text that opens an answer.
 
         Raises:
-            TemplateError: a chat cannot be rendered. The chats before it are yielded first.
+            TemplateError: a chat cannot be rendered. The texts of the chats before the failed chat are yielded first.
         """
         done = 0
         for pickles in _requests(chats):
@@ -93,14 +95,15 @@ class ChatTemplates:
                 raise TemplateError(f"refuses these messages ({_words(refusal)}); change them or the template", done)
 
     def _answer(self, request: bytes, done: int) -> tuple[list[str], str | None]:
-        """Return the process's answer to a request: the rendered texts, and the template's error or None.
+        """Send a request to the rendering process, and return its answer: the rendered texts, and the template's error
+        or None.
 
         Args:
             request: the pickled request.
-            done: number of chats rendered before this request.
+            done: number of chats rendered before the request, needed to compute the index of a failed chat.
 
         Raises:
-            TemplateError: the process dies or does not answer in time.
+            TemplateError: the rendering process dies or does not answer in time.
         """
         if self._process is None:
             self._start()
@@ -129,13 +132,16 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # so that Ctrl-C reaches only the parent process
+                start_new_session=True,  # Ctrl-C then reaches the parent process, but not the rendering process
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)
 
     def _why_lost(self, silent: bool) -> str:
-        """End the process that did not answer. Returns the reason as the text of an error message."""
+        """End the rendering process after it failed to answer a request.
+
+        Return the text of an error message about the reason for the failure.
+        """
         assert self._process is not None
         process, self._lost = self._process, self._lost + 1
         if not silent:

@@ -1,16 +1,18 @@
-"""Encoding of data that spells a control token, such as `<|im_end|>`, as ordinary text.
+"""Encoding of prompts in which the name of a control token, such as `<|im_end|>`, is treated as ordinary text.
 
-A tokenizer replaces the name of a control token with that token wherever the name occurs. A chat message could
-therefore end its own turn or open another one. If the data spells no control token, the tokenizer is used unchanged.
-Otherwise, encoding has three steps:
+A tokenizer replaces the name of a control token with that token wherever the name occurs, even in the text of a user.
+Without a remedy, a chat message with the name of a control token could therefore end its own turn or open another one.
+If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a control-token name,
+encoding has three steps:
 
 1. Stand-ins (private-use characters) replace the control-token names in the data before the chat template is applied.
-   All control-token names in the template's output then come from the template itself.
-2. A copy of the tokenizer knows its control tokens by private names and not by their usual names. In the template's
-   output, private names replace the usual names, and the original names replace the stand-ins. The copy encodes the
-   result.
-3. For the text with stand-ins, the copy must give the same ids as the tokenizer. For the result of step 2, the copy
-   must give the same control tokens as for the text with stand-ins. Otherwise, a `ControlTokenError` is raised.
+   After the replacement, all control-token names in the template's output come from the template itself.
+2. In a copy of the tokenizer, the control tokens have private names instead of their usual names. In the template's
+   output, private names replace the usual names, and the original names replace the stand-ins. The copied tokenizer
+   encodes the text with the private names.
+3. The method is checked: for the text with stand-ins, the copied tokenizer must give the same ids as the original one.
+   For the text that step 2 encodes, the copied tokenizer must give the same control tokens as for the text with
+   stand-ins. A `ControlTokenError` is raised if one of the two checks on token ids fails.
 """
 
 import functools
@@ -22,37 +24,42 @@ from typing import Any
 
 # Names such as <|user|> count as control tokens even if the tokenizer does not flag them as special.
 _BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # private-use code points, for stand-ins and names in the copy
+# private-use code points, for stand-ins and for names in the copied tokenizer
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")
 _STAND_INS = 0xF0000
 _NAME = "\U000ffff0{}\U000ffff1"
 _NAMED = re.compile(_NAME.format(r"(\d+)"))
 
 
 class ControlTokenError(ValueError):
-    """A text that spells a control token cannot be encoded as ordinary text. The message gives the reason."""
+    """A text that contains the name of a control token cannot be encoded as ordinary text.
+
+    The message of a `ControlTokenError` says why a text cannot be encoded.
+    """
 
 
 @dataclass(frozen=True)
 class _Marked:
-    """A text in which stand-ins replace the control-token names from the data.
+    """A text from the data, in which stand-ins (private-use characters) replace the names of control tokens.
 
     Attributes:
-        text: the text. Each stand-in is one character.
-        spelled: maps each stand-in to the name that it replaces.
+        text: the text with stand-ins. Each stand-in is one character.
+        spelled: maps each stand-in to the control-token name that it replaces.
     """
 
     text: str
     spelled: Mapping[str, str]
 
     def restored(self) -> str:
-        """Return the text with the original names in place of the stand-ins."""
+        """Return the text in which the original control-token names replace the stand-ins."""
         return self.text.translate({ord(mark): name for mark, name in self.spelled.items()})
 
 
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and added tokens of the form `<|...|>`.
 
-    Other added tokens, such as `<think>`, count as vocabulary: text that spells such a token is encoded as the token.
+    Other added tokens, such as `<think>`, count as vocabulary: text that contains the name of one is encoded as that
+    token.
 
     Attributes:
         names: the texts of the control tokens.
@@ -73,28 +80,30 @@ class ControlTokens:
         self._normalize, self._normalized = self._normalizer()
 
     def first_in(self, value: Any) -> str | None:
-        """Return the first control token that a text, or any string in a message, spells; None if there is none."""
+        """Return the first control-token name that occurs in a text, or in any string of a message; None if no name
+        occurs.
+        """
         text = "\0".join(_texts(value))
         if found := self._found.search(text):
             return found[0]
         return self._first_normalized(text)
 
     def spells_added(self, text: str) -> bool:
-        """Return whether a text spells any added token or control token."""
+        """Return whether a text contains the name of any added token or control token."""
         return self._any_added.search(text) is not None
 
     def encode(self, value: Any, write: Callable[[Any], str], *, written: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of data that spells control tokens, with the spelled names encoded as ordinary text.
+        """Return the token ids of data that contains control-token names, with these names encoded as ordinary text.
 
         Args:
-            value: the data: a string, or dicts and lists that contain strings.
+            value: the prompt from the data: a string, or dicts and lists that contain strings.
             write: converts `value` to the text to encode, e.g. with a chat template. Control-token names that `write`
                 adds are encoded as control tokens.
-            written: the result of `write(value)`.
+            written: the text that `write(value)` returned.
             add_special_tokens: whether the tokenizer adds its own special tokens around the text.
 
         Raises:
-            ControlTokenError: the data cannot be encoded this way.
+            ControlTokenError: the data cannot be encoded so that control-token names stay ordinary text.
         """
         value, spelled = self._marked(value)
         marked = _Marked(write(value), spelled)
@@ -103,10 +112,10 @@ class ControlTokens:
         return self._ids_of(marked, add_special_tokens=add_special_tokens)
 
     def _marked(self, value: Any) -> tuple[Any, dict[str, str]]:
-        """Replace the control-token names in a value with stand-ins.
+        """Replace the control-token names in a string, dict or list with stand-ins (private-use characters).
 
         Returns:
-            The value with stand-ins, and a map from each stand-in to the name that it replaces.
+            The value with stand-ins, and a map from each stand-in to the control-token name that it replaces.
         """
         text = "\0".join(_texts(value))
         if _PRIVATE.search(text):
@@ -132,13 +141,14 @@ class ControlTokens:
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text in which control tokens have their private names."""
+        """Encode a text in which private names stand for the control tokens."""
         if self._tokenizer.is_fast:
             tokenizer, ids = self._copy
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return [ids.get(id, id) for id in found]
         found = []
-        for number, piece in enumerate(_NAMED.split(text)):  # alternates: text, number, text, ..., text
+        # the pieces alternate: text, number of a control token, text, ..., text
+        for number, piece in enumerate(_NAMED.split(text)):
             if number % 2:
                 found.append(self._tokenizer.convert_tokens_to_ids(self.names[int(piece)]))
             elif piece:
@@ -147,12 +157,14 @@ class ControlTokens:
 
     @functools.cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer with private names, and a map from its ids of these names to the original ids."""
+        """A copy of the tokenizer with private names for its control tokens, and a map from the copy's ids of these
+        names to the original ids.
+        """
         from tokenizers import AddedToken, Tokenizer
 
         try:
             spec = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        except Exception as error:  # a component written in Python cannot be serialized
+        except Exception as error:  # a tokenizer with a component written in Python cannot be serialized
             raise ControlTokenError(f"the tokenizer cannot be copied ({error})") from None
         for token in spec["added_tokens"]:
             token["special"] = token["content"] in self.names
@@ -161,7 +173,7 @@ class ControlTokens:
             like = self._added.get(name, AddedToken(name, normalized=False))
             flags = {flag: getattr(like, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             made.add_tokens([AddedToken(_NAME.format(number), special=False, **flags)])
-        made.encode_special_tokens = True  # encode the names of special tokens as text
+        made.encode_special_tokens = True  # encode the usual names of special tokens as text
         known = self._tokenizer.convert_tokens_to_ids(self.names)
         own: Any = made.token_to_id
         return made, {own(_NAME.format(number)): id for number, id in enumerate(known)}
@@ -173,9 +185,9 @@ class ControlTokens:
         return [id for id in ids if id in self._control_ids]
 
     def _normalizer(self) -> tuple[Callable[[str], str] | None, re.Pattern[str]]:
-        """Return the normalizer for control tokens that are matched in normalized text, and a pattern of these tokens.
+        """Return the tokenizer's normalizer, and a pattern of the control tokens that are matched in normalized text.
 
-        The normalizer is None if there are no such control tokens.
+        The normalizer is None if no control token is matched in normalized text.
         """
         own: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         normalize = own.normalizer.normalize_str if own is not None and own.normalizer is not None else None
@@ -190,9 +202,10 @@ class ControlTokens:
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of these texts, the longest first, as tokenizers do.
+    """Return a pattern that matches any of the given names; a longer name is preferred to a shorter one, as tokenizers
+    do.
 
-    Without texts, the pattern matches nothing.
+    If no names are given, the pattern matches nothing.
     """
     ordered = sorted({*names}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")

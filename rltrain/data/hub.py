@@ -1,11 +1,13 @@
-"""Models by their names on the Hugging Face hub: which commit a name means, and where its files are on this machine.
+"""Models from the Hugging Face hub that the config gives by name: finding the commit of a name, and the files on this
+machine.
 
-A name is `NAME` or `ORG/NAME`, with `@REVISION` for a branch, a tag or a commit. A *pinned* name has the 40 digits of a
-commit. The driver pins each name once, before any worker starts, so all processes of a run and of its resumption read
-the same files.
+The name of a model has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. The
+name of a model is *pinned* if its revision is the 40 digits of a commit. The driver pins the name of each model once,
+before any worker starts, so that all processes read the same files, also when the run is resumed.
 
-A process of its own downloads (`rltrain.data.hub_download`). Ctrl-C ends it at once, in the middle of a large file, and
-it reads the environment variables of `huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh.
+A separate process (`rltrain.data.hub_download`) downloads the files of a model. Ctrl-C ends the download process at
+once, even in the middle of a large file, and the process reads the environment variables of `huggingface_hub` (HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh.
 """
 
 import json
@@ -24,17 +26,17 @@ from rltrain.base.errors import ConfigError, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _START = "import sys; sys.path[:] = {path!r}; from rltrain.data.hub_download import main; main({model!r}, {revision!r})"
-# Snapshots of pinned names that `fetch` has found or downloaded for this process.
+# Snapshot folders of the models that `fetch` has found or downloaded for this process, by name with commit.
 _snapshots: dict[str, Path] = {}
 
 
 @dataclass(frozen=True)
 class HubName:
-    """Name of a model on the hub.
+    """Name of a model on the Hugging Face hub.
 
     Attributes:
-        model: `ORG/NAME`, or `NAME` for a few old models.
-        revision: branch, tag or commit; None for the main branch.
+        model: name of the model without its revision: `ORG/NAME`, or `NAME` for a few old models.
+        revision: branch, tag or commit of the model; None for the main branch.
     """
 
     model: str
@@ -45,14 +47,14 @@ class HubName:
 
     @property
     def pinned(self) -> bool:
-        """Whether the revision is a whole commit hash."""
+        """Whether the revision is a complete commit hash of 40 digits."""
         return self.revision is not None and bool(_COMMIT.fullmatch(self.revision))
 
 
 def hub_name(path: str) -> HubName | None:
     """Return the name of a model on the hub, or None if `path` cannot be one.
 
-    What exists on this machine is always a directory, whatever it is called.
+    A path that exists on this machine always means a directory, even if it looks like a name on the hub.
     """
     if os.path.lexists(path) or path.startswith("~"):
         return None
@@ -72,7 +74,7 @@ def local_directory(path: str | Path) -> Path:
     """Return the directory of a model on this machine.
 
     Args:
-        path: a directory, or a pinned name that `fetch` has returned in this process.
+        path: a directory, or a name with a commit that `fetch` has returned in this process.
     """
     return _snapshots.get(str(path)) or Path(path).expanduser()
 
@@ -80,21 +82,23 @@ def local_directory(path: str | Path) -> Path:
 def portable(path: str) -> str:
     """Return a model's path in a form that is valid in processes with another working directory and on other machines.
 
-    That is the pinned name, or the absolute directory.
+    The result is a name with a commit if the model comes from the hub, and otherwise an absolute directory.
     """
     return path if path in _snapshots else str(Path(path).expanduser().absolute())
 
 
 def directory_on_node(path: str, *, on_progress: Callable[[], None], environment: Mapping[str, str]) -> str:
-    """Return the directory of a model on the machine of this process, which downloads it unless the machine has it.
+    """Return the directory of a model on the machine of this process.
+
+    If the machine lacks the model, the model is downloaded.
 
     Args:
-        path: result of `portable`, perhaps on another machine.
-        on_progress: called now and then during the download.
-        environment: see `fetch`.
+        path: the model's path as `portable` returned it, perhaps on another machine.
+        on_progress: function that is called now and then during the download.
+        environment: environment variables of the process that downloads.
 
     Raises:
-        ConfigError: the model cannot be had on this machine.
+        ConfigError: the model is not on this machine and cannot be downloaded.
     """
     if os.path.isabs(path):
         return path
@@ -111,18 +115,21 @@ def fetch(
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Find the files of a model in the cache of this machine, or download them. Returns the pinned name.
+    """Find the files of a model in the cache of this machine, or download them.
 
-    A pinned name whose files are all in the cache needs no network. Another name asks the hub for its commit.
+    Return the name of the model with its commit.
+
+    No network is needed if the model's name includes a commit and all files are in the cache. If the name lacks a
+    commit or files are missing, the hub is asked for the commit and the missing files.
 
     Args:
-        name: the name.
-        where: the config key and its value. Error messages start with it.
-        on_bytes: called during the download with the number of bytes so far and in total.
+        name: name of the model on the hub.
+        where: start of error messages: the config key and its value.
+        on_bytes: called during the download with the number of bytes received so far and the total number.
         environment: environment variables of the process that downloads.
 
     Raises:
-        ConfigError: the model cannot be had. The message says why and what to do.
+        ConfigError: the model can be neither found nor downloaded. The error message says why, and what to do.
     """
     if str(name) in _snapshots:
         return str(name)
@@ -133,7 +140,9 @@ def fetch(
 
 
 def _in_cache(name: HubName) -> Path | None:
-    """Return the snapshot of a pinned name if all its files are in the cache."""
+    """Return the snapshot folder of a model if its name includes a commit and all its files are in the cache; otherwise
+    None.
+    """
     if not name.pinned:
         return None
     from huggingface_hub import get_cached_repo_tree
@@ -142,7 +151,7 @@ def _in_cache(name: HubName) -> Path | None:
     from rltrain.data.hub_download import snapshot
 
     try:
-        # Without the list of the commit's files, the client would take any folder for the whole snapshot.
+        # Without a list of the commit's files, `snapshot` would accept any cached folder as complete.
         get_cached_repo_tree(name.model, revision=name.revision)
         return snapshot(name.model, name.revision, local_files_only=True)
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
@@ -174,10 +183,13 @@ def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], e
 
 
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
-    """Pass the download's progress on. Returns its last message, which says how it ended; {} if there is none."""
+    """Pass the progress of the download process on to `on_bytes`.
+
+    Return the last message of the process, which says how the download ended; {} if there is none.
+    """
     for line in lines:
         if not line.startswith('{"'):
-            continue  # something else in the process has printed it
+            continue  # some other library in the process has printed this line
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

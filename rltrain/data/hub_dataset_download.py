@@ -1,7 +1,8 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-It writes one JSON object to its standard output: the commit, the configuration, the split and the Arrow files of the
-split, or {"error": reason and remedy}. Progress bars of `datasets` go to its standard error.
+The process writes one JSON object to its standard output: the commit, the configuration, the split and the Arrow files
+of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go to the standard error of the
+process.
 """
 
 import difflib
@@ -17,15 +18,19 @@ from typing import Any
 from rltrain.base.errors import ConfigError, described, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}  # those that are taken unnamed
+# names of splits that are used for a config key if the user names none
+_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}
 _ATTEMPTS, _PAUSE_S = 3, 1.0
-_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may hold a signature
-_SHOWN = 8  # names of configurations or splits in a message
+_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may contain a signature
+_SHOWN = 8  # maximum number of configurations or splits named in a message
 
 
 def main(repository: str, config: str | None, split: str | None, revision: str | None, *, key: str) -> None:
-    """Download a data set and write how it went. See `rltrain.data.hub_datasets.fetch_dataset`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends this process on Ctrl-C
+    """Download a data set, and write the result or the error to the standard output as JSON.
+
+    The arguments are the parts of the data set's name, and `key` is the config key, `train` or `val`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the driver ends this process
     result, sys.stdout = sys.stdout, sys.stderr
     try:
         from datasets.utils import logging
@@ -43,9 +48,10 @@ def main(repository: str, config: str | None, split: str | None, revision: str |
 def _cached(
     repository: str, config: str | None, split: str | None, revision: str | None, key: str
 ) -> dict[str, Any] | None:
-    """Return a split that has been prepared before.
+    """Return a split that an earlier run has downloaded and prepared; None if the cache has none.
 
-    With a commit this needs no network. Without one, only offline mode accepts what the cache happens to hold.
+    If the revision of the data set is a commit, no network is needed. If the data set's name has no commit, the cache
+    is used only in offline mode, and any cached version is accepted.
     """
     from datasets.packaged_modules.cache.cache import Cache
     from huggingface_hub import is_offline_mode
@@ -61,14 +67,16 @@ def _cached(
         try:
             builder = Cache(repo_id=repository, dataset_name=repository.partition("/")[2], config_name=name, **version)
             builder.download_and_prepare()
-        except ValueError:  # not in the cache
+        except ValueError:  # the data set is not in the cache
             continue
         return _result(builder, _chosen(list(builder.info.splits or ()), wanted, repository, name, key))
     return None
 
 
 def _from_hub(repository: str, config: str | None, split: str | None, revision: str | None, key: str) -> dict[str, Any]:
-    """Download and prepare all splits of a configuration, as `datasets` does, with the commit that is now current."""
+    """Download and prepare all splits of a configuration, as `datasets` does, at the commit that the revision now
+    means.
+    """
     import datasets
     from huggingface_hub import HfApi
 
@@ -99,10 +107,12 @@ def _result(builder: Any, split: str) -> dict[str, Any]:
 
 
 def _chosen(splits: Sequence[str], split: str | None, repository: str, config: str | None, key: str) -> str:
-    """Return the split that is meant. Without a name, it is the usual one for the config key, or the only one.
+    """Return the split that the user wants.
+
+    If the user named no split, return the usual split for the config key (`train` or `val`), or the only split.
 
     Raises:
-        ConfigError: there is no such split, or none that is usual among several.
+        ConfigError: the named split does not exist, or no split is named and none of several is usual for the key.
     """
     if split in splits:
         return str(split)
@@ -126,14 +136,17 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _persistently(call: Callable[[], Any]) -> Any:
-    """Call a function, and again after a broken connection. What has been downloaded is not downloaded again."""
+    """Call a function, and call it again after a broken connection.
+
+    Files that an earlier call has downloaded are not downloaded again.
+    """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return call()
         except (HfHubHTTPError, OfflineModeIsEnabled, FileNotFoundError, ValueError):
-            raise  # answers of the hub
+            raise  # the hub has answered, so a further attempt would not help
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise
@@ -154,7 +167,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _explained(error: Exception, repository: str, revision: str | None) -> str:
-    """Return what went wrong and what to do about it, on one line."""
+    """Return a one-line description of what went wrong and what to do about it."""
     from datasets import config
     from huggingface_hub import constants, errors, get_token, is_offline_mode
 

@@ -1,13 +1,15 @@
-"""Data sets by their names on the Hugging Face hub: which commit a name means, and the rows of one split.
+"""Data sets from the Hugging Face hub that the config gives by name: finding the commit of a name, and the rows of one
+split.
 
-A name is `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. A single word after the first colon is a configuration if the
-data set has one of that name, and else a split; `ORG/NAME::SPLIT` leaves the configuration out. A *pinned* name has all
-parts, with the 40 digits of a commit as its revision. The driver pins each name once, so a run and its resumption read
-the same rows.
+A name has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name of a data set, a single word after the
+colon means a configuration if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT`
+names a split without a configuration. The name of a data set is *pinned* if it has all parts and its revision is the 40
+digits of a commit. The driver pins the name of each data set once, so that a run reads the same rows again when it is
+resumed.
 
-A process of its own downloads with the library `datasets` (`rltrain.data.hub_dataset_download`). Ctrl-C ends it at
-once, it reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh, and the
-driver does not have to import pandas.
+A separate process (`rltrain.data.hub_dataset_download`) downloads with the library `datasets`. Ctrl-C ends the download
+process at once, the process reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE) afresh, and the driver does not have to import pandas.
 """
 
 import importlib.util
@@ -37,20 +39,21 @@ _START = (
     "main({repository!r}, {config!r}, {split!r}, {revision!r}, key={key!r})"
 )
 _QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-# Arrow files of the pinned names that this process has fetched.
+# Arrow files of the data sets that this process has fetched, by name with all parts and the commit.
 _files: dict[str, list[str]] = {}
 
 
 @dataclass(frozen=True)
 class DatasetName:
-    """Name of a data set on the hub.
+    """Name of a data set on the Hugging Face hub.
 
     Attributes:
-        repository: `ORG/NAME`.
-        config: configuration, or a split if `split` is None and the data set has no such configuration; None for the
-            only configuration.
-        split: split; None if the user did not name one, or not behind a configuration.
-        revision: branch, tag or commit; None for the main branch.
+        repository: name of the data set without its other parts: `ORG/NAME`.
+        config: name of the configuration; None for the only one. If `split` is None and the data set has no
+            configuration called `config`, `config` is the name of a split.
+        split: name of the split; None if the user named none, or named it without a configuration, as in
+            `ORG/NAME:SPLIT`.
+        revision: branch, tag or commit of the data set; None for the main branch.
     """
 
     repository: str
@@ -65,11 +68,11 @@ class DatasetName:
 
     @property
     def pinned(self) -> bool:
-        """Whether the name has all parts, and a whole commit hash."""
+        """Whether the data set's name has all parts, with a complete commit hash as its revision."""
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return whether this name, which has no revision, may have become that pinned name."""
+        """Return whether this name has no revision and can refer to the same split as the pinned name `pinned`."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:
@@ -78,7 +81,7 @@ class DatasetName:
 
 
 def dataset_name(source: str) -> DatasetName | None:
-    """Return the name of a data set on the hub that a source spells, or None if it spells none."""
+    """Return the parsed name if `source` has the form of a data set's name on the hub; otherwise None."""
     found = _NAME.fullmatch(source)
     if found is None or source.endswith(":"):
         return None
@@ -96,17 +99,20 @@ def require_library(where: str) -> None:
 
 
 def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
-    """Find a split in the cache of this machine, or download and prepare it. Returns the pinned name.
+    """Find a split of a data set in the cache of this machine, or download and prepare it.
 
-    A pinned name that is in the cache needs no network. Another name asks the hub for its commit.
+    Return the data set's name with all parts and its commit.
+
+    No network is needed if the data set's name has all parts and a commit, and the split is in the cache. If the name
+    lacks a part or the split is not in the cache, the hub is asked for the commit and the missing parts.
 
     Args:
-        name: the name.
-        where: the config key and its value. Error messages start with it.
+        name: name of the data set on the hub.
+        where: start of error messages: the config key and its value.
         key: `train` or `val`, which decides the split if the name has none.
 
     Raises:
-        ConfigError: the data set cannot be had. The message says why and what to do.
+        ConfigError: the data set can be neither found nor downloaded. The error message says why, and what to do.
     """
     if str(name) in _files:
         return name
@@ -118,7 +124,11 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 
 
 def dataset_rows(source: str, where: str, *, key: str) -> Rows:
-    """Return the rows of a data set, whose values stay on disk until they are read. See `fetch_dataset`."""
+    """Return the rows of a data set.
+
+    The values of the rows stay on disk until they are read. The arguments and errors are the same as those of
+    `fetch_dataset`.
+    """
     name = dataset_name(source)
     assert name is not None, "the source names a data set"
     return table_rows(_table(_files[str(fetch_dataset(name, where, key=key))], where), where)

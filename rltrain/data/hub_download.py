@@ -1,7 +1,7 @@
 """The process that downloads a model from the hub for `rltrain.data.hub`.
 
-It writes messages to its standard output, one JSON object a line: {"bytes": [done, total]} while it downloads, and at
-the end {"folder": path} or {"error": reason and remedy}.
+The process writes messages to its standard output, one JSON object a line. During the download, the messages are
+{"bytes": [done, total]}. The last message is {"folder": path} or {"error": reason and remedy}.
 """
 
 import errno
@@ -15,19 +15,20 @@ from typing import Any
 
 from rltrain.base.errors import described, one_line
 
-# Files at the top of a repository. Folders hold the same model for other programs (onnx, original, gguf).
+# Only files at the top of a repository are downloaded.
+# Folders of a repository hold the same model for other programs (onnx, original, gguf).
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _FOLDERS = ["*/*"]
 _ATTEMPTS, _PAUSE_S = 3, 1.0
-_EVERY_S = 0.2  # seconds between messages about progress
+_EVERY_S = 0.2  # minimum number of seconds between messages about progress
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may hold a signature
+_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may contain a signature
 
 
 def main(model: str, revision: str | None) -> None:
-    """Download a model and write how it went."""
+    """Download a model, and write progress and the result to the standard output as JSON."""
     try:
         _say(folder=str(_persistently(model, revision)))
     except Exception as error:
@@ -35,13 +36,14 @@ def main(model: str, revision: str | None) -> None:
 
 
 def snapshot(model: str, revision: str | None, **options: Any) -> Path:
-    """Return the folder of a model's commit in the cache, with the files that a run needs.
+    """Download the files of a model's commit that a run needs, and return the commit's folder in the cache.
 
-    Weights are safetensors. Only where there are none, the older files of torch are taken.
+    The weights are downloaded as safetensors files. Older torch files are used only if the model has no safetensors
+    files.
 
     Args:
-        model: the model's name, without revision.
-        revision: branch, tag or commit.
+        model: the model's name on the hub, without its revision.
+        revision: branch, tag or commit to download; None for the main branch.
         options: further arguments of `huggingface_hub.snapshot_download`.
     """
     from huggingface_hub import snapshot_download
@@ -57,7 +59,9 @@ def snapshot(model: str, revision: str | None, **options: Any) -> Path:
 
 
 def _names_weights(folder: Path) -> bool:
-    """Return whether config.json gives the weights a name of their own, which transformers then looks for."""
+    """Return whether config.json has the key `transformers_weights`, which names the weight file that transformers
+    loads.
+    """
     try:
         return "transformers_weights" in json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -65,14 +69,15 @@ def _names_weights(folder: Path) -> bool:
 
 
 def _persistently(model: str, revision: str | None) -> Path:
-    """Download, and try again after a broken connection. Files that are complete are not downloaded again."""
+    """Download a model, and try again after a broken connection. Files that are complete are not downloaded again."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return snapshot(model, revision, tqdm_class=_progress_class())
         except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            raise  # answers of the hub, and no connection at all: huggingface_hub has tried again where that helps
+            # The hub has answered, or there is no connection and huggingface_hub has already tried several times.
+            raise
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise
@@ -81,7 +86,7 @@ def _persistently(model: str, revision: str | None) -> Path:
 
 
 def _progress_class() -> type:
-    """Return a progress bar that shows nothing and writes messages.
+    """Return a class of progress bars that display nothing and write messages instead.
 
     huggingface_hub makes several bars: one counts files, and the others count the same bytes as they are received and
     written.
@@ -98,10 +103,10 @@ def _progress_class() -> type:
                 bars.append(self)
 
         def display(self, *_: Any, **__: Any) -> None:
-            """Show nothing."""
+            """Display nothing, although tqdm calls this method to draw the bar."""
 
         def update(self, n: float | None = 1) -> None:
-            """Count, and write a message now and then."""
+            """Count the bytes, and write a message if enough time has passed since the last message."""
             super().update(n)
             if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
                 last[0] = time.monotonic()
@@ -121,7 +126,7 @@ def _is_of_disk(error: BaseException) -> bool:
 
 
 def _explained(error: Exception, model: str, revision: str | None) -> str:
-    """Return what went wrong and what to do about it, on one line."""
+    """Return a one-line description of what went wrong and what to do about it."""
     from huggingface_hub import constants, errors, get_token, is_offline_mode
 
     page, reason = f"{constants.ENDPOINT}/{model}", _reason(error)
@@ -158,7 +163,7 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the first cause, on one line and without queries of URLs."""
+    """Return the message of the first cause of an error, on one line and without queries of URLs."""
     while error.__cause__ is not None:
         error = error.__cause__
     return one_line(_QUERY.sub("", described(error, 400)), 200)

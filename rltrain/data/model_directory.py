@@ -1,4 +1,4 @@
-"""Inspection of a model directory without loading the model: its config, its limits, its end tokens."""
+"""Inspection of a model directory without loading the model: the model's config, length limits and end tokens."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,23 +10,25 @@ from rltrain.data.model_weights import check_weights, read_json, weight_files
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-_POSITIONS = ("max_position_embeddings", "n_positions")  # config keys for the number of positions
-_LAYERS = ("layer_types", "layers_block_type")  # config keys for the type of each layer
-_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")  # layer types with attention
+# keys of a model's config that may hold the number of positions
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_LAYERS = ("layer_types", "layers_block_type")  # keys of a model's config that may hold the type of each layer
+# names of the layer types with attention
+_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def check_directory(path: str, key: str = "model.path") -> None:
     """Raise an error unless `path` is a model directory in Hugging Face format.
 
-    The contents of the weight files are not checked here but by `check_weights`.
+    The contents of the weight files are checked by `check_weights`, not by this function.
 
     Args:
-        path: the directory.
-        key: the config key that holds `path`. Error messages start with it.
+        path: the model's directory.
+        key: start of error messages: the config key that holds `path`.
 
     Raises:
-        ConfigError: something is missing from the directory. The message names it.
+        ConfigError: the directory is incomplete. The error message names what is missing.
     """
     where, folder = f"{key}={path}", local_directory(path)
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
@@ -40,22 +42,22 @@ def check_directory(path: str, key: str = "model.path") -> None:
 
 
 def check_reward_model(path: str, key: str) -> None:
-    """Raise an error unless the directory holds a reward model, which is a sequence classifier with one output.
+    """Raise an error unless the directory holds a reward model, that is, a sequence classifier with one output.
 
     Args:
-        path: the directory.
-        key: the config key that holds `path`. Error messages start with it.
+        path: the model's directory.
+        key: start of error messages: the config key that holds `path`.
 
     Raises:
-        ConfigError: the model is of another kind, or its weights are incomplete. The message names the kind of model,
-            or the missing tensors.
+        ConfigError: the model is not a sequence classifier with one output, or tensors are missing from its weights.
+            The error message names the kind of model, or the missing tensors.
     """
     from transformers import AutoModelForSequenceClassification
 
     check_directory(path, key)
     config = text_config(path)
     kind = str((config.get("architectures") or ["unknown"])[0])
-    # transformers assumes two labels by default.
+    # If config.json does not give the number of labels, transformers assumes two.
     labels = config.get("num_labels", len(config.get("id2label", ("LABEL_0", "LABEL_1"))))
     require(
         kind.endswith("ForSequenceClassification"),
@@ -67,13 +69,14 @@ def check_reward_model(path: str, key: str) -> None:
 
 
 def check_critic(path: str) -> None:
-    """Raise an error if no critic can be built from the model.
+    """Raise an error if the model cannot be turned into a critic.
 
-    A critic is a transformers token classifier: the model with one output per token.
+    A critic is a transformers token classifier, that is, the model with a new head that gives one output per token.
 
     Raises:
         ConfigError: transformers has no token classifier for this type of model, or the base model's weights are
-            incomplete. The message names the type and the algorithms without a critic, or the missing tensors.
+            incomplete. The error message names the model type and the algorithms that need no critic, or the missing
+            tensors.
     """
     from transformers import AutoModelForTokenClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
@@ -88,9 +91,10 @@ def check_critic(path: str) -> None:
 
 
 def longest_row(path: str | Path) -> int | None:
-    """Return the maximum row length in tokens, or None if the model sets no limit.
+    """Return the maximum number of tokens in a row (prompt and answer), or None if the model sets no limit.
 
-    The limit is the smallest of the model's number of positions, its attention windows and its RoPE limit.
+    The maximum row length is the smallest of three numbers: the model's number of positions, its attention windows and
+    its RoPE limit.
     """
     model = model_config(path)
     limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values(), _rope_limit(model)]
@@ -98,15 +102,16 @@ def longest_row(path: str | Path) -> int | None:
 
 
 def check_limits(config: Config, model: Mapping[str, Any]) -> None:
-    """Raise an error if the config's lengths or shard counts do not fit the model, or its layers cannot be trained.
+    """Raise an error if the config's lengths or shard counts do not fit the model, or if the model has layers that
+    cannot be trained.
 
     Args:
         config: the complete config.
         model: the model's own config, as returned by `model_config`.
 
     Raises:
-        ConfigError: the config exceeds a limit of the model, or the model has layers that cannot be trained. The
-            message names the limit or the layers.
+        ConfigError: the config exceeds a limit of the model, or the model has layers that cannot be trained. The error
+            message names the exceeded limit, or the layers that cannot be trained.
     """
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_response_length
@@ -146,7 +151,8 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
 def _check_layers(where: str, model: Mapping[str, Any]) -> None:
     """Raise ConfigError for layers that mix tokens by other means than attention.
 
-    Training keeps the rows of a pack apart only in attention, so rows would affect each other in such layers.
+    Training puts several rows into one sequence and separates them only in attention. In layers without attention, the
+    rows would affect each other.
     """
     kinds = {kind for name in _LAYERS for kind in model.get(name) or ()}
     other = ", ".join(sorted(kinds - {*_ATTENTION}))
@@ -160,7 +166,7 @@ def _check_layers(where: str, model: Mapping[str, Any]) -> None:
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
     """Raise ConfigError for attention windows and logit caps that training does not compute.
 
-    For a model with such windows or caps, training would compute the log-probs of a different model.
+    For a model with attention windows or logit caps, training would compute the log-probs of a different model.
     """
     for key, window in _windows(model).items():
         require(
@@ -175,7 +181,9 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
 
 
 def _windows(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return the attention windows of the model's layers in tokens, by config key; empty if there are none."""
+    """Return the attention windows of the model's layers in tokens, by the key of the model's config; empty if there
+    are none.
+    """
     found = {"attention_chunk_size": model.get("attention_chunk_size")}
     if model.get("use_sliding_window", True):
         found["sliding_window"] = model.get("sliding_window")
@@ -183,10 +191,11 @@ def _windows(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _rope_limit(model: Mapping[str, Any]) -> int | None:
-    """Return the row length up to which RoPE has the same frequencies for all rows; None if there is no such limit.
+    """Return the row length up to which RoPE uses the same frequencies for all rows; None if there is no such limit.
 
-    The limit holds for engines too. Only the RoPE type longrope has such a limit. The RoPE type dynamic needs none: its
-    frequencies change only beyond the model's number of positions, and no row is that long.
+    The RoPE limit holds for training and for engines. Among the RoPE types, only longrope limits the row length. The
+    RoPE type dynamic needs no limit: the frequencies change only beyond the model's number of positions, and no row is
+    that long.
     """
     rope = model.get("rope_parameters") or {}
     # Some configs hold one dict of RoPE parameters per layer type.
@@ -200,7 +209,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
 
     Args:
         path: the model's directory.
-        key: the config key that holds `path`. Error messages start with it.
+        key: start of error messages: the config key that holds `path`.
 
     Raises:
         ConfigError: the tokenizer does not load.
@@ -225,10 +234,11 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
     Args:
         path: the model's directory.
         tokenizer: the model's tokenizer.
-        where: the config key and the path. The error message starts with it.
+        where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: an id is too large. The message names the largest id and the model's vocabulary size.
+        ConfigError: a token id is too large for the model's embeddings. The error message names the largest id and the
+            model's vocabulary size.
     """
     size, words = text_config(path).get("vocab_size"), tokenizer.get_vocab()
     largest = max((words[word] for word in words.keys() - tokenizer.get_added_vocab().keys()), default=0)
@@ -242,15 +252,16 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
 def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
     """Raise an error if a prompt has a token id for which the model has no embedding.
 
-    Such a token was added to the tokenizer but not to the model.
+    A token without embedding was added to the tokenizer but not to the model.
 
     Args:
         path: the model's directory.
         largest: the largest token id in all prompts.
-        where: the config key and the source of the prompts. The error message starts with it.
+        where: start of the error message: the config key and the source of the prompts.
 
     Raises:
-        ConfigError: the id is too large. The message names the id and the model's vocabulary size.
+        ConfigError: the largest token id has no embedding. The error message names the id and the model's vocabulary
+            size.
     """
     size = text_config(path).get("vocab_size")
     require(
@@ -263,11 +274,11 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
 def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
     """Return the token ids that end an answer.
 
-    The ids come from generation_config.json, the model's config and the tokenizer.
+    The ids of the end tokens come from generation_config.json, the model's config and the tokenizer.
 
     Raises:
-        ConfigError: no end token exists, so that no answer would ever stop, or an end token is not in the model's
-            vocabulary.
+        ConfigError: the model has no end token, so that no answer would ever stop, or an end token is not in the
+            model's vocabulary.
     """
     folder, model = local_directory(path), text_config(path)
     sources = [read_json(folder / "generation_config.json"), model]
@@ -288,11 +299,13 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
 
 
 def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
-    """Return the config of the language model in a directory, including transformers' default values.
+    """Return the config of the language model in a directory.
+
+    If config.json leaves out a value, transformers' default value is used.
 
     Args:
         path: the model's directory.
-        key: the config key that holds `path`. Error messages start with it.
+        key: start of error messages: the config key that holds `path`.
 
     Raises:
         ConfigError: transformers cannot read the config.
@@ -301,7 +314,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # unknown model types, and configs that do not fit their type
+    except Exception as error:  # unknown model types, and configs that do not fit their model type
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "
@@ -315,7 +328,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 def text_config(path: str | Path) -> dict[str, Any]:
     """Return the contents of a model's config.json.
 
-    If the config has a `text_config` section for the language model, the values of that section take precedence.
+    If config.json has a section `text_config` for the language model, the values of that section take precedence.
     """
     whole = read_json(local_directory(path) / "config.json")
     return whole | (whole.get("text_config") or {})

@@ -1,9 +1,10 @@
 """The weight files of a model directory, and checks that they hold the complete model.
 
-If the files lack a parameter, transformers initializes it with random numbers and only logs a message. This module
-therefore passes the tensor names and shapes in the file headers through transformers' own loading on the meta device,
-including its renaming, tying and merging of tensors. This check reads no weights and allocates no memory for them. It
-finds the name of every tensor that is missing, unexpected or of another shape.
+If the weight files lack a parameter, transformers initializes it with random numbers and only logs a message. This
+module therefore checks the tensor names and shapes in the file headers: it passes them through transformers' own
+loading code on the meta device, which renames, ties and merges tensors. The check of the tensor names and shapes reads
+no weights and allocates no memory for them. The check finds the name of every tensor that is missing, unexpected or of
+another shape.
 """
 
 import contextlib
@@ -22,24 +23,25 @@ from rltrain.settings.typed import require
 BUILTIN_MODEL = "builtin"
 SAFETENSORS, TORCH, INDEX = ".safetensors", ".bin", ".index.json"
 NAMES = (f"model{SAFETENSORS}", f"model{SAFETENSORS}{INDEX}", f"pytorch_model{TORCH}", f"pytorch_model{TORCH}{INDEX}")
-NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # vLLM ignores these files
+NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # files that vLLM does not read as weights
 AGAIN = "copy or download it again, or save the model again with save_pretrained"
 _FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
-_CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)  # a line of transformers' loading report
-# Causal masks, positions and frequencies. Older versions of transformers saved these buffers but did not need them,
-# because they recomputed them.
+# a line of transformers' loading report about a failed conversion
+_CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)
+# Pattern of buffers with causal masks, positions and frequencies, which older versions of transformers saved.
+# Files may lack or hold such buffers, because transformers computes them when it loads a model.
 _OLD_BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|attn\.(attention\.)?(masked_)?bias)$")
-_SHOWN = 3  # number of names of each kind in an error message
+_SHOWN = 3  # maximum number of tensor names of each kind in an error message
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Description of one tensor, from the header of its file.
+    """Description of one stored tensor, read from the header of a weight file.
 
     Attributes:
         file: the file that holds the tensor.
-        dtype: the data type as the file spells it, such as F32 or torch.int8.
+        dtype: name of the data type in the file's own notation, such as F32 or torch.int8.
         shape: the tensor's shape.
     """
 
@@ -52,7 +54,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model, or {} if the file does not exist.
 
     Raises:
-        ConfigError: the file does not hold a JSON object.
+        ConfigError: the file exists but does not hold a JSON object.
     """
     if not file.is_file():
         return {}
@@ -67,11 +69,11 @@ def read_json(file: Path) -> dict[str, Any]:
 def weight_files(folder: Path, where: str) -> list[Path]:
     """Return the files from which transformers reads a model's weights.
 
-    No other file in the directory holds weights of the model.
+    No file outside the returned list holds weights of the model.
 
     Args:
         folder: the model's directory.
-        where: the config key and the path. Error messages start with it.
+        where: start of error messages: the config key and the path.
 
     Raises:
         ConfigError: the directory has no weight files, or an index is broken or names a file that does not exist.
@@ -90,10 +92,10 @@ def weight_files(folder: Path, where: str) -> list[Path]:
 
 
 def shards(index: Path, where: str) -> list[Path]:
-    """Return the weight files that an index names, in the order in which they are read.
+    """Return the weight files that an index file names, in the order in which they are read.
 
     Raises:
-        ConfigError: the file is not an index, or a file that it names does not exist.
+        ConfigError: the file is not an index, or it names a weight file that does not exist.
     """
     content = read_json(index)
     named = content.get("weight_map")
@@ -113,10 +115,12 @@ def shards(index: Path, where: str) -> list[Path]:
 
 
 def stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
-    """Return the descriptions in the headers of a model's weight files, by tensor name.
+    """Return the descriptions of all tensors in a model's weight files, by tensor name.
+
+    The function reads only the headers of the weight files.
 
     Raises:
-        ConfigError: a file is broken, or two files hold the same tensor.
+        ConfigError: a weight file is broken, or two files hold the same tensor.
     """
     found: dict[str, StoredTensor] = {}
     for file in weight_files(folder, where):
@@ -135,8 +139,8 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
     Args:
         file: the safetensors file.
-        where: the config key and the path. Error messages start with it.
-        framework: the framework of the tensors, as for `safe_open`.
+        where: start of error messages: the config key and the path.
+        framework: the framework whose tensors `safe_open` shall return, such as "pt".
 
     Raises:
         ConfigError: the file is truncated, corrupt or unreadable.
@@ -151,9 +155,10 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
 
 def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
-    # The framework "pt" would map the whole file for writing. A machine with less memory than that refuses the mapping.
+    # With the framework "pt", `safe_open` would map the whole file for writing.
+    # A machine whose memory is smaller than the file would refuse to map it for writing.
     with open_safetensors(file, where, "numpy") as content:
-        parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (it is no mapping)
+        parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (`content` is not a mapping)
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 
 
@@ -176,15 +181,17 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
 
 
 def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
-    """Build a model without weights, on the meta device.
+    """Build a transformers model on the meta device, without memory for weights.
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.
-        kind: one of transformers' Auto classes. The default is a causal language model. Classifiers get one output.
-        where: the config key and the path. Error messages start with it. The default is `model.path=PATH`.
+        kind: the transformers Auto class that builds the model; by default, the one for causal language models.
+            Classifiers get one output.
+        where: start of error messages: the config key and the path. Without `where`, error messages start with
+            `model.path=PATH`.
 
     Raises:
-        ConfigError: transformers cannot build such a model from config.json.
+        ConfigError: transformers cannot build a model of the class `kind` from config.json.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -199,7 +206,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
-        except Exception as error:  # unknown model types, and configs that do not fit their type
+        except Exception as error:  # unknown model types, and configs that do not fit their model type
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers makes no {kind.__name__} of its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
@@ -210,24 +217,27 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
 def parameter_count(path: str, kind: Any = None) -> int:
     """Return the number of parameters in the model that a directory's config.json describes.
 
-    Tied parameters count once.
+    Parameters that several layers share (tied parameters) count once.
     """
     return sum(parameter.numel() for parameter in skeleton(path, kind).parameters())
 
 
 def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = False) -> None:
-    """Raise an error unless the weight files hold exactly the model that config.json describes. No weight is read.
+    """Raise an error unless the weight files hold exactly the tensors of the model that config.json describes.
+
+    The check reads only the headers of the weight files, not the weights.
 
     Args:
         path: the model's directory.
-        where: the config key and the path. Error messages start with it.
-        kind: one of transformers' Auto classes. The default is a causal language model.
-        new_head: whether the parameters outside the base model are newly initialized. The files may then lack these
-            parameters, or hold the head of another model instead.
+        where: start of error messages: the config key and the path.
+        kind: the transformers Auto class of the model to check; by default, the one for causal language models.
+        new_head: whether training starts with new random values for the parameters outside the base model. If
+            `new_head` is true, the files may lack the parameters outside the base model, or hold the head of another
+            model.
 
     Raises:
-        ConfigError: the weights do not fit. The message names the broken file, or the tensors that are missing,
-            unexpected, or of another shape or type. Adapters and quantized models are refused too.
+        ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The error message
+            names the broken file, or the tensors that are missing, unexpected, or of another shape or type.
     """
     folder = local_directory(path)
     require(
@@ -255,9 +265,10 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 
 
 def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
-    """Raise ConfigError if the numbers of the experts have gaps.
+    """Raise ConfigError if expert numbers are missing from the tensor names of a mixture-of-experts model.
 
-    The check is needed because transformers stacks the experts that it finds, whatever their numbers.
+    Missing experts must be detected here, because transformers stacks the experts that it finds without checking their
+    numbers.
     """
     numbers: dict[tuple[str, str], list[int]] = {}
     for match in filter(None, map(_EXPERT.match, tensors)):
@@ -272,7 +283,7 @@ def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
 
 
 def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], where: str) -> dict[str, Any]:
-    """Return transformers' loading report for tensors with these names and shapes, without reading weights."""
+    """Return transformers' loading report for tensors with the given names and shapes, without reading weights."""
     import torch
 
     state = {name: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for name, tensor in tensors.items()}
@@ -291,16 +302,16 @@ def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], whe
 
 
 def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kwargs: Any) -> Any:
-    """Load the model of a directory and check that each of its parameters comes from the files.
+    """Load the model of a directory, and check that each of its parameters comes from the files.
 
     Transformers models are loaded only through this function.
 
     Args:
-        kind: one of transformers' Auto classes.
+        kind: the transformers Auto class that loads the model.
         path: the model's directory.
-        where: the config key and the path. Error messages start with it.
-        new_head: see `check_weights`.
-        **kwargs: arguments for `from_pretrained`.
+        where: start of error messages: the config key and the path.
+        new_head: whether the head may be missing from the files, as for `check_weights`.
+        **kwargs: further arguments for `from_pretrained`.
 
     Raises:
         ConfigError: `check_weights` fails, or the loaded model lacks tensors or has unexpected ones.
@@ -320,16 +331,16 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
 
 
 def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head: bool = False) -> None:
-    """Raise an error unless the loading report says that every tensor was loaded exactly.
+    """Raise an error unless the loading report says that every tensor was loaded with its exact shape.
 
     Args:
         model: the loaded model.
         found: the loading report, as returned by `from_pretrained(output_loading_info=True)`.
-        where: the config key and the path. Error messages start with it.
-        new_head: see `check_weights`.
+        where: start of error messages: the config key and the path.
+        new_head: whether the head may be missing from the files, as for `check_weights`.
 
     Raises:
-        ConfigError: tensors are missing, unexpected or of another shape. The message names them.
+        ConfigError: tensors are missing, unexpected or of another shape. The error message names the tensors concerned.
     """
     body = f"{model.base_model_prefix}."
 
@@ -357,7 +368,7 @@ def reported(where: str) -> Iterator[None]:
     """Suppress transformers' log messages and progress bar while a model is loaded.
 
     Raises:
-        ConfigError: transformers failed to merge tensors. The message names them.
+        ConfigError: transformers failed to merge tensors. The error message names the tensors concerned.
     """
     from transformers.utils import logging as progress
 
@@ -390,10 +401,11 @@ def reported(where: str) -> Iterator[None]:
 
 
 def check_engine_files(path: str, where: str) -> None:
-    """Raise an error if vLLM would read other weight files of a directory than transformers.
+    """Raise an error if vLLM would read the weights from other files of a directory than transformers does.
 
     Raises:
-        ConfigError: the files differ. The message names them.
+        ConfigError: vLLM and transformers would read different files. The error message names the files that only one
+            of the two libraries reads.
     """
     folder = local_directory(path)
     read, index = set(weight_files(folder, where)), folder / NAMES[1]
@@ -411,7 +423,7 @@ def check_engine_files(path: str, where: str) -> None:
 
 
 def _some(names: Any) -> str:
-    """Format the first few names, and the number of names that are left out."""
+    """Return the first few names as text, followed by the number of names that are left out."""
     names = [one_line(str(name)) for name in names]
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

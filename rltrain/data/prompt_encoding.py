@@ -17,11 +17,11 @@ _ALLOW = "set data.special_tokens=allow to make control tokens of such text"
 
 @dataclass(frozen=True)
 class Overlong:
-    """A prompt that is longer than the limit.
+    """Number of tokens in a prompt that has more tokens than allowed.
 
     Attributes:
-        tokens: number of tokens in the prompt; a lower bound unless `exact` is true.
-        exact: whether `tokens` is the exact number.
+        tokens: number of tokens in the prompt, or a lower bound of it if `exact` is false.
+        exact: whether `tokens` is the exact number and not only a lower bound.
     """
 
     tokens: int
@@ -33,13 +33,14 @@ class PromptEncoder:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        special_tokens: treatment of text in the data that spells a control token. "text" encodes it as ordinary text,
-            "refuse" raises an error, and "allow" encodes it as the control token.
-        templates: renders the tokenizer's chat template.
+        special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
+            encodes the name as ordinary text, "refuse" raises an error, and "allow" encodes the name as the control
+            token.
+        templates: renders chat messages with the tokenizer's chat template.
 
     Attributes:
-        spelling: number of prompts so far that spell a control token and were encoded as text.
-        first_spelling: location of the first such prompt, and the control token that it spells.
+        spelling: number of prompts so far in which the name of a control token was encoded as ordinary text.
+        first_spelling: location of the first prompt that contains the name of a control token, and that name.
     """
 
     def __init__(self, tokenizer: Any, *, special_tokens: SpecialTokens, templates: ChatTemplates) -> None:
@@ -51,15 +52,16 @@ class PromptEncoder:
     def encode(
         self, prompts: Mapping[int, Any], place: Callable[[int], str], max_length: int
     ) -> Iterator[tuple[int, list[int] | Overlong]]:
-        """Yield (row, ids) for each prompt, in order. No prompt is truncated.
+        """Yield the row number and the token ids of each prompt, in order. Prompts are never truncated.
 
         Args:
             prompts: maps each row number to its prompt, which is text or chat messages as in the data.
-            place: returns the location of a row, for messages.
-            max_length: maximum number of tokens. For a longer prompt, an `Overlong` is yielded instead of the ids.
+            place: returns the location of a row for error messages, given its number.
+            max_length: maximum number of tokens in a prompt. For a prompt with more than `max_length` tokens, an
+                `Overlong` is yielded instead of the ids.
 
         Raises:
-            ConfigError: a row cannot be encoded. The message is one line and names the row.
+            ConfigError: a row cannot be encoded. The error message is one line and names the row.
         """
         for row, prompt in prompts.items():
             _require_prompt(prompt, self.tokenizer, place(row))
@@ -73,7 +75,7 @@ class PromptEncoder:
         ordinary = {row: text for row, text in texts.items() if row not in spelled}
         for chat in (False, True):
             batch = {row: text for row, text in ordinary.items() if isinstance(prompts[row], list) == chat}
-            # Chat templates write their own special tokens.
+            # Chat templates write special tokens themselves, so the tokenizer must add none to rendered chats.
             found |= self._encoded(batch, add_special_tokens=not chat)
         for row in spelled.keys() & texts.keys():
             found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt spells {spelled[row]}")
@@ -81,12 +83,13 @@ class PromptEncoder:
             yield row, self._finished(found[row], prompt, place(row), max_length)
 
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
-        """Return the first control token that each prompt spells, by row.
+        """Return the first control-token name in each prompt, by row number.
 
-        Rows without control tokens are left out. The result is empty if control tokens are allowed.
+        Prompts without control-token names are left out. If `special_tokens` is "allow", the function returns an empty
+        dict.
 
         Raises:
-            ConfigError: a prompt spells a control token, and `special_tokens` is "refuse".
+            ConfigError: a prompt contains the name of a control token, and `special_tokens` is "refuse".
         """
         if self.special_tokens == "allow":
             return {}
@@ -103,7 +106,10 @@ class PromptEncoder:
         return spelled
 
     def _texts(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> Iterator[tuple[int, str]]:
-        """Yield (row, text) for each prompt. Chat messages are rendered once with the chat template."""
+        """Yield the row number and the text of each prompt.
+
+        Chat messages are converted to text with the chat template.
+        """
         chats = {row: prompt for row, prompt in prompts.items() if isinstance(prompt, list)}
         rendered = self._templates.render(self.tokenizer, list(chats.values()), add_generation_prompt=True)
         for row, prompt in prompts.items():
@@ -116,7 +122,7 @@ class PromptEncoder:
     def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
         if not texts:
             return {}
-        # A saved tokenizer may have truncation enabled.
+        # Truncation is switched off explicitly, because a saved tokenizer may have it enabled.
         batch = self.tokenizer(
             list(texts.values()),
             add_special_tokens=add_special_tokens,
@@ -128,7 +134,7 @@ class PromptEncoder:
         return dict(zip(texts, batch["input_ids"], strict=True))
 
     def _as_text(self, prompt: Any, text: str, what: str) -> list[int]:
-        """Encode a prompt in which the spelled control tokens stay ordinary text."""
+        """Encode a prompt so that the control-token names in it stay ordinary text."""
 
         def write(prompt: Any) -> str:
             return next(self._templates.render(self.tokenizer, [prompt], add_generation_prompt=True))
@@ -152,9 +158,9 @@ class PromptEncoder:
 
 
 def unicode(text: str, place: str, what: str = "the prompt") -> str:
-    """Return the text unchanged, or raise ConfigError if it holds an unpaired surrogate.
+    """Return the text unchanged, or raise ConfigError if it contains an unpaired surrogate (half of a UTF-16 pair).
 
-    JSON can spell an unpaired surrogate, but no tokenizer accepts one.
+    JSON strings can contain an unpaired surrogate, but no tokenizer accepts one.
     """
     try:
         text.encode()
@@ -164,7 +170,7 @@ def unicode(text: str, place: str, what: str = "the prompt") -> str:
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove all but one of the begin tokens at the start.
+    """Remove all but one of the begin tokens at the start of a prompt's token ids.
 
     Several begin tokens occur if the text starts with one and the tokenizer adds another.
     """
@@ -192,7 +198,8 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
 def _tokens_added_after(tokenizer: Any) -> int:
     """Return the number of tokens that the tokenizer appends to a text.
 
-    The encoder removes these tokens, because a prompt that ends with an end token is already complete.
+    The encoder removes tokens that the tokenizer appends, because a prompt that ends with an end token is already
+    complete.
     """
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]

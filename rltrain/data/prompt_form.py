@@ -1,17 +1,21 @@
-"""How the rows of a data set become prompts: which columns are read, and what is made of them.
+"""How the rows of a data set become prompts: which columns are read, and how a prompt is made of their values.
 
-`data.prompt` names a column, or is a template such as `{question} Think step by step.`. Without it, the names of the
-columns decide. The first of these that is there is read:
+The config key `data.prompt` names a column, or is a template such as `{question} Think step by step.`. If `data.prompt`
+is not set, the names of the data's columns decide what becomes the prompt. The prompt comes from the first of the
+following columns that the data has:
 
 - `prompt`: text or chat messages, which are used as they are;
-- `messages`, `conversations`: chat messages, without the last turn if that is the assistant's;
-- `question`, `problem`, `instruction`: text. An instruction is followed by the column `input` where a row has one.
+- `messages`, `conversations`: chat messages; if the last message is the assistant's, it is left out;
+- `question`, `problem`, `instruction`: text. If a row with an instruction also has a value in the column `input`, the
+  value is appended to the instruction.
 
-Text of the column `prompt` is a complete prompt, also for a chat model. All other text is what a user says, so it
-becomes a user message if the tokenizer has a chat template. `data.chat` changes both.
+Text in the column `prompt` is used as the complete prompt, even for a chat model. Text from another column or a
+template becomes a user message if the tokenizer has a chat template. The config key `data.chat` can forbid chat
+messages, or turn all text into user messages.
 
-Reward functions get all columns of the data by name. They also get the assistant's last turn as `completion`, and the
-column `solution` or `output` as `answer`, unless the data has columns of these names.
+Reward functions get all columns of the data as arguments of the same name. Reward functions also get the assistant's
+last message as `completion`, and the column `solution` or `output` as `answer`, unless the data itself has a column
+`completion` or `answer`.
 """
 
 import difflib
@@ -33,19 +37,24 @@ QUESTIONS = ("question", "problem", "instruction")
 INSTRUCTION, INPUT = "instruction", "input"
 ANSWER, ANSWERS = "answer", ("solution", "output")
 COMPLETION = "completion"
-# Names of the speakers in ShareGPT's form, and the roles that chat templates know.
+# Maps the names of speakers, including those of ShareGPT, to the roles that chat templates know.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
-_SHOWN = 60  # characters of a template in messages
+_SHOWN = 60  # maximum number of characters of a template that are shown in error messages
 
 
 class RowError(ValueError):
-    """A row cannot become a prompt. The message does not name the row."""
+    """A row of the data cannot become a prompt.
+
+    The error message does not name the row; the caller adds the row's location.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The user's choices, with the meaning of the config keys `data.prompt`, `data.system_prompt` and `data.chat`."""
+    """The user's settings for prompts, with the meaning of the config keys `data.prompt`, `data.system_prompt` and
+    `data.chat`.
+    """
 
     prompt: str | None = None
     system_prompt: str | None = None
@@ -54,11 +63,11 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class Derived:
-    """A column that the data does not have, and that reward functions get.
+    """A column that the data does not have, but that reward functions get because it is computed from other columns.
 
     Attributes:
-        source: where its values come from, for people.
-        value: returns the value for a row.
+        source: description of where the values come from, for messages to the user.
+        value: function that returns the column's value for a row.
     """
 
     source: str
@@ -67,18 +76,19 @@ class Derived:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptForm:
-    """How the rows of one source become prompts.
+    """Describes how the rows of one source become prompts.
 
     Attributes:
-        reads: columns that prompts are made of.
+        reads: names of the columns that are read to make the prompts.
         columns: names of the columns that reward functions get.
-        source: what a prompt is made of, for people, such as "column question".
-        as_user: whether text becomes a user message.
-        system: text of the system message; None for none.
-        chat: value of `data.chat`.
-        derived: columns that reward functions get besides those of the data, by name.
-        read: returns what a row says: text or chat messages, or something else that is no prompt. Raises RowError if a
-            column that the template needs has no value, or a message has an unknown speaker.
+        source: description of what a prompt is made of, for messages to the user, such as "column question".
+        as_user: whether a text prompt becomes a user message.
+        system: text of the system message that starts each chat; None for no such message.
+        chat: value of the config key `data.chat`: "auto", "always" or "never".
+        derived: columns that reward functions get in addition to the columns of the data, by name.
+        read: function that returns the prompt of a row: text or chat messages. The type of the value that `read`
+            returns is checked later. Raises RowError if a column that the template needs has no value, or if a message
+            has an unknown speaker.
     """
 
     reads: tuple[str, ...]
@@ -91,10 +101,11 @@ class PromptForm:
     read: Reader
 
     def finished(self, value: Any) -> Any:
-        """Return the prompt, which is text or chat messages, for a result of `read`.
+        """Return the finished prompt (text or chat messages), given the value that `read` returned for a row.
 
         Raises:
-            RowError: chat messages are forbidden, or have a system message besides `data.system_prompt`.
+            RowError: chat messages are forbidden, or there is a system message both in the row and in
+                `data.system_prompt`.
         """
         if isinstance(value, list) and self.chat == "never":
             raise RowError("chat messages, which data.chat=never forbids; use data.chat=auto, or a column of text")
@@ -110,11 +121,11 @@ class PromptForm:
         return [{"role": "system", "content": self.system}, *value]
 
     def values(self, row: Row) -> dict[str, Any]:
-        """Return what reward functions get of a row: a value for each of `columns`, None for a missing one."""
+        """Return the values of a row that reward functions get, by the names in `columns`; None for a missing value."""
         return {name: self.derived[name].value(row) if name in self.derived else row.get(name) for name in self.columns}
 
     def described(self, chats: int, total: int) -> str:
-        """Return for people what the prompts are made of, and in what form the model gets them.
+        """Return a description for the user of what the prompts are made of, and in what form the model gets them.
 
         Args:
             chats: number of rows that hold chat messages.
@@ -130,14 +141,14 @@ class PromptForm:
 def prompt_form(
     columns: Sequence[str], options: PromptOptions, *, where: str, has_template: bool, sample: Sequence[Row]
 ) -> PromptForm:
-    """Decide how rows become prompts.
+    """Decide how the rows of a source become prompts.
 
     Args:
         columns: names of the data's columns.
-        options: the user's choices.
-        where: start of the error message.
+        options: the user's settings for prompts.
+        where: start of the error message: the config key and the source.
         has_template: whether the tokenizer has a chat template.
-        sample: some rows of the data.
+        sample: some rows of the data, which show whether prompts are chat messages.
 
     Raises:
         ConfigError: a column that `data.prompt` names is missing, no column can be recognised as the prompt, or the
@@ -145,7 +156,7 @@ def prompt_form(
     """
     _require_template(options, has_template)
     reads, read, source = _reader(columns, options.prompt, where)
-    complete = read is _whole_prompt  # text that needs nothing around it
+    complete = read is _whole_prompt  # a complete prompt gets no user message around it
     derived: dict[str, Derived] = {}
     if not complete and COMPLETION not in columns and any(isinstance(row.get(reads[0]), list) for row in sample):
         derived[COMPLETION] = Derived("the assistant's last turn", _completion_of(reads[0]))
@@ -175,7 +186,9 @@ def _require_template(options: PromptOptions, has_template: bool) -> None:
 
 
 def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tuple[str, ...], Reader, str]:
-    """Return the columns that prompts are made of, the function that makes them, and what they are for people."""
+    """Return the names of the columns to read, the function that makes a prompt of a row, and a description for the
+    user.
+    """
     if prompt is None:
         prompt = _recognised(columns, where)
         if prompt == INSTRUCTION and INPUT in columns:
@@ -220,10 +233,12 @@ def _require_column(name: str, columns: Sequence[str], given: str, where: str, m
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into pairs of text and the name of the column that follows it, None at the end.
+    """Split a prompt template into pairs of text and column name.
+
+    In each pair, the text comes before the column; the last column name is None if the template ends with text.
 
     Raises:
-        ConfigError: a brace has no partner, or something else than a column's name is between braces.
+        ConfigError: a brace has no partner, or braces enclose something other than the name of a column.
     """
     given = f"data.prompt={_shown(template)}"
     try:
@@ -279,7 +294,10 @@ def _instruction(row: Row) -> Any:
 
 
 def _messages(value: list[Any]) -> list[Any]:
-    """Return messages with `role` and `content`, also if they are in ShareGPT's form with `from` and `value`."""
+    """Return chat messages as dicts with `role` and `content`.
+
+    Messages in ShareGPT's form, with `from` and `value`, are converted.
+    """
     return [_message(one) if isinstance(one, Mapping) and "from" in one and "role" not in one else one for one in value]
 
 

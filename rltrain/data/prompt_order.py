@@ -1,4 +1,7 @@
-"""The shuffled order in which prompts are used. A checkpoint saves and restores it."""
+"""The shuffled order in which training uses the prompts.
+
+Checkpoints save and restore the position in the prompt order.
+"""
 
 import random
 from collections.abc import Sequence
@@ -8,17 +11,18 @@ from rltrain.settings.typed import require
 
 
 class PromptOrder:
-    """The order in which prompts are used. Its state can be saved and loaded.
+    """The order in which prompts are used. The state of the prompt order can be saved and loaded.
 
-    Each epoch uses every index once, in a new permutation.
+    Each epoch uses every prompt index once, in a new permutation.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
-        """Order the indices 0..size-1. Without `shuffle`, the indices ascend in every epoch."""
+        """Create an order of the indices 0..size-1. Without `shuffle`, the prompt indices ascend in every epoch."""
         assert size > 0, "an order needs at least one prompt"
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._drawn = 0
-        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # (epoch, indices in the order of that epoch)
+        # pair of the epoch number and the indices in the order of that epoch
+        self._permutation: tuple[int, Sequence[int]] = (-1, ())
 
     def next(self, count: int) -> list[int]:
         """Return the next `count` indices, which may span several epochs."""
@@ -27,15 +31,15 @@ class PromptOrder:
         return taken
 
     def at(self, position: int) -> int:
-        """Return the index at a position counted over all epochs, whether or not `next` has returned it yet."""
+        """Return the index at a position that is counted over all epochs, whether or not `next` has returned it yet."""
         return self._of_epoch(position // self._size)[position % self._size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values for `load_state_dict`."""
+        """Return the state of the order as plain values, which `load_state_dict` accepts."""
         return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned.
+        """Continue the prompt order from a state that `state_dict` returned.
 
         Raises:
             ConfigError: the state comes from an order with another size, seed or shuffle setting.

@@ -1,7 +1,8 @@
-"""Loading of prompts: the rows of a source, checked, tokenized and held as one set.
+"""Loading of prompts: the rows of a source are read, checked and tokenized.
 
-Prompts are loaded as token ids and data columns. Any error in the data raises a one-line `ConfigError` during loading,
-before any worker starts. This module does not import torch. Callers pass in the tokenizer.
+Loaded prompts consist of token ids and data columns. Any error in the prompt data raises a one-line `ConfigError`
+during loading, before any worker starts. This module does not import torch: its functions get the tokenizer as an
+argument.
 """
 
 import itertools
@@ -21,19 +22,21 @@ from rltrain.data.rows import Rows
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-RESERVED_COLUMNS = ("response", "finish_reason")  # reward functions get values under these names from the sample
-_BATCH = 1024  # prompts per call of the tokenizer
-_ROUND_TRIPS = 64  # number of prompts that are encoded, decoded and compared with the original
+# names of reward-function arguments that come from the scored answer, so that data columns may not have these names
+RESERVED_COLUMNS = ("response", "finish_reason")
+_BATCH = 1024  # number of prompts that are tokenized in one call
+_ROUND_TRIPS = 64  # number of prompts for which the decoded ids are compared with the original text
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt of a data set, with its token ids and the other columns of its row.
 
     Attributes:
-        index: position in its `PromptSet`.
-        text: the prompt as reward functions get it. A text prompt is the text in the data, without control tokens if
-            `data.special_tokens` allows them. A chat is the output of the chat template, without control tokens.
+        index: position of the prompt in its `PromptSet`.
+        text: the prompt in the form that reward functions get. For a text prompt, `text` is the text in the data,
+            without control tokens if `data.special_tokens` is "allow". For chat messages, `text` is the output of the
+            chat template, without control tokens.
         ids: the exact token ids that the engine receives.
         columns: the values of all other columns of the row; None for a missing value.
         messages: the chat messages; None if the prompt is text.
@@ -47,15 +50,17 @@ class Prompt:
 
 
 class PromptSet(Sequence[Prompt]):
-    """The checked and tokenized prompts of one source. `Prompt` objects are created on access.
+    """The checked and tokenized prompts of one source.
+
+    A `Prompt` object is created each time that an item of the set is read.
 
     Attributes:
         source: the source of the prompts, as written in the config.
-        columns: names of the columns that reward functions get.
+        columns: names of the data columns that reward functions get.
         filtered: number of prompts left out because they are too long.
         notes: one-line messages for the user about the prompts.
-        own_splits: whether the source has other rows for evaluation than for training, although both have one name.
-        described: one line for the user about the source, and about what its rows became.
+        own_splits: whether one source name gives different rows for training and for evaluation.
+        described: one line for the user about the source, and about how its rows became prompts.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class PromptSet(Sequence[Prompt]):
         self._rows, self._form, self._tokenizer = rows, form, tokenizer
         allowed = special_tokens == "allow"
         self._left_out = tuple(token for token in tokenizer.all_special_tokens if token) if allowed else ()
-        # Flat arrays, because lists of Python ints would take ten times the memory.
+        # Token ids are kept in flat arrays, because lists of Python ints would take ten times the memory.
         self._kept, self._ids, self._ends = array("q"), array("i"), array("q", [0])
 
     def __len__(self) -> int:
@@ -81,7 +86,7 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # resolves a negative index and raises IndexError
+        index = range(len(self))[index]  # turns a negative index into a positive one, and raises IndexError
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
         text = self._form.finished(self._form.read(row))
@@ -91,14 +96,14 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(index, text, ids, self._form.values(row), chat)
 
     def fingerprint(self) -> int:
-        """Return a checksum of the prompts' token ids, their order, and the values of the other columns."""
+        """Return a checksum of the prompts' token ids, of their order, and of the values in all other columns."""
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
         for row in map(self._rows.row, self._kept if self.columns else ()):
             crc = zlib.crc32(repr([*self._form.values(row).values()]).encode(), crc)
         return crc
 
     def rows(self, count: int) -> list[int]:
-        """Return the row numbers in the source of the first `count` prompts."""
+        """Return the row numbers of the first `count` prompts in the source."""
         return self._kept[:count].tolist()
 
     def largest_id(self) -> int:
@@ -106,7 +111,7 @@ class PromptSet(Sequence[Prompt]):
         return max(self._ids)
 
     def append(self, row: int, ids: Sequence[int]) -> None:
-        """Add the prompt of row number `row` of the source, with its token ids."""
+        """Add a prompt to the set: its token ids, and the number of its row in the source."""
         self._kept.append(row)
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
@@ -120,7 +125,7 @@ def load_prompts(
     seed: int,
     max_prompt_length: int,
     overlong: Literal["refuse", "filter"],
-    options: PromptOptions = PromptOptions(),  # noqa: B008 (it is immutable)
+    options: PromptOptions = PromptOptions(),  # noqa: B008 (the default object is immutable)
     special_tokens: SpecialTokens = "text",
     lossy_tokenizer: Literal["refuse", "allow"] = "refuse",
     limit: int | None = None,
@@ -128,22 +133,28 @@ def load_prompts(
     """Read, check and tokenize the prompts of a source.
 
     Args:
-        source: a built-in task, file, folder, function or data set of the hub. See `rltrain.data.row_sources`.
+        source: name of a built-in task, file, folder, function or data set of the hub, as `rltrain.data.row_sources`
+            describes.
         tokenizer: a Hugging Face tokenizer.
-        split: the config key under `data` that names the source. Built-in tasks have different prompts in each split.
-        seed: random seed for the prompts of a built-in task, and for functions that take one.
+        split: the config key under `data` that names the source, `train` or `val`. Built-in tasks have different
+            prompts for training and for evaluation.
+        seed: random seed for the prompts of a built-in task, and for a user's function with a parameter `seed`.
         max_prompt_length: maximum number of tokens in a prompt.
-        overlong: treatment of longer prompts. "refuse" raises an error, and "filter" leaves them out and counts them
-            in `PromptSet.filtered`.
-        options: which columns prompts are made of, and whether they go through the chat template.
-        special_tokens: treatment of text that spells a control token. "text" encodes it as ordinary text, "refuse"
-            raises an error, and "allow" encodes it as the control token.
-        lossy_tokenizer: whether the tokenizer may lose parts of the first prompts. See
-            `rltrain.data.tokenizer_round_trip`.
-        limit: maximum number of prompts. The first prompts that are not too long are kept.
+        overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error. "filter"
+            leaves the prompts out and counts them in `PromptSet.filtered`.
+        options: the user's settings for prompts: which columns they are made of, and whether a chat template is
+            applied.
+        special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
+            encodes the name as ordinary text, "refuse" raises an error, and "allow" encodes the name as the control
+            token.
+        lossy_tokenizer: "allow" accepts a tokenizer that loses parts of the text, as defined in
+            `rltrain.data.tokenizer_round_trip`. "refuse" raises an error if it damages one of the first prompts.
+        limit: maximum number of prompts to load. If the source has more prompts, the first ones that are not too long
+            are kept.
 
     Raises:
-        ConfigError: the data is invalid. The message is one line with the file, the row, the error and its fix.
+        ConfigError: the data is invalid. The error message is one line that names the file, the row, the problem and
+            its fix.
     """
     where = f"data.{split}={source}"
     rows = load_rows(source, where, split=split, seed=seed, limit=limit)
@@ -171,10 +182,10 @@ def load_prompts(
 def _encode(
     rows: Rows, form: PromptForm, prompts: PromptSet, encoder: PromptEncoder, max_length: int, limit: int | None
 ) -> tuple[dict[int, Overlong], int]:
-    """Encode rows and append them to the set, up to the limit.
+    """Encode the rows and append the prompts to the set, until it holds `limit` prompts.
 
     Returns:
-        The prompts that are too long, by row, and the number of rows that hold chat messages.
+        The prompts that are too long, by row number, and the number of rows that hold chat messages.
     """
     too_long: dict[int, Overlong] = {}
     chats = 0
@@ -192,7 +203,7 @@ def _encode(
 
 
 def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], set[int]]:
-    """Return the prompts of a batch of rows by their number, and the numbers of those that hold chat messages."""
+    """Return the prompts of a batch of rows, by row number, and the numbers of the rows that hold chat messages."""
     found, chats = {}, set()
     for index, row in zip(itertools.count(start), rows.read(start, start + _BATCH, form.reads), strict=False):
         try:
@@ -206,14 +217,14 @@ def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], 
 
 
 def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], tokenizer: Any) -> None:
-    """Raise ConfigError if the tokenizer loses a part of these rows' prompts."""
+    """Raise ConfigError if the tokenizer loses a part of the prompts of the rows `kept`."""
     control = ControlTokens(tokenizer)
     prompts = [(row, form.finished(form.read(rows.row(row)))) for row in kept]
     texts = [
         (row, text)
         for row, prompt in prompts
         for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
-        if not control.spells_added(text)  # added tokens may absorb white space
+        if not control.spells_added(text)  # added tokens may absorb white space, which is no loss
     ]
     if lost := loss([text for _, text in texts], tokenizer):
         number, difference = lost
@@ -225,7 +236,9 @@ def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], toke
 
 
 def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -> list[str]:
-    """Return messages for the user about prompts that were left out, or whose control tokens became text."""
+    """Return messages for the user about prompts that were left out, and about control-token names that were encoded as
+    text.
+    """
     notes = []
     if prompts.filtered:
         notes.append(

@@ -16,27 +16,31 @@ from rltrain.data.prompt_encoding import ROW_HELP, unicode
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, paired or not
-_CSV_BLOCK = 1 << 26  # bytes that are parsed at a time, which bound the length of a row
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, whether or not it is part of a pair
+_CSV_BLOCK = 1 << 26  # maximum number of bytes that are parsed at once, and thus maximum length of a row
 SOURCE_HELP = "a data set of the hub is ORG/NAME, and a function package.module:function or file.py:function"
 
 
 def path_rows(source: str, where: str) -> Rows:
-    """Read a file, or all data files of a folder in the order of their names.
+    """Read the rows of a file, or of all data files in a folder in the order of the file names.
 
     Args:
-        source: path of the file or folder.
-        where: start of the error message.
+        source: path of the file or folder to read.
+        where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: there is no such file, it is damaged, or the folder holds no data files or several kinds.
+        ConfigError: the file or folder does not exist, a file is damaged, or the folder holds no data files or several
+            kinds of them.
     """
     path = find_path(source, where)
     return _folder_rows(path, where) if path.is_dir() else _file_rows(path, where)
 
 
 def find_path(source: str, where: str) -> Path:
-    """Return the path of a file or folder. Raises ConfigError, with the nearest name, if there is none."""
+    """Return the path of the file or folder that a source names.
+
+    If the file or folder does not exist, raise a ConfigError that names the most similar path.
+    """
     path = local_path(source, where)
     require(path.exists(), _missing(path, where))
     return path
@@ -60,7 +64,7 @@ def _folder_rows(folder: Path, where: str) -> Rows:
     parts = [_file_rows(path, f"{where.rstrip('/')}/{path.name}") for path in files]
     try:
         return Rows.joined(parts)
-    except Exception as error:  # pyarrow has several exception types for tables that do not fit together
+    except Exception as error:  # pyarrow raises several exception types for tables whose columns do not match
         raise ConfigError(
             f"{where}: the files have columns of different types ({_reason(error)}); write them with one schema"
         ) from None
@@ -85,7 +89,7 @@ def _missing(path: Path, where: str) -> str:
 
 def _json_rows(path: Path, where: str) -> Rows:
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8 byte-order mark
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # removes the UTF-8 byte-order mark
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
     is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
@@ -139,14 +143,17 @@ def _parquet_rows(path: Path, where: str) -> Rows:
     try:
         with parquet.ParquetFile(path) as file:
             table = file.read()
-            table.column_names  # noqa: B018 (raises for names that are not UTF-8)
+            table.column_names  # noqa: B018 (the access raises an exception for names that are not UTF-8)
     except Exception as error:  # pyarrow raises many exception types for a damaged file
         raise ConfigError(f"{where}: not a readable parquet file ({_reason(error)}); write it again") from None
     return table_rows(table, where)
 
 
 def _csv_rows(path: Path, where: str) -> Rows:
-    """Read a CSV file whose first line names the columns. All values are text: `007` stays `007`."""
+    """Read a CSV file whose first line names the columns.
+
+    All values of a CSV file are kept as text: `007` stays `007`.
+    """
     import pyarrow
     from pyarrow import csv as arrow_csv
 

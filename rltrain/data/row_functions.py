@@ -16,22 +16,24 @@ MAX_ROWS = 1_000_000
 ARGUMENTS = ("split", "seed")
 _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
-_PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)  # a datetime is a date
-_MAX_BITS = 10_000  # Python does not write longer integers as text
+_PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)  # `datetime` is a subclass of `date`
+_MAX_BITS = 10_000  # Python refuses by default to write integers with thousands of digits as text
 
 
 def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
-    """Call the function and return its rows.
+    """Call the user's function and return its rows.
 
     Args:
-        source: `package.module:function` or `file.py:function`. The function returns or yields dicts. It gets `split`
-            ("train" or "val") and `seed` if it has parameters of these names.
-        where: start of the error message.
+        source: the function to call, as `package.module:function` or `file.py:function`. The user's function returns or
+            yields dicts. The user's function gets `split` ("train" or "val") and `seed` if it has parameters with these
+            names.
+        where: start of the error message: the config key and the source.
         split: the config key under `data` that names the function.
-        seed: random seed of the run.
+        seed: random seed of the run, for the function's parameter `seed`.
 
     Raises:
-        ConfigError: the function does not import, raises, or gives something else than a finite number of dicts.
+        ConfigError: the function cannot be imported, raises an exception, returns something other than dicts, or gives
+            too many rows.
     """
     function, found = load_row_function(source, where), list[dict[str, Any]]()
     values = {"split": split, "seed": seed}
@@ -46,10 +48,10 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
 
 
 def load_row_function(source: str, where: str) -> Callable[..., Any]:
-    """Import the function that gives rows, and check its parameters.
+    """Import the user's function that gives rows, and check its parameters.
 
     Raises:
-        ConfigError: there is no such function, or it has parameters other than `split` and `seed` without default.
+        ConfigError: the function does not exist, or it requires parameters other than `split` and `seed`.
     """
     function = import_function(source, where)
     require(
@@ -79,7 +81,10 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
 
 
 def _results(function: Callable[..., Any], given: Mapping[str, Any], where: str) -> Iterable[Any]:
-    """Yield what the function returns or yields. Any exception of the function becomes a ConfigError."""
+    """Yield the rows that the user's function returns or yields.
+
+    Any exception that the user's function raises becomes a ConfigError.
+    """
     try:
         result = function(**given)
         if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
@@ -97,10 +102,12 @@ def _end_help(function: Callable[..., Any]) -> str:
 
 
 def _plain_value(value: Any, place: str, name: str) -> Any:
-    """Return a value as plain data. The values of numpy become Python's.
+    """Return a value of a row as plain Python data, such as text, numbers, lists and dicts.
+
+    Values of numpy are converted to Python values.
 
     Raises:
-        ConfigError: the value is an object of another kind, or text that is not valid Unicode.
+        ConfigError: the value is an object of a type that is not plain data, or is text that is not valid Unicode.
     """
     try:
         return _plain(value, f"{place}, column '{name}'")
@@ -122,7 +129,7 @@ def _plain(value: Any, place: str) -> Any:
         return int(value)
     if value is None or isinstance(value, _PLAIN):
         return float(value) if isinstance(value, float) else value
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array or a scalar of numpy
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a numpy array or scalar
         listed = value.tolist()
         require(not hasattr(listed, "dtype"), _refusal(value, place))
         return _plain(listed, place)

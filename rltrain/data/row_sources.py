@@ -1,6 +1,6 @@
-"""What `data.train` and `data.val` may name, and the rows that each kind of source gives.
+"""The kinds of sources that `data.train` and `data.val` may name, and how each kind is read.
 
-A source is the first of these that fits:
+The kind of a source is the first of the following forms that fits:
 
 - `builtin:NAME`: a built-in task;
 - the path of a file or folder that exists;
@@ -28,10 +28,10 @@ _FUNCTION = re.compile(r"(?:.*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 def kind_of(source: str, where: str) -> Kind:
-    """Return what a source is. See the module's text for the rules.
+    """Return the kind of a source. The docstring of the module lists the kinds and their forms.
 
     Raises:
-        ConfigError: the source is a path that cannot be looked at.
+        ConfigError: the source is a path that cannot be accessed.
     """
     if source.startswith(BUILTIN):
         return "builtin"
@@ -43,10 +43,11 @@ def kind_of(source: str, where: str) -> Kind:
 
 
 def check_source(source: str, where: str) -> None:
-    """Check what can be known of a source at once, without reading its rows.
+    """Check that a source exists, as far as that is possible without reading rows or asking the hub.
 
     Raises:
-        ConfigError: the file, the folder or the function does not exist.
+        ConfigError: the file, folder or function does not exist, or the library for data sets of the hub is not
+            installed.
     """
     match kind_of(source, where):
         case "function":
@@ -61,12 +62,12 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
     """Read the rows of a source.
 
     Args:
-        source: see the module's text.
-        where: start of the error message.
-        split: the config key under `data` that names the source. Built-in tasks and functions may have other rows in
-            each split.
+        source: the source, in one of the forms that the module's docstring lists.
+        where: start of the error message: the config key and the source.
+        split: the config key under `data` that names the source. Built-in tasks and functions may have different rows
+            for training and for evaluation.
         seed: random seed of the run, for built-in tasks and functions.
-        limit: number of rows of a built-in task; None for its usual number.
+        limit: number of rows to generate for a built-in task; None for the task's usual number.
 
     Raises:
         ConfigError: the source does not exist or cannot be read, or it has no rows.

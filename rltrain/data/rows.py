@@ -1,4 +1,4 @@
-"""Rows of data in memory, whatever their source."""
+"""Rows of data in memory, from any kind of source."""
 
 import bisect
 import itertools
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a source, in memory as dicts or as an Arrow table.
+    """Rows of one source, in memory as dicts or as an Arrow table.
 
     Attributes:
-        content: a list of dicts, or a `pyarrow.Table`.
+        content: the rows, as a list of dicts or a `pyarrow.Table`.
         columns: the names of all columns, in the order in which they first occur.
-        place: returns the location of row i, for messages.
-        own_splits: whether the source has other rows for evaluation than for training, although both have one name.
+        place: returns the location of a row for error messages, given its index.
+        own_splits: whether one source name gives different rows for training and for evaluation.
     """
 
     content: Any
@@ -25,7 +25,7 @@ class Rows:
 
     @classmethod
     def of_dicts(cls, rows: list[dict[str, Any]], place: Callable[[int], str], *, own_splits: bool = False) -> "Rows":
-        """Return rows that are dicts. A row need not have every column."""
+        """Return a `Rows` object that holds the given dicts. A row's dict may lack some of the columns."""
         return cls(rows, tuple(dict.fromkeys(name for row in rows for name in row)), place, own_splits)
 
     def __len__(self) -> int:
@@ -38,7 +38,10 @@ class Rows:
         return row
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows from `start` to `stop`, with at least those of the given columns that they have."""
+        """Return the rows from index `start` up to `stop`.
+
+        Each row has at least the given columns, except those that are missing from the data.
+        """
         if isinstance(self.content, list):
             return self.content[start:stop]
         found: list[dict[str, Any]] = self.content.select(columns).slice(start, stop - start).to_pylist()
@@ -46,10 +49,12 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
-        """Return the rows of all parts, in their order. The parts are all dicts, or all tables.
+        """Return the rows of all parts as one `Rows` object, in the order of the parts.
+
+        Either all parts hold dicts, or all parts hold tables.
 
         Raises:
-            pyarrow.ArrowException: the tables have one column with different types.
+            pyarrow.ArrowException: a column has different types in two tables, which cannot be combined.
         """
         if len(parts) == 1:
             return parts[0]

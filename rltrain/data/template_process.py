@@ -2,10 +2,11 @@
 
 A chat template is a program that comes with a model directory. Jinja's sandbox denies the program access to files and
 processes. The sandbox does not prevent endless loops or huge strings, neither at run time nor while Jinja folds
-constants. A template that exceeds the resource limits ends only this process.
+constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent process.
 
-A request is a pickle (template, variables, pickles of chats). Requests come from the parent process. The answer is JSON
-(texts, error). The error is the template's error message for the first chat that has no text, or null.
+The parent process sends rendering requests to this process. A rendering request is a pickle of the tuple (template,
+variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the answer, `error`
+is the template's error message for the first chat that cannot be rendered, or null.
 """
 
 import contextlib
@@ -23,25 +24,25 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# Chat i of a request must be rendered within chat_seconds + i * MEAN_SECONDS of processor time since the request began.
+# Processor time in seconds: chat i of a request must end by chat_seconds + i * MEAN_SECONDS after the request began.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # exit status
 
 
 def main(descriptor: int, progress: int, chat_seconds: int, memory_mb: int) -> None:
-    """Answer requests until the parent process closes the connection.
+    """Answer rendering requests until the parent process closes the connection.
 
     Args:
-        descriptor: file descriptor of the socket.
+        descriptor: file descriptor of the socket to the parent process.
         progress: descriptor of a file whose first byte holds the index of the chat that is being rendered.
         chat_seconds: limit on the processor time for one chat, in seconds.
-        memory_mb: limit on the memory that this process allocates after its start, in MB.
+        memory_mb: limit on the memory that this process allocates after it has imported its libraries, in MB.
     """
     connection = Connection(descriptor)
     begun = mmap.mmap(progress, 1)
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            # This import precedes the memory limit, so that its memory does not count as the template's.
+            # This import precedes the memory limit, so that the memory of the library does not count.
             import transformers.utils.chat_template_utils  # noqa: F401
 
             limit_memory(memory_mb)
@@ -68,16 +69,16 @@ def _rendered(
             rendered: Any = render_jinja_template([pickle.loads(chat)], chat_template=template, **variables)
         except MemoryError:
             raise
-        except Exception as error:  # templates can raise any exception
+        except Exception as error:  # a template can raise any exception
             return texts, str(error)[:1000]
         texts += rendered[0]
     return texts, None
 
 
 def _limit_processor_time(seconds: float) -> None:
-    """Set the limit on this process's total processor time in seconds, rounded up.
+    """Limit the total processor time of this process.
 
-    The kernel kills the process with SIGXCPU at the limit.
+    The limit is in seconds and is rounded up. When the process reaches the limit, the kernel kills it with SIGXCPU.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 

@@ -1,6 +1,6 @@
-"""Lower bound on the number of tokens in a text.
+"""A lower bound on the number of tokens in a text, computed without tokenizing it.
 
-The bound comes from counting characters, because tokenizing megabytes of text takes minutes.
+The lower bound is computed by counting characters, because tokenizing megabytes of text takes minutes.
 """
 
 import functools
@@ -12,23 +12,23 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-SHORT = 100_000  # characters; texts up to this length get no bound, because tokenizing them is fast
-# Pre-tokenizers that keep every character.
+SHORT = 100_000  # number of characters up to which a text gets no bound, because tokenizing it is fast
+# Names of pre-tokenizers that keep every character.
 _LOSSLESS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
-# Pre-tokenizers that drop only white space.
+# Names of pre-tokenizers that drop only white space.
 _LOSES_SPACE = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
-# Pre-tokenizers that keep every character unless their `behavior` is "Removed".
+# Names of pre-tokenizers that keep every character unless their `behavior` is "Removed".
 _SPLITS = ("Split", "Punctuation")
 
 
 @dataclass(frozen=True)
 class _Counting:
-    """How to count the units of a text, of which one token covers a limited number.
+    """How the units (characters or bytes) of a text are counted; each token covers a limited number of units.
 
     Attributes:
         longest: largest number of units that one token covers.
-        units: returns the number of units of one character.
-        normalize: applies the tokenizer's normalizer to a text.
+        units: returns how many units one character counts.
+        normalize: function that applies the tokenizer's normalizer to a text.
     """
 
     longest: int
@@ -37,27 +37,29 @@ class _Counting:
 
 
 class TokenBound:
-    """A lower bound on the number of tokens in a text.
+    """Computes a lower bound on the number of tokens in a text.
 
-    Each token covers a piece of the normalized text that is at most as long as the longest vocabulary entry. A text of
-    n characters therefore has at least n / longest tokens. The count skips characters that may have no token of their
-    own:
+    A token covers a piece of the normalized text, and no piece is longer than the longest vocabulary entry. A text of n
+    characters has at least n / L tokens if the longest vocabulary entry has L characters. The count of characters
+    leaves out characters that may have no token of their own:
 
-    - Characters that are not in the vocabulary: the tokenizer may drop them, or merge several into one unknown token.
+    - Characters that are not in the vocabulary. The tokenizer may drop such characters, or merge several into one
+      unknown token.
     - White space, if any part of the tokenizer drops it.
     - Begin tokens at the start of the text, because the prompt encoder keeps only one of them.
 
-    No bound exists for tokenizers in which one token can cover any text (word level, WordPiece), or whose
-    pre-tokenizers this module does not know.
+    The bound is 0 if one token can cover any text (word-level and WordPiece tokenizers), or if this module does not
+    know the tokenizer's pre-tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def least(self, text: str) -> int:
-        """Return a lower bound on the number of tokens in the text.
+        """Return a lower bound on the number of tokens in a text.
 
-        The bound is 0 if the text is short, or if no better bound is known for the tokenizer.
+        The lower bound is 0 if the text has at most `SHORT` characters, or if no better bound is known for the
+        tokenizer.
         """
         counting = self._counting if len(text) > SHORT else None
         if counting is None:
@@ -72,7 +74,7 @@ class TokenBound:
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         try:
             spec = json.loads(backend.to_str()) if backend is not None else {}
-        except Exception:  # a component written in Python cannot be serialized
+        except Exception:  # a tokenizer with a component written in Python cannot be serialized
             return None
         splitters, model = _flat(spec.get("pre_tokenizer"), "pretokenizers"), spec.get("model", {})
         if model.get("type") not in ("BPE", "Unigram") or not all(map(_keeps_all_but_space, splitters)):
@@ -89,7 +91,9 @@ class TokenBound:
 
 
 def _flat(part: Any, inner: str) -> list[dict[str, Any]]:
-    """Return the components of a possibly nested sequence as a flat list; empty if there are none."""
+    """Return the components of a tokenizer part, which may be a nested sequence, as a flat list; empty if the part is
+    None.
+    """
     if part is None:
         return []
     return [found for one in part[inner] for found in _flat(one, inner)] if part["type"] == "Sequence" else [part]
@@ -101,9 +105,9 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 
 
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
-    """Return the number of units of a character.
+    """Return how many units (characters or bytes) a character counts in the lower bound.
 
-    The number is 0 if the tokenizer may drop the character or merge it with others.
+    A character counts 0 units if the tokenizer may drop it or merge it with others.
     """
     if strips and character.isspace():
         return 0
@@ -115,7 +119,7 @@ def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool,
 
 
 def _visible(character: str) -> str:
-    """Return the characters with which byte-level tokenizers represent the bytes of a character."""
+    """Return the text with which byte-level tokenizers represent a character: one printable character for each byte."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     ((visible, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)

@@ -4,29 +4,29 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST = 10_000  # only this many characters at the start of a text are compared
-_SHOWN = 24  # characters shown on each side of a difference
+_LONGEST = 10_000  # number of characters at the start of each text that are compared
+_SHOWN = 24  # number of characters shown on each side of a difference
 
 
 def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
-    """Return the index of the first text that the tokenizer damages, and a description of the difference.
+    """Return the index of the first text that the tokenizer damages, and a description of the damage.
 
-    A tokenizer may change case, accents, the Unicode form of characters, the amount of white space, and whatever its
-    own normalizer changes. The tokenizer damages a text in any of these cases:
+    The following changes are no damage: case, accents, the Unicode form of characters, the amount of white space, and
+    what the tokenizer's own normalizer changes. A tokenizer damages a text in any of the following cases:
 
-    - Other characters are missing or different.
+    - Characters other than white space are missing, or differ by more than case, accents or Unicode form.
     - White space between two letters or digits is missing.
-    - No text keeps any white space.
+    - White space is missing from all texts.
 
     Args:
-        texts: texts that contain no names of added tokens.
-        tokenizer: a Hugging Face tokenizer.
+        texts: the texts to check, which must not contain names of added tokens.
+        tokenizer: the Hugging Face tokenizer to check.
 
     Returns:
-        (index, difference), or None if the tokenizer damages no text.
+        The index of the damaged text and the difference, or None if the tokenizer damages no text.
     """
-    gone: tuple[int, str] | None = None  # the first text that lost all its white space
-    kept = False  # whether any text kept white space
+    gone: tuple[int, str] | None = None  # index and difference of the first text that lost all its white space
+    kept = False  # whether white space survived in any text
     for number, text in enumerate(text[:_LONGEST] for text in texts):
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -52,9 +52,9 @@ def _plain(text: str) -> str:
 
 
 def _gaps(text: str) -> tuple[str, set[int]]:
-    """Return the text without white space, and the positions in the result that followed white space.
+    """Return the text without white space, and the positions in the shortened text at which white space was removed.
 
-    White space at the start and at the end of the text is ignored.
+    No positions are returned for white space at the start and at the end of the text.
     """
     words = text.split()
     ends = [0]
@@ -69,7 +69,9 @@ def _normalized(text: str, tokenizer: Any) -> str:
 
 
 def _difference(text: str, back: str) -> str:
-    """Describe the first difference with its surroundings, ignoring white space at the start and at the end."""
+    """Describe the first difference between two texts with its surroundings, ignoring white space at both ends of the
+    texts.
+    """
     text, back = text.strip(), back.strip()
     at = 0
     while at < min(len(text), len(back)) and text[at] == back[at]:

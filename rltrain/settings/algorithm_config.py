@@ -1,7 +1,8 @@
 """The names, types and rules of the keys under `algorithm`, which define what is learned from a batch.
 
-Each class is one feature. The value 0, null or false turns a feature off. This module refuses settings that contradict
-each other. `rltrain.settings.algorithm_rules` refuses settings that the selected functions cannot use.
+Each config class describes the settings of one feature of the algorithm. A feature of the algorithm is off if its main
+key is 0, null or false. This module refuses settings under `algorithm` that contradict each other. The module
+`rltrain.settings.algorithm_rules` refuses settings that the selected loss or advantage estimator cannot use.
 """
 
 from typing import Any, Literal
@@ -11,12 +12,15 @@ from rltrain.settings.typed import require
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Level = Literal["batch", "group"]
-FULL_KL = "full"  # the exact KL over the vocabulary, as an alternative to the sample-based estimators
+# value of `kl_estimator` for the exact KL over the vocabulary, as an alternative to the sample-based estimators
+FULL_KL = "full"
 
 
 @section
 class RewardShapingConfig:
-    """Shaping of each single score: min(max((score + bias) * scale, -clip), clip), then the length penalty."""
+    """Shaping of the score of each answer: min(max((score + bias) * scale, -clip), clip), followed by the length
+    penalty.
+    """
 
     bias: float = key("Number that is added to each score.")
     scale: float = key("Factor of each score, after the bias.", values="any number except 0")
@@ -35,9 +39,11 @@ class RewardShapingConfig:
 
 @section
 class NormalizationConfig:
-    """Normalization (x - mean) / std, with the statistics of the batch or of each prompt group.
+    """Normalization (x - mean) / std of rewards or advantages, with the statistics of the batch or of each prompt
+    group.
 
-    A level of null leaves out the mean or the std.
+    If `mean_level` is null, no mean is subtracted. If `std_level` is null, the values are not divided by a standard
+    deviation.
     """
 
     mean_level: Level | None = key(
@@ -59,13 +65,16 @@ class NormalizationConfig:
 
     @property
     def on(self) -> bool:
-        """Whether the normalization changes anything."""
+        """Whether the normalization subtracts a mean or divides by a std."""
         return self.mean_level is not None or self.std_level is not None
 
 
 @section
 class KLInRewardConfig:
-    """KL penalty that is subtracted from the rewards. `kl_coef` 0 with a fixed controller turns it off."""
+    """KL penalty that is subtracted from the rewards.
+
+    Setting `kl_coef` to 0 with a fixed controller turns the KL penalty in the reward off.
+    """
 
     kl_coef: float = key("Coefficient of the KL penalty in the reward. 0: no penalty.", at_least=0)
     kl_estimator: str = key(
@@ -91,13 +100,13 @@ class KLInRewardConfig:
 
     @property
     def full(self) -> bool:
-        """Whether the exact KL is subtracted from the rewards."""
+        """Whether the KL that is subtracted from the rewards is exact, and not estimated from samples."""
         return self.kl_coef > 0 and self.kl_estimator == FULL_KL
 
 
 @section
 class KLLossConfig:
-    """KL term that is added to the loss. `kl_loss_coef` 0 turns it off."""
+    """KL term that is added to the policy loss. Setting `kl_loss_coef` to 0 turns the KL term in the loss off."""
 
     kl_loss_coef: float = key("Coefficient of the KL term in the loss. 0: no KL term.", at_least=0)
     kl_estimator: str = key(
@@ -117,15 +126,16 @@ class KLLossConfig:
 
     @property
     def full(self) -> bool:
-        """Whether the exact KL is added to the loss."""
+        """Whether the KL that is added to the loss is exact, and not estimated from samples."""
         return self.kl_loss_coef > 0 and self.kl_estimator == FULL_KL
 
 
 @section
 class CorrectionConfig:
-    """Importance weights of the policy term: pi of the actor before the update / pi of the engine.
+    """Importance weights of the policy term: probability under the actor before the update, divided by the probability
+    under the engine.
 
-    `level` null turns the weights off.
+    Setting `level` to null turns the importance weights off.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = key(
@@ -159,9 +169,10 @@ class CorrectionConfig:
 
 @section
 class RejectionConfig:
-    """Removal of the policy term where the policy in the update is too far from the engine's policy.
+    """Removal of the policy term for tokens or answers whose policy during the update is too far from the engine's
+    policy.
 
-    `kl_estimator` null turns the removal off.
+    Setting `kl_estimator` to null turns off the removal of policy terms.
     """
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = key(
@@ -195,7 +206,11 @@ class RejectionConfig:
 
 @section
 class AlgorithmConfig:
-    """All algorithm settings. `advantage` and `loss` hold the knobs that differ from the function's defaults."""
+    """All settings under `algorithm`.
+
+    The mappings `advantage` and `loss` hold the knobs (extra parameters) of the selected estimator and loss that shall
+    differ from their defaults.
+    """
 
     advantage_estimator: str = key(
         "Name of the function that computes the advantages.", values="name of an advantage estimator"
@@ -271,16 +286,16 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any KL term is on."""
+        """Whether any KL term is turned on, so that the run needs a reference model."""
         return self.kl_in_reward.kl_coef > 0 or self.kl_loss.kl_loss_coef > 0
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL term uses the exact KL, for which the reference sends hidden states."""
+        """Whether a KL term is exact, so that the reference model must send its hidden states."""
         return self.kl_in_reward.full or self.kl_loss.full
 
     @property
     def needs_ref_log_probs(self) -> bool:
-        """Whether a KL term is estimated from samples."""
+        """Whether a KL term is estimated from samples, so that the reference model must send log-probs."""
         reward, loss = self.kl_in_reward, self.kl_loss
         return (reward.kl_coef > 0 and not reward.full) or (loss.kl_loss_coef > 0 and not loss.full)

@@ -1,7 +1,10 @@
-"""Checks that the algorithm's config keys fit the functions that they select. They run before any worker starts.
+"""Checks that the settings under `algorithm` fit the advantage estimator and the loss that they select.
 
-The registries tell which parameters a function takes. Knob values are tested by calling each function once on a tiny
-batch. This module imports torch inside functions, so that most other config errors are reported without that import.
+The checks of the algorithm settings run before any worker starts.
+
+The registries in `rltrain.algorithms` tell which knobs (extra parameters) a function takes. The values of knobs are
+tested by calling the selected functions once on a tiny batch. This module imports torch only inside functions, so that
+most config errors are reported without waiting for the import.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Names that presets and other programs use for a function, for suggestions in error messages.
+# Maps names in presets and other programs to names of losses and estimators, for suggestions in error messages.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",
@@ -28,7 +31,7 @@ ALIASES = {
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the advantage estimator reads the critic's values."""
+    """Return whether the selected advantage estimator reads the critic's values."""
     return "values" in _columns(algorithm)
 
 
@@ -36,8 +39,8 @@ def check_algorithm(config: Config) -> None:
     """Raise an error for algorithm settings that are invalid or have no effect.
 
     Raises:
-        ConfigError: a name is not registered, a knob does not exist or is out of range, or a setting has no effect. The
-            message is one line with the value, the rule and the fix.
+        ConfigError: a loss, estimator or other name is not registered, a knob does not exist or is out of range, or a
+            setting has no effect. The error message is one line that gives the value, the rule and the fix.
     """
     from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, loss_functions
 
@@ -83,9 +86,10 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
 def _check_knobs(
     section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
 ) -> None:
-    """Raise ConfigError for knobs that the functions do not take, and for knob values with which a call fails.
+    """Raise ConfigError for knobs (extra parameters) that the functions do not take, and for knob values with which a
+    function fails.
 
-    The values are tested by calling each function once on a batch of two answers.
+    The knob values are tested by calling each function once on a tiny batch of two answers.
     """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 
@@ -96,13 +100,16 @@ def _check_knobs(
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
-    except (ArithmeticError, RuntimeError, TypeError) as error:  # e.g. a number too large for a tensor
+    # causes of the error: e.g. a number too large for a tensor
+    except (ArithmeticError, RuntimeError, TypeError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
         raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
 
 
 def _tiny_column(name: str, components: int) -> Any:
-    """Return a tiny column `name` for a test call: one group of two answers with two tokens each."""
+    """Return a batch column `name` for testing a loss or an estimator: one prompt group of two answers with two tokens
+    each.
+    """
     import torch
 
     from rltrain.batch.data_proto import COLUMNS
@@ -113,13 +120,14 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    if name in COLUMNS and COLUMNS[name][0] == "row":  # not `log_probs`, which the update computes
+    # columns with one value per row; `log_probs` is none of them, because the update computes it
+    if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
 
 
 def _check_columns(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError if the estimator or the loss reads a column that this run does not have."""
+    """Raise ConfigError if the estimator or the loss reads a batch column that the run does not have."""
     from rltrain.algorithms import required_columns
     from rltrain.batch.data_proto import COLUMNS
 
@@ -175,9 +183,9 @@ def _check_rejection(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_groups(config: Config) -> None:
-    """Raise ConfigError if a setting compares the answers to one prompt, but each prompt has only one answer.
+    """Raise ConfigError if a setting compares the answers to one prompt, although each prompt gets only one answer.
 
-    Dynamic sampling is also refused for estimators that do not compare the answers of a group.
+    Dynamic sampling is also refused for estimators that do not compare the answers to one prompt.
     """
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     in_groups = "uid" in _columns(algorithm)
@@ -188,7 +196,8 @@ def _check_groups(config: Config) -> None:
         "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
         "reward.aggregation=normalize_then_sum": config.reward.aggregation == "normalize_then_sum",
     }
-    if "values" not in _columns(algorithm):  # with a critic, the tokens of one answer have different advantages
+    # with a critic, the tokens of one answer have different advantages, which can be compared
+    if "values" not in _columns(algorithm):
         levels = algorithm.advantage_normalization
         users["algorithm.advantage_normalization.mean_level=group"] = levels.mean_level == "group"
         users["algorithm.advantage_normalization.std_level=group"] = levels.std_level == "group"
@@ -206,7 +215,7 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_rewards_act(config: Config) -> None:
-    """Raise ConfigError if a setting of the score has no effect on the advantages, or makes them wrong."""
+    """Raise ConfigError if a setting that changes scores has no effect on the advantages, or makes them wrong."""
     algorithm, reward = config.algorithm, config.reward
     columns, estimator = _columns(algorithm), algorithm.advantage_estimator
     gate = next((component.name for component in reward.components if component.gate), None)
@@ -250,10 +259,11 @@ def _check_rewards_act(config: Config) -> None:
 
 
 def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError if `bootstrap_truncated` cannot work or has no effect with the other settings.
+    """Raise ConfigError if `bootstrap_truncated` is on but cannot work, or has no effect with the other settings.
 
-    It credits a truncated answer with the critic's value of the state in which the answer was cut. The value must
-    exist, affect the advantages, and not be undone by another setting.
+    `bootstrap_truncated` credits a truncated answer with the critic's value of the state in which the answer was cut
+    off. For `bootstrap_truncated` to work, the critic's value must exist, affect the advantages, and not be undone by
+    another setting.
     """
     if not algorithm.bootstrap_truncated:
         return

@@ -1,4 +1,6 @@
-"""The command line: its flags, its settings `GROUP=CHOICE` and `KEY=VALUE`, and the text of `--help`."""
+"""The command line of `rltrain.main`: its flags, its settings `GROUP=CHOICE` and `KEY=VALUE`, and the text of
+`--help`.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from rltrain.settings.config_groups import choices, group_names
 
 Action = Literal["run", "plan", "config", "sweep", "help"]
 
-FLAGS = {  # each flag without a value, and its action
+FLAGS = {  # maps each flag without a value to its action
     "--help": "help",
     "-h": "help",
     "--cfg": "config",
@@ -37,13 +39,13 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Args:
-    """Contents of the command line.
+    """The parsed command line.
 
     Attributes:
-        action: what to do: train, print the plan, print the resolved config, train once for each combination of
-            several values, or print the help.
+        action: what the program shall do: train, print the plan, print the resolved config, train once for each
+            combination of several values, or print the help.
         overrides: the settings `GROUP=CHOICE` and `KEY=VALUE`.
-        files: config files of the user, in the order in which they apply.
+        files: paths of the user's config files, in the order in which they apply.
     """
 
     action: Action
@@ -52,10 +54,10 @@ class Args:
 
 
 def parse_args(argv: Sequence[str]) -> Args:
-    """Split the command line into flags and overrides. If several flags ask for an action, `--help` wins.
+    """Split the command line into flags and overrides. If several flags name an action, `--help` takes precedence.
 
     Raises:
-        ConfigError: a flag does not exist, or a flag lacks its value.
+        ConfigError: a flag is unknown, or a flag lacks its value.
     """
     found: list[str] = []
     overrides: list[str] = []

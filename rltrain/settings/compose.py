@@ -1,4 +1,4 @@
-"""Composition of YAML files, a user's config files and command-line settings into one typed config."""
+"""Composition of rltrain's YAML files, the user's config files and command-line settings into one typed config."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -32,17 +32,18 @@ from rltrain.settings.typed import parse
 
 
 def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config, str]:
-    """Compose the YAML files with the settings of a user.
+    """Compose rltrain's YAML files with the user's settings.
 
     Args:
-        overrides: settings of the command line, `GROUP=CHOICE` and `KEY=VALUE`.
-        files: paths of config files of the user. Later files override earlier ones, and the command line overrides all.
+        overrides: the settings `GROUP=CHOICE` and `KEY=VALUE` from the command line.
+        files: paths of the user's config files. Later config files override earlier ones, and the command line
+            overrides all files.
 
     Returns:
-        The typed config, and the same config as YAML text with every key.
+        The composed config twice: as a typed `Config`, and as YAML text with every key.
 
     Raises:
-        ConfigError: the settings or the resulting values are invalid. The message is one line.
+        ConfigError: the settings or the resulting values are invalid. The error message is one line.
     """
     items = _items(overrides, files)
     values = _resolve(items)
@@ -59,23 +60,27 @@ def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
 
 
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
-    """Return the choices of config groups that the settings of a user make, the profile included, as `GROUP=CHOICE`."""
+    """Return the user's choices of config groups as `GROUP=CHOICE`, including the choice of a profile."""
     return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
 
 
 def _with_profile(items: list[Item]) -> list[Item]:
-    """Return a user's settings, preceded by the profile for instruct models if they name a model and no profile."""
+    """Return the user's settings.
+
+    If the settings name a model but no profile, the choice of the profile for instruct models is put before the
+    settings.
+    """
     paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
     own_model = bool(paths) and paths[-1] != "builtin"
     return [Choice("profile", "instruct"), *items] if own_model and "profile" not in chosen(items) else items
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values that come from the profile, by key, because the user has set no others.
+    """Return the values that the profile gives to keys that the user has not set, by key.
 
     Args:
-        overrides: settings of the command line.
-        files: paths of config files of the user.
+        overrides: the settings from the command line.
+        files: paths of the user's config files.
     """
     items = _items(overrides, files)
     named = {item.key for item in items if isinstance(item, Setting)}
@@ -89,7 +94,7 @@ def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dic
 
 def to_yaml(config: Config) -> str:
     """Return a config as YAML text with every key."""
-    # `OmegaConf.create` would refuse free text with an unpaired "${".
+    # PyYAML writes the text here, because `OmegaConf.create` would refuse text with an unpaired "${".
     text: str = yaml.dump(
         dataclasses.asdict(config),
         Dumper=get_omega_conf_dumper(),
@@ -101,7 +106,10 @@ def to_yaml(config: Config) -> str:
 
 
 def _resolve(items: list[Item]) -> dict[str, Any]:
-    """Compose the chosen YAML files, apply the settings, and resolve references. Returns plain nested values."""
+    """Compose the chosen YAML files, apply the user's settings, and resolve references such as `${data.train}`.
+
+    Return the config as nested dicts of plain values.
+    """
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             composed = hydra_compose("train", [f"{group}={choice}" for group, choice in chosen(items).items()])
@@ -118,10 +126,11 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that clear a preset's knobs if the user selects another loss or estimator than the preset.
+    """Return settings that remove a preset's knobs (function parameters) if the user selects another loss or estimator.
 
-    The knobs in a preset belong to the function that the preset selects: `algorithm=dapo algorithm.loss_mode=gspo` must
-    not give DAPO's clip range to GSPO. Knobs that the user sets are applied later and stay.
+    A preset's knobs are meant for the function that the preset selects. For example, `algorithm=dapo
+    algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Knobs that the user sets are kept, because they
+    are applied after the preset's knobs have been removed.
     """
     emptied: list[Item] = []
     for knobs, function in KNOBS.items():
@@ -132,7 +141,9 @@ def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[It
 
 
 def _refuse_secrets(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the resolved config holds a secret, because config.yaml and the logs would show it."""
+    """Raise ConfigError if the resolved config contains a secret such as an API key, which config.yaml and the logs
+    would show.
+    """
     if key := secret_in(values):
         raise ConfigError(
             f"{key}: holds a key, token or password, which config.yaml and logs would show to others; put it into an "

@@ -1,4 +1,4 @@
-"""The folder of the YAML files, the config groups in it, and the choices of each group."""
+"""The folder of rltrain's YAML files, the config groups in it, and the choices of each group."""
 
 import dataclasses
 from pathlib import Path
@@ -7,9 +7,9 @@ from rltrain.settings.schema import Config
 
 
 def config_dir() -> Path:
-    """Return the folder of the YAML files.
+    """Return the folder of rltrain's YAML config files.
 
-    The folder is inside the package if the package is installed, and beside the package in a checkout.
+    The folder of YAML files is inside the package if rltrain is installed, and beside the package in a checkout.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config"
@@ -17,12 +17,12 @@ def config_dir() -> Path:
 
 
 def group_names() -> list[str]:
-    """Return the config groups, in the schema's order."""
+    """Return the names of the config groups, in the order of the schema."""
     order = [field.name for field in dataclasses.fields(Config)]
     found = [folder.name for folder in config_dir().iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))]
     return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
 def choices(group: str) -> list[str]:
-    """Return the choices of a config group."""
+    """Return the names of the choices in a config group."""
     return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))

@@ -1,4 +1,7 @@
-"""Expansion of short forms in the config, such as a reward function that is only a path, into complete mappings."""
+"""Expansion of short forms in the config into complete mappings.
+
+For example, a reward function may be given only as a path.
+"""
 
 import re
 from pathlib import Path
@@ -14,10 +17,10 @@ STALE_UPPER = 2.0  # upper bound of importance weights with `algorithm.correctio
 
 
 def expand(values: dict[str, Any]) -> None:
-    """Replace all short forms in the nested values of a config by what they stand for.
+    """Replace all short forms in the nested values of a config by the complete forms that they stand for.
 
     Raises:
-        ConfigError: a short form is invalid. The message is one line.
+        ConfigError: a short form is invalid. The error message is one line.
     """
     reward = values.get("reward")
     if isinstance(reward, dict):
@@ -37,8 +40,9 @@ def expand(values: dict[str, Any]) -> None:
 def _reward_functions(functions: Any) -> list[Any]:
     """Convert each entry of `reward.functions` to a mapping with all keys.
 
-    A string is the path of the function. By default, the name is that of the function, and the weight is 1. By default,
-    a function scores the outcome, except for rltrain's own penalties.
+    An entry that is a string is taken as the path of the reward function. By default, a reward function has the name of
+    the Python function, and weight 1. By default, a reward function counts as a score of the outcome, unless it is one
+    of rltrain's own penalties.
     """
     require(
         isinstance(functions, list),
@@ -62,8 +66,8 @@ def _reward_function(function: Any) -> Any:
 def _reward_models(models: Any) -> list[Any]:
     """Convert each entry of `reward.models` to a mapping with all keys.
 
-    A string is the model's directory or its name on the hub. By default, the name is the last part of it, without
-    revision, and the weight is 1.
+    An entry that is a string is taken as the reward model's directory or its name on the hub. By default, a reward
+    model has weight 1, and its name is the last part of its path, without the revision.
     """
     require(
         isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
@@ -82,30 +86,31 @@ def _reward_model(model: Any) -> Any:
 def _lora(lora: Any) -> Any:
     """Convert `model.lora` to a mapping with all keys.
 
-    By default, all linear layers get adapters, and alpha is twice the rank, so that alpha / rank is 2.
+    By default, all linear layers get adapters, and alpha is twice the rank, so that the scale alpha / rank is 2.
     """
     if lora is None:
         return None
     if not isinstance(lora, dict) or "rank" not in lora:
         raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
     rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
-    twice = 2 * rank if isinstance(rank, int | float) else rank  # a wrong type is reported later, for the rank
+    # if the rank is of a wrong type, a later check reports that
+    twice = 2 * rank if isinstance(rank, int | float) else rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
 
 
 def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
-    """Replace `overlong_buffer: auto` by a fifth of the longest answer, as in DAPO (4,096 of 20,480 tokens)."""
+    """Replace `overlong_buffer: auto` by a fifth of the maximum answer length, as in DAPO (4,096 of 20,480 tokens)."""
     if isinstance(shaping, dict) and shaping.get("overlong_buffer") == AUTO and isinstance(max_response_length, int):
         shaping["overlong_buffer"] = max_response_length // 5
 
 
 def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
-    """Replace `level: auto` in `algorithm.correction` with its meaning.
+    """Replace `level: auto` in `algorithm.correction` with `token` or null.
 
-    The level becomes `token`, with truncated importance weights, if answers may be stale: the actor's policy before the
-    update is then not the policy that sampled the answers. Otherwise, the level becomes null. It also becomes null in
-    two cases that need no correction: the engine's log-probs serve as the old log-probs, so that the loss's ratio is
-    relative to the engine, or `rejection` handles the difference.
+    The correction level becomes `token`, with truncated importance weights, if answers may come from an older policy
+    than the actor's policy before the update (`trainer.max_staleness` above 0). The correction level becomes null if no
+    correction is needed for one of three reasons: answers are never stale, the engine's log-probs serve as the old
+    log-probs in the loss's ratio, or `algorithm.rejection` handles the difference.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:

@@ -1,7 +1,8 @@
-"""What the schema says about one config key: meaning, unit, bounds, and whether it may change on resume.
+"""Declarations of config keys: meaning, unit, bounds, and whether a resumed run may change the value.
 
-A section of the config is a dataclass made by `section`. Each of its fields is declared with `key`. The bounds are
-checked when a section is created. `rltrain.settings.reference` writes the documentation from the same declarations.
+Each section of the config is a dataclass with the decorator `section`. Each field of a section is declared with `key`.
+The bounds of the keys are checked when an instance of a section is created. `rltrain.settings.reference` generates the
+documentation of the keys from their declarations.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_
 from rltrain.settings.typed import require
 
 T = TypeVar("T")
-_KEY = "key"  # name of a field's declaration in the field's metadata
+_KEY = "key"  # name under which a field's metadata holds its declaration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +20,21 @@ class Key:
     """Declaration of one config key.
 
     Attributes:
-        meaning: one or two sentences about the effect of the key.
-        unit: unit of the value; "" if the value has none, or if the meaning names it.
-        values: description of the valid values; "" if type and bounds describe them.
-        if_left_out: what applies if an entry of a list or mapping leaves the key out; "" if YAML holds the default.
-        changeable: whether a resumed run may change the value. For a section, this applies to all its keys.
-        at_least: smallest valid value.
-        above: the valid values are greater than this number.
-        at_most: largest valid value.
-        below: the valid values are less than this number.
-        refusal: template of the error message, with the fields `name`, `rule` and `value`.
-        text: whether the command line takes the value as it is typed: no character of it has a meaning for Hydra.
+        meaning: one or two sentences about the effect of the key, for the documentation.
+        unit: unit of the key's value; "" if the value has no unit, or if `meaning` names it.
+        values: description of the valid values; "" if the type and the bounds describe them completely.
+        if_left_out: text about the default value, for keys of list entries and optional mappings; "" if a YAML file
+            holds the default.
+        changeable: whether a resumed run may change the value. If `changeable` is true for a section, a resumed run may
+            change all keys of the section.
+        at_least: smallest valid value; None for no such bound.
+        above: number that valid values must exceed; None for no such bound.
+        at_most: largest valid value; None for no such bound.
+        below: number that must exceed all valid values; None for no such bound.
+        refusal: template of the error message for a value outside the bounds, with the fields `name`, `rule` and
+            `value`.
+        text: whether the command line takes the value literally, without giving any character a meaning in Hydra's
+            grammar.
     """
 
     meaning: str
@@ -45,7 +50,7 @@ class Key:
     text: bool
 
     def allows(self, value: float) -> bool:
-        """Return whether the value is inside the bounds."""
+        """Return whether a value is inside the bounds of the key."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -55,7 +60,7 @@ class Key:
 
     @property
     def bounds(self) -> str:
-        """The bounds as text, such as `>= 1` or `in [0, 1)`. Empty if there are none."""
+        """The bounds of the key as text, such as `>= 1` or `in [0, 1)`. If the key has no bounds, the text is empty."""
         low = self.above if self.at_least is None else self.at_least
         high = self.below if self.at_most is None else self.at_most
         left, right = "[" if self.above is None else "(", "]" if self.below is None else ")"
@@ -80,7 +85,10 @@ def key(
     refusal: str = "{name} must be {rule}, got {value}",
     text: bool = False,
 ) -> Any:
-    """Declare a field of a section. See `Key` for the arguments. The field has no default value."""
+    """Declare a field of a config section.
+
+    The arguments have the same meaning as the attributes of `Key`. The declared field has no default value.
+    """
     declared = Key(
         meaning=meaning,
         unit=unit,
@@ -101,8 +109,8 @@ def key(
 def section(kind: type[T]) -> type[T]:
     """Make a class a section of the config: a frozen dataclass with keyword-only fields and checked bounds.
 
-    Creating an instance first checks the bounds of all keys. Then it runs the class's own `__post_init__`, which holds
-    the rules between keys.
+    Creating an instance of a section first checks the bounds of all keys. After the check of the bounds, the section's
+    own `__post_init__` checks the rules between several keys.
     """
     rules = getattr(kind, "__post_init__", None)
 
@@ -116,7 +124,10 @@ def section(kind: type[T]) -> type[T]:
 
 
 def _require_bounds(values: Any) -> None:
-    """Raise ConfigError if a value is outside the bounds of its key. None is inside."""
+    """Raise ConfigError if a value in a section is outside the bounds of its key.
+
+    The value None is accepted by all bounds.
+    """
     hints = get_type_hints(type(values))
     for one in fields(values):
         declared, value = one.metadata[_KEY], getattr(values, one.name)
@@ -128,14 +139,15 @@ def _require_bounds(values: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """A key in its place.
+    """A config key with its full path and type.
 
     Attributes:
-        path: dotted name, such as `trainer.seed`. `[]` follows the name of a list, as in `reward.functions[].weight`.
-        key: the declaration.
-        hint: type of the value.
-        section: class of the value if it is a section or a list of sections, else None.
-        changeable: whether a resumed run may change the value, according to the key or a section around it.
+        path: dotted name of the key, such as `trainer.seed`. In the path, `[]` follows the name of a list, as in
+            `reward.functions[].weight`.
+        key: the declaration of the key.
+        hint: type annotation of the value.
+        section: class of the section if the value is a section or a list of sections; otherwise None.
+        changeable: whether a resumed run may change the value, because the key or a section around it allows that.
     """
 
     path: str
@@ -146,11 +158,13 @@ class Declared:
 
 
 def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> Iterator[Declared]:
-    """Yield the keys of a section and of the sections inside it, in the schema's order. Sections precede their keys.
+    """Yield the keys of a section and of the sections inside it, in the order of the schema.
+
+    Each section is yielded before the keys that it contains.
 
     Args:
         kind: class of the section.
-        prefix: text before the names, such as `trainer.`.
+        prefix: text that is put before the names of the keys, such as `trainer.`.
         changeable: whether the whole section may change on resume.
     """
     hints = get_type_hints(kind)
@@ -163,15 +177,17 @@ def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> 
 
 
 def _section_in(hint: Any) -> type | None:
-    """Return the section that a type consists of, or None if it is the type of a plain value."""
+    """Return the config section (dataclass) that a type annotation contains, such as `S` in `list[S]`; None if it
+    contains none.
+    """
     return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def text_keys(kind: type) -> frozenset[str]:
-    """Return the keys whose values the command line takes as they are typed."""
+    """Return the paths of the keys whose values the command line takes literally, without Hydra's grammar."""
     return frozenset(one.path for one in declared_keys(kind) if one.key.text)
 
 
 def changeable_keys(kind: type) -> frozenset[str]:
-    """Return the keys, and the sections as a whole, that a resumed run may change."""
+    """Return the paths of the keys and of the whole sections that a resumed run may change."""
     return frozenset(one.path for one in declared_keys(kind) if one.changeable)

@@ -1,7 +1,7 @@
 """Option names of other trainers, and rltrain's keys for the same settings.
 
-Error messages use the table when a user writes the name of another trainer. `docs/coming-from-other-trainers.md` shows
-the whole table; `python -m rltrain.settings.reference` writes it.
+If a user writes an option name of another trainer, the error message names rltrain's key for the same setting. The
+command `python -m rltrain.settings.reference` writes all names as a table into `docs/coming-from-other-trainers.md`.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Name:
-    """What a setting of another trainer is called here.
+    """The names of one setting in rltrain and in other trainers.
 
     Attributes:
-        key: rltrain's key.
-        trl: TRL's name (GRPOConfig), or "".
-        verl: verl's name, or "".
-        openrlhf: OpenRLHF's name, without its dashes, or "".
-        hint: what differs in meaning or unit; "" if nothing does.
+        key: rltrain's config key for the setting.
+        trl: name of the setting in TRL's GRPOConfig; "" if TRL has none.
+        verl: name of the setting in verl; "" if verl has none.
+        openrlhf: name of OpenRLHF's flag without its leading dashes; "" if OpenRLHF has none.
+        hint: how rltrain's key differs in meaning or unit; "" if there is no difference.
     """
 
     key: str
@@ -27,7 +27,7 @@ class Name:
 
     @property
     def note(self) -> str:
-        """The hint as the end of a message."""
+        """The hint in brackets, as the end of an error message; "" without a hint."""
         return f" ({self.hint})" if self.hint else ""
 
 
@@ -162,10 +162,11 @@ NAMES = (
 
 
 def name_here(key: str) -> Name | None:
-    """Return the entry for a name of another trainer, or None.
+    """Return the entry for the setting that another trainer calls `key`, or None if no such setting is known.
 
-    A name matches as a whole, or by its last parts: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. A section that
-    the user put before the name of an option without sections, as in `algorithm.beta`, is ignored.
+    Either the whole option name or its last parts must match: `rollout.n` matches verl's `actor_rollout_ref.rollout.n`.
+    If an option of another trainer has no section, a section that the user wrote before it, as in `algorithm.beta`, is
+    ignored.
     """
     plain = key.lstrip("-")
     for name in NAMES:

@@ -1,7 +1,8 @@
 """Settings as a user writes them: `GROUP=CHOICE` and `KEY=VALUE` on the command line, and the keys of a config file.
 
-Hydra's grammar reads the values. Its errors have several lines and refer to Hydra's own syntax. This module replaces
-each of them by a one-line message that names the existing keys or choices.
+Hydra's grammar is used to parse the values on the command line. Hydra's error messages have several lines and refer to
+Hydra's own syntax. This module replaces each error of Hydra by a one-line message that names the existing keys or
+choices.
 """
 
 import difflib
@@ -25,12 +26,12 @@ from rltrain.settings.other_names import name_here
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys, require, unknown_key
 
-# Maps each section of knobs to the key that selects their function. The schema does not know which knobs exist.
-# `rltrain.settings.algorithm_rules` checks their names and values.
+# Maps each section of knobs (function parameters) to the key that selects the function.
+# The schema does not know which knobs exist: `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
 _NEW_LINE = re.compile(r"\\?\\n")
-OPTIONAL = "model.lora"  # a mapping that may be null; setting one of its keys creates it
+OPTIONAL = "model.lora"  # mapping that may be null; setting one of its keys creates the mapping
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setting:
-    """The value of one key. A mapping replaces the mapping in the chosen file.
+    """A value that the user sets for one key.
+
+    If the value is a mapping, it replaces the whole mapping in the chosen YAML file.
 
     Attributes:
         key: dotted name of the key.
-        value: plain value. Text may hold references such as `${data.train}`.
+        value: the value in plain Python types. Text may contain references such as `${data.train}`.
     """
 
     key: str
@@ -56,7 +59,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Removal:
-    """The removal of a knob that the chosen file sets, such as `~algorithm.loss.clip_ratio_c`."""
+    """The removal of a knob (function parameter) that the chosen YAML file sets, such as
+    `~algorithm.loss.clip_ratio_c`.
+    """
 
     key: str
 
@@ -65,16 +70,17 @@ Item = Choice | Setting | Removal
 
 
 def from_command_line(text: str) -> Item:
-    """Read one word of the command line.
+    """Parse one word of the command line, such as `algorithm=ppo` or `trainer.seed=1`.
 
-    The values of text keys never reach Hydra, so any character may be in them. In such a value, a backslash and an `n`
-    stand for a line break, a second backslash before them keeps both characters, and `null` stands for no text.
+    Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
+    free text, a backslash followed by `n` stands for a line break, two backslashes followed by `n` stand for one
+    backslash and `n`, and `null` stands for no text.
 
-    Hydra requires a `+` before a key that is not in the YAML files, as is the case for every knob. rltrain accepts
-    `key=value` for all keys.
+    Hydra requires a `+` before a key that is not in the YAML files, such as a knob (function parameter). rltrain
+    accepts `key=value` without a `+` for all keys.
 
     Raises:
-        ConfigError: the word is invalid.
+        ConfigError: the word is not a valid setting.
     """
     typed_key, equals, value = text.lstrip("+").partition("=")
     if equals and typed_key in TEXT_KEYS:
@@ -102,13 +108,15 @@ def _as_typed(value: str) -> str | None:
 
 
 def from_file(path: str) -> list[Item]:
-    """Read a config file of the user: YAML with keys that are nested, dotted or both.
+    """Read a config file of the user: a YAML file whose keys may be nested or dotted.
 
-    A config group takes the name of a choice, as in `algorithm: ppo`, or the mapping of its keys. As in Hydra's own
-    files, a list under `defaults` may also hold the choices. A `config.yaml` that a run has written is such a file.
+    In the file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping of its keys.
+    As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file `config.yaml` that a
+    run writes can also be used as a config file.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting in it is invalid. The message is one line and names the file.
+        ConfigError: the file cannot be read, or a setting in it is invalid. The error message is one line and names the
+            config file.
     """
     where = f"--config {path}"
     values = _load(Path(path).expanduser(), where)
@@ -127,7 +135,8 @@ def from_file(path: str) -> list[Item]:
 
 def _load(path: Path, where: str) -> dict[str, Any]:
     try:
-        values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()  # plain values only, as in Hydra's files
+        # only plain values are accepted, as in Hydra's own YAML files
+        values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; check the path (it starts at {Path.cwd()})") from None
     except OSError as error:
@@ -150,11 +159,15 @@ def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(key: str, value: Any) -> list[Item]:
-    """Return the settings of a key of a file, or of all keys under it if it is a section."""
+    """Return the settings that one entry of a config file, with the given key and value, makes.
+
+    If the key of an entry is a section, the result has one setting for each key in the section.
+    """
     inside = any(name.startswith(f"{key}.") for name in keys(Config))
     if not (inside and isinstance(value, dict)):
         text = f"{key}: {value}"
-        if not (inside and value is None):  # the typed config refuses null if the section is not optional
+        # if the section is not optional, the conversion to the typed config refuses null
+        if not (inside and value is None):
             _check_key(key, text)
         return [_setting(key, value, text)]
     return [item for name, inner in value.items() for item in _settings(f"{key}.{name}", inner)]
@@ -181,7 +194,7 @@ def _parse_override(text: str) -> Override:
     require(bool(key.strip("+~ ")), f"'{text}': no key before the '='; settings are written KEY=VALUE")
     try:
         override = OverridesParser.create().parse_override(text)
-    except (HydraException, ValueError):  # ValueError: a number with thousands of digits
+    except (HydraException, ValueError):  # Python raises ValueError for a number with thousands of digits
         raise ConfigError(
             f"""'{text}': cannot read the value; quote one with special characters, as in '{key}="{value}"'"""
         ) from None
@@ -215,20 +228,22 @@ def _listed(names: list[str]) -> str:
 
 
 def is_mapping_key(key: str) -> bool:
-    """Return whether a setting of this key replaces a whole mapping."""
+    """Return whether setting the given key replaces a whole mapping."""
     return key in KNOBS or key == OPTIONAL
 
 
 def apply(items: list[Item], composed: Any) -> None:
-    """Write settings into a composed config, in their order.
+    """Write settings into a composed config, in the given order.
 
     Args:
-        items: settings and removals; choices must already be part of the config. Text keys are left out, because
-            OmegaConf would read references in them: `set_text` sets these.
+        items: the settings and removals to apply. Choices of config groups must already be part of the config. Keys
+            with free text are skipped, because OmegaConf would resolve references in the text: `set_text` sets them
+            later.
         composed: the `DictConfig` to change.
 
     Raises:
-        ConfigError: a section is null under the chosen groups, or a removed knob does not exist.
+        ConfigError: the chosen YAML files set a section to null that contains a key to set, or a knob to remove does
+            not exist.
     """
     OmegaConf.set_struct(composed, False)
     for item in items:
@@ -253,7 +268,7 @@ def _set(composed: Any, setting: Setting) -> None:
 
 
 def set_text(values: dict[str, Any], items: list[Item]) -> None:
-    """Write the values of text keys into the nested plain values of a config."""
+    """Write the values of keys with free text into the nested plain values of a config."""
     for item in items:
         if isinstance(item, Setting) and item.key in TEXT_KEYS:
             *sections, name = item.key.split(".")
@@ -264,5 +279,5 @@ def set_text(values: dict[str, Any], items: list[Item]) -> None:
 
 
 def chosen(items: list[Item]) -> Mapping[str, str]:
-    """Return the last choice of each group."""
+    """Return the last choice that the settings make for each config group."""
     return {item.group: item.choice for item in items if isinstance(item, Choice)}

@@ -1,13 +1,15 @@
-"""Documentation of the config keys, generated from the schema: pages of `docs/`, and the comments in the YAML files.
+"""Generation of documentation from the schema of the config keys: pages of `docs/`, and the comments in the YAML files.
 
-The pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. This command writes all of them, and prints
-the names of the files that it changed:
+The generated pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. The following command writes the
+pages and the comments, and prints the names of the changed files:
 
     python -m rltrain.settings.reference
 
-A YAML file that builds on another choice of its group holds only what differs from that choice. The comments in such a
-file explain its values, so they stay as they are. All other YAML files hold every key of their sections. The comments
-of these keys are generated. The comment at the start of a file, and comments of lines that are no keys, stay.
+A YAML file that builds on another choice of its config group contains only the values that differ from that choice. The
+comments in a file that builds on another choice explain the particular values, so they are not replaced. A YAML file
+that does not build on another choice contains every key of its sections. In files that contain every key, the comments
+of the keys are generated. The generation keeps the comment at the start of a file, and comments above lines without a
+key.
 """
 
 import re
@@ -28,9 +30,10 @@ from rltrain.settings.key import Declared, declared_keys
 from rltrain.settings.other_names import NAMES
 from rltrain.settings.schema import Config
 
-WIDTH = 120  # longest line of a YAML file
-TOP = ""  # path of the whole config
-WHOLE_CONFIG = "# @package _global_"  # first line of a group's file whose keys belong to several sections
+WIDTH = 120  # maximum line length of a YAML file, in characters
+TOP = ""  # key path that stands for the whole config
+# first line of a YAML file in a group's folder whose keys belong to several sections
+WHOLE_CONFIG = "# @package _global_"
 INTRODUCTION = """\
 # Settings
 
@@ -91,7 +94,9 @@ def names_page() -> str:
 
 
 def _section(section: Declared, every: tuple[Declared, ...], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the lines about one section: heading, meaning, choices of the config group, and the table of its keys."""
+    """Return the lines of `docs/settings.md` about one section: heading, meaning, choices of the config group, and the
+    table of the keys.
+    """
     path, title = section.path, f"`{section.path}`"
     if get_origin(section.hint) is list:
         path, title = f"{path}[]", f"An entry of {title}"
@@ -126,7 +131,9 @@ def _parent(path: str) -> str:
 
 
 def _is_set_whole(one: Declared) -> bool:
-    """Return whether a user sets this section as one value: it is a list, or a mapping that is given as a whole."""
+    """Return whether a user sets a section as one value, because the section is a list, or a mapping that is given as
+    one value.
+    """
     return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
 
 
@@ -150,7 +157,10 @@ def _type(hint: Any, bounds: str = "") -> str:
 
 
 def _defaults() -> Mapping[str, Any]:
-    """Return the nested values of `config/train.yaml` and the default choices. References to other keys stay text."""
+    """Return the default config as nested values: `config/train.yaml` and the default choice of each config group.
+
+    References such as `${data.train}` in the default config are not resolved.
+    """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         values = OmegaConf.to_container(hydra_compose("train"), resolve=False)
     assert isinstance(values, dict)
@@ -172,11 +182,11 @@ def _shown(value: Any) -> str:
 
 
 def commented(text: str, prefix: str = "") -> str:
-    """Return the text of a YAML file with the generated comments.
+    """Return the text of a YAML file in which the generated comments replace the comments of its keys.
 
     Args:
-        text: the text of the file, with or without comments.
-        prefix: text before the names of the file's keys, such as `trainer.`.
+        text: the present text of the file, with or without comments.
+        prefix: text that is put before the key names in the file to get full paths, such as `trainer.`.
     """
     if _builds_on_another_choice(text):
         return text
@@ -207,15 +217,16 @@ def _comment(one: Declared) -> str:
 
 
 def _without_head(lines: list[str]) -> tuple[list[str], list[str]]:
-    """Split off the comment at the start of a file, and the empty lines after it."""
+    """Split the lines of a file into the comment at the start and the rest, without the empty lines between them."""
     end = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
     start = next((n for n, line in enumerate(lines) if n >= end and line.strip()), len(lines))
     return lines[:end], lines[start:]
 
 
 def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each line with the path of its key. The path is "" for a line without a key."""
-    around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]  # column and path of the keys that the line is inside of
+    """Yield each line of a YAML file with the full path of the key on it. For a line without a key, the path is ""."""
+    # column and path of each key that contains the current line
+    around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]
     for line in lines:
         found = _LINE_OF_KEY.fullmatch(line)
         if found is None:
@@ -233,7 +244,10 @@ def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_comment(line: str, comment: str) -> list[str]:
-    """Return the lines of a key with its comment behind it, or above it if the line would be too long."""
+    """Return the line of a key with the comment at its end.
+
+    If the line with the comment would be too long, the comment is put on separate lines above the key.
+    """
     bare = re.sub(r"\s+#.*", "", line)
     short = f"{bare}  # {comment}"
     if len(short) <= WIDTH:
@@ -243,7 +257,7 @@ def _with_comment(line: str, comment: str) -> list[str]:
 
 
 def outdated() -> dict[Path, str]:
-    """Return the files that differ from the schema, with their new text."""
+    """Return the generated files that do not match the schema, with their new text."""
     folder = config_dir()
     docs = folder.parent / "docs"
     new = {docs / "settings.md": page(), docs / "coming-from-other-trainers.md": names_page()}
@@ -255,7 +269,7 @@ def outdated() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write the files that differ from the schema, and print their names."""
+    """Rewrite the generated files that do not match the schema, and print their names."""
     for file, text in outdated().items():
         file.write_text(text, "utf-8")
         sys.stdout.write(f"{file}\n")

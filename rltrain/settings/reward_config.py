@@ -6,14 +6,14 @@ from typing import Any, Literal
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
-REWARD_MODEL_KEY = "reward.models: path of '{}'"  # name of a reward model's `path` in messages
+REWARD_MODEL_KEY = "reward.models: path of '{}'"  # text that names the `path` setting of a reward model in messages
 _LARGEST_WEIGHT = 3.4e38  # largest float32
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 
 @section
 class RewardFunctionConfig:
-    """One reward function. `path` is `package.module:function` or `file.py:function`."""
+    """Settings of one reward function. The key `path` has the form `package.module:function` or `file.py:function`."""
 
     name: str = key("Name of the function in metrics and messages.", if_left_out="name of the function")
     path: str = key(
@@ -38,7 +38,10 @@ class RewardFunctionConfig:
 
 @section
 class RewardModelConfig:
-    """One reward model. `path` is a sequence classifier with one output in Hugging Face format."""
+    """Settings of one reward model.
+
+    The key `path` names a sequence classifier with one output, in Hugging Face format.
+    """
 
     name: str = key("Name of the reward model in metrics and messages.", if_left_out="last part of the path")
     path: str = key(
@@ -67,13 +70,13 @@ class RewardModelConfig:
 
     @property
     def key(self) -> str:
-        """Name of the model's `path` in messages."""
+        """Text that names the `path` setting of a reward model in messages."""
         return REWARD_MODEL_KEY.format(self.name)
 
 
 @section
 class RewardConfig:
-    """The reward functions and models, their limits, and the treatment of failures."""
+    """Settings of all reward functions and reward models, of their limits, and of what happens if one fails."""
 
     functions: list[RewardFunctionConfig] = key(
         "Reward functions. An entry is a mapping, or only the path of a function."
@@ -141,5 +144,8 @@ class RewardConfig:
 
     @property
     def components(self) -> list[RewardFunctionConfig | RewardModelConfig]:
-        """The reward functions, followed by the reward models. This is the column order of `reward_components`."""
+        """The reward functions, followed by the reward models.
+
+        The batch column `reward_components` holds the scores in the order of the returned list.
+        """
         return [*self.functions, *self.models]

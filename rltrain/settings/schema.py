@@ -1,9 +1,10 @@
 """The names, types and rules of all config keys.
 
-The YAML files under `config/` hold the default values, so the fields here have none. `rltrain.settings.typed.parse`
-converts the YAML values into these dataclasses once. No untyped config exists after that. The keys under `algorithm`
-and `reward` are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that need
-files, registries or the number of cores are in `rltrain.run.checks`.
+The fields of the config dataclasses have no default values, because the YAML files under `config/` hold the defaults.
+The function `rltrain.settings.typed.parse` converts the YAML values into the config dataclasses once, at the start.
+After the values have been converted, the program uses only the typed config. The keys under `algorithm` and `reward`
+are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that depend on files,
+registries or the number of CPU cores are checked in `rltrain.run.checks`.
 """
 
 from typing import Literal
@@ -13,9 +14,10 @@ from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.typed import require
 
-REWARD_MODEL = "reward_model"  # start of a training rank's role; the name of the reward model follows
-ALL_LINEAR = "all-linear"  # LoRA target that stands for every linear layer except the last
-SHORTEST_HANG_S = 10.0  # processes are polled once a second, and report progress once per micro-batch
+REWARD_MODEL = "reward_model"  # start of a reward model's role name; the name of the reward model follows
+ALL_LINEAR = "all-linear"  # value of `model.lora.targets` that stands for every linear layer except the last
+# lower limit of timeouts for hung processes, which are polled once a second and report progress once per micro-batch
+SHORTEST_HANG_S = 10.0
 
 
 def _is_unicode(text: str) -> bool:
@@ -24,7 +26,7 @@ def _is_unicode(text: str) -> bool:
 
 @section
 class TrainerConfig:
-    """Length of the run, batch sizes, output, checkpoints, failure limits and evaluation."""
+    """Settings for the length of the run, batch sizes, output, checkpoints, failure limits and evaluation."""
 
     total_steps: int = key("Number of training steps in the run.", at_least=1, changeable=True)
     prompts_per_step: int = key(
@@ -130,9 +132,13 @@ def _largest_divisor(total: int, at_most: int) -> int:
 
 @section
 class LoRAConfig:
-    """Low-rank adapters, arXiv 2106.09685. A target layer uses W + alpha / rank * B A. W is frozen, A and B train."""
+    """Settings of low-rank adapters (LoRA, arXiv 2106.09685).
 
-    given_whole = True  # the user sets one key, whose value is a mapping
+    A layer with an adapter uses the weight W + alpha / rank * B A. The matrix W is frozen, and training changes the
+    matrices A and B.
+    """
+
+    given_whole = True  # the user sets the section as one key, whose value is a mapping
 
     rank: int = key("Rank of the two matrices A and B of an adapter.", if_left_out="required", at_least=1)
     alpha: float = key(
@@ -159,7 +165,11 @@ class LoRAConfig:
 
 @section
 class ModelConfig:
-    """The model. `dtype` applies to the engine and to the trainer's matrix products. Master weights stay float32."""
+    """Settings of the model that is trained.
+
+    `dtype` applies to the engine and to the trainer's matrix products. The trainer's master weights always have dtype
+    float32.
+    """
 
     path: str = key(
         "Causal language model in Hugging Face format: a directory, or a name on the hub, which the run completes with "
@@ -212,7 +222,7 @@ class OptimizerConfig:
 
 @section
 class CriticConfig(OptimizerConfig):
-    """The critic's optimizer and its value clipping."""
+    """Settings of the critic's optimizer and of the clipping of its values."""
 
     clip_range_value: float = key(
         "Distance from the old value beyond which the value loss of a token is clipped.", above=0
@@ -221,7 +231,10 @@ class CriticConfig(OptimizerConfig):
 
 @section
 class DataConfig:
-    """Sources and treatment of the prompts. `rltrain.data.row_sources` lists the kinds of sources."""
+    """Settings for the sources of the prompts, and for how prompts are made of the data.
+
+    The module `rltrain.data.row_sources` lists the kinds of sources.
+    """
 
     train: str = key(
         "Source of the training prompts: a built-in task, a file or folder of data, a data set of the hub, or a Python "
@@ -336,13 +349,13 @@ class RolloutConfig:
 
     @property
     def shards(self) -> int:
-        """Number of processes, or GPUs, over which one engine is sharded."""
+        """Number of processes (or GPUs) over which one inference engine is sharded."""
         return self.vllm.tensor_parallel_size if self.engine == "vllm" and self.vllm else 1
 
 
 @section
 class PlacementConfig:
-    """The number of processes of each kind, and where they run."""
+    """Settings for the number of processes of each kind, and for where they run."""
 
     launcher: Literal["ray", "inprocess"] = key(
         "Form of the workers. ray: processes that Ray starts. inprocess: objects in one process, for debugging."
@@ -396,7 +409,7 @@ class PlacementConfig:
 
 @section
 class Config:
-    """The complete resolved config."""
+    """The complete config, with all references resolved."""
 
     profile: Literal["demo", "instruct"] = key(
         "Set of defaults for learning rate, lengths, batch sizes and evaluation. demo: for the built-in tiny model. "
@@ -440,10 +453,10 @@ class Config:
         )
 
     def require_budget(self, role: str) -> None:
-        """Raise ConfigError if the longest possible row does not fit in a micro-batch of the role.
+        """Raise ConfigError if the longest possible row (prompt and answer) does not fit in a micro-batch of a role.
 
         Args:
-            role: `actor` or `critic`.
+            role: the role whose micro-batch size is checked, `actor` or `critic`.
         """
         longest = self.rollout.max_prompt_length + self.rollout.max_response_length
         ranks, budget = self.placement.sequence_ranks, getattr(self, role).max_tokens_per_microbatch
@@ -456,7 +469,10 @@ class Config:
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of optimizer steps in the whole run. The learning-rate schedules end at exactly this number."""
+        """Total number of optimizer steps in the run.
+
+        The learning-rate schedules end exactly at the last optimizer step.
+        """
         return self.trainer.total_steps * self.optimizer_steps_per_step
 
     @property
@@ -470,17 +486,19 @@ class Config:
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
 
     def roles(self, *, needs_critic: bool) -> list[str]:
-        """Return the roles of the training ranks.
+        """Return the roles of the training ranks, such as `actor` and `critic`.
 
         Args:
-            needs_critic: whether the advantage estimator reads the critic's values.
+            needs_critic: whether the advantage estimator reads a critic's values, so that the run needs a critic.
         """
         models = [f"{REWARD_MODEL} {model.name}" for model in self.reward.models]
         return ["actor", *["reference"] * self.algorithm.needs_reference, *["critic"] * needs_critic, *models]
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engines and training ranks share devices and take turns, so that the waiting side needs no memory."""
+        """Whether inference engines and training ranks share devices and take turns, so that the side that waits frees
+        its memory.
+        """
         placement = self.placement
         return placement.launcher == "ray" and placement.share_ranks and not self.trainer.max_staleness
 

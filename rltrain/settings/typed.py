@@ -1,4 +1,8 @@
-"""Conversion of plain values into typed dataclasses. Errors name the key, and the nearest key if it is unknown."""
+"""Conversion of plain nested values into typed dataclasses.
+
+The message of a conversion error names the key that is wrong. For an unknown key, the error message also names the most
+similar known key.
+"""
 
 import dataclasses
 import difflib
@@ -14,7 +18,10 @@ T = TypeVar("T")
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ConfigError(message) unless `condition` holds. The message gives the value, the rule and the fix."""
+    """Raise ConfigError(message) unless `condition` holds.
+
+    By convention, the error message gives the value, the rule and the fix.
+    """
     if not condition:
         raise ConfigError(message)
 
@@ -23,13 +30,13 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Convert nested plain values into the dataclass `kind`.
 
     Args:
-        kind: the dataclass.
-        values: the values by field name.
-        where: prefix of the keys in error messages.
+        kind: the dataclass to create.
+        values: the plain values, by field name.
+        where: text before the key names in error messages, such as `trainer.`.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value is invalid. The message names the key and the rule, and the
-            nearest known key if the key is unknown.
+        ConfigError: a key is unknown or missing, or a value is invalid. The error message names the key and the rule.
+            For an unknown key, the error message also names the most similar known key.
     """
     hints = _hints(cast("Any", kind))
     for key in values:
@@ -40,7 +47,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)
-    except ConfigError as error:  # a rule names only its field, so the section is prepended
+    # the message of a rule names only the field, so the name of the section is put before it
+    except ConfigError as error:
         raise ConfigError(where + str(error)) from None
 
 
@@ -50,13 +58,13 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the error for a key that does not exist. Its message names the nearest known key."""
+    """Return the ConfigError for a key that does not exist. The error message names the most similar known key."""
     hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key with a missing or wrong section should still match well, so the last part alone counts 0.9.
+    # A key with a wrong section should still match well, so the similarity of the last parts counts with factor 0.9.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
     return max(whole, 0.9 * last)
@@ -65,8 +73,8 @@ def _likeness(key: str, name: str) -> float:
 def keys(kind: type, prefix: str = "") -> list[str]:
     """Return the dotted names of all leaf keys of the dataclass `kind`, including keys that may be None.
 
-    A list is a leaf, also a list of dataclasses. A dataclass with a true attribute `given_whole` is a leaf too, because
-    the user sets it as one mapping.
+    A list counts as a leaf, even if it is a list of dataclasses. A dataclass whose attribute `given_whole` is true also
+    counts as a leaf, because the user sets it as one mapping.
     """
     found: list[str] = []
     for name, hint in _hints(kind).items():
@@ -95,7 +103,7 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # The value is not converted to float first, because an int may be too large for that. NaN compares as False.
+    # The value is compared without conversion to float, because an int may be too large. NaN fails the comparison.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
     return float(value) if hint is float else value
