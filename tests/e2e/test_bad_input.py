@@ -26,9 +26,14 @@ CASES = {
         ["algorithm=grop"],
         ["algorithm=grop", "unknown choice", "the nearest is 'grpo'", "all are cispo, clip_cov, dapo"],
     ),
-    "unknown flag": (["--multirun"], ["'--multirun'", "unknown flag", "--help and --cfg"]),
+    "unknown flag": (["--resume"], ["'--resume'", "unknown flag", "--help, --cfg, --plan"]),
+    "sweep of a key with no values": (["-m", "trainer.seed=["], ["--multirun: ", "write several values as KEY=A,B"]),
+    "own file that is not there": (["--config", "{files}/no.yaml"], ["--config {files}/no.yaml", "no such file"]),
     "syntax": (["trainer.seed=["], ["'trainer.seed=['", "cannot read the value", "quote"]),
-    "changing the folder": (["hydra.job.chdir=true"], ["'hydra.job.chdir=true'", "cannot be changed", "leave it out"]),
+    "changing the folder": (
+        ["hydra.job.chdir=true"],
+        ["'hydra.job.chdir=true'", "only apply to a sweep", "leave it out"],
+    ),
     "wrong type": (["trainer.total_steps=many"], ["trainer.total_steps='many'", "must be a whole number"]),
     "batch sizes": (
         ["trainer.prompts_per_step=60"],
@@ -104,7 +109,7 @@ CASES = {
             "resize_token_embeddings",
         ],
     ),
-    "missing data": (["data.train={files}/no.jsonl"], ["{files}/no.jsonl", "no such file", "check the path"]),
+    "missing data": (["data.train={files}/no.jsonl"], ["{files}/no.jsonl", "no such file", "did you mean"]),
     "data without a model": (["data.train={files}/good.jsonl"], ["good.jsonl", "only the built-in", "model.path=DIR"]),
     "malformed JSONL": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/malformed.jsonl"],
@@ -128,11 +133,11 @@ CASES = {
     ),
     "model with capped attention": (
         ["profile=demo", "model.path={files}/capped"],
-        ["profile=demo", "model.path={files}/capped", "attn_logit_softcapping=50.0", "use another model"],
+        ["model.path={files}/capped", "attn_logit_softcapping=50.0", "use another model"],
     ),
     "model without an end token": (
         ["profile=demo", "model.path={files}/endless", "data.train={files}/good.jsonl"],
-        ["profile=demo", "model.path={files}/endless", "no end token", "set eos_token_id"],
+        ["model.path={files}/endless", "no end token", "set eos_token_id"],
     ),
     "reward function that is not there": (
         ["reward.functions=[{files}/no.py:score]"],
