@@ -90,8 +90,7 @@ def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room:
 def _exchange(
     weights: Sequence[int], heavy: list[int], light: list[int], sizes: Sequence[int], room: int
 ) -> tuple[list[int], list[int]] | None:
-    """Move one index from `heavy` to `light`, or exchange two indices, to bring the two sums as close together as
-    possible.
+    """Bring the sums of two parts as close as possible: move one index from `heavy` to `light`, or exchange two.
 
     Returns:
         The new indices of the heavy and the light part, or None if no move or exchange brings the two sums closer.

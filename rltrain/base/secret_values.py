@@ -95,8 +95,7 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
 
 
 def _any_spelling(secret: str) -> str:
-    """Return a regular expression that matches a text with its whitespace and special characters in any escaped
-    form."""
+    """Return a regular expression that matches a text with any form of its whitespace and special characters."""
     words = re.split(rf"(?:\s|{_LINE_BREAK})+", secret)
     return _GAP.join("".join(map(_spellings, re.sub(r"\\+", r"\\", word))) for word in words if word)
 

@@ -3,10 +3,10 @@
 Letters for sizes in this project: P prompts in a step, G samples of one prompt (a group), B = P * G sequences,
 T response tokens of a row in the padded view, N tokens of a packed batch, V vocabulary entries.
 
-Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and of row offsets, (B
-+ 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. All columns of a family, such as the response
-columns, share one offsets tensor. Batches are stored and sent without padding. The method `padded(column)` returns the
-padded view (B, T), which the algorithms read.
+Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and of the offsets of
+the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. All columns of a family, such as
+the response columns, share one offsets tensor. Batches are stored and sent without padding. The method `padded(column)`
+returns the padded view (B, T), which the algorithms read.
 """
 
 import json
@@ -149,7 +149,7 @@ class DataProto:
             found = {
                 key: known.get(id(tensor)) or column_of(cast(Tensor, tensor)) for key, tensor in self._table.items()
             }
-            # dataclass equality is off, so that dataclass equality is off, so that columns compare by identity
+            # `!=` compares columns by identity, because the dataclass `Column` has `eq=False`
             if found != self._columns:
                 self._columns = share_offsets(found)
         return self._columns

@@ -1,6 +1,7 @@
-"""Sinks: where the metrics of a run go.
+"""Sinks: the places to which the metrics of a run are sent.
 
-`JsonLines` is always there, and `trainer.trackers` names the others. `docs/reading-a-run.md` explains how to add one.
+The sink `JsonLines` is always present, and the config key `trainer.trackers` names further sinks.
+`docs/reading-a-run.md` explains how to add a sink.
 """
 
 from collections.abc import Mapping, Sequence
