@@ -24,8 +24,8 @@ PERSISTENT_STEPS = 5
 # Number of steps over which rewards are averaged for comparison, because the prompts of a single step may be harder.
 WINDOW_STEPS = 5
 # Share of the reward gain, from the first window of steps to the best one, whose loss raises the alarm. The fall of the
-# mean reward must also be at least as large as the standard deviation of single rewards in the best window. Requiring
-# both excludes noise of the mean and a reward curve that has become flat.
+# mean reward must also be at least as large as the standard deviation of single rewards in the best window. Requiring a
+# large loss both by share and by standard deviation excludes noise of the mean and a reward curve that has become flat.
 LOST_SHARE = 0.5
 
 

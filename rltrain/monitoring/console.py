@@ -37,6 +37,7 @@ class ConsoleDisplay:
     Args:
         total_steps: number of training steps of the run.
         sample_every: number of steps between printed samples; 0: no samples.
+        console: rich console to which the display writes.
     """
 
     def __init__(self, total_steps: int, sample_every: int, console: Console) -> None:
