@@ -1,5 +1,4 @@
-"""Statistics of the samples of one training step: rewards, lengths, entropy, staleness, and log-probs of engine and
-actor."""
+"""Statistics of the samples of one training step: rewards, lengths, entropy, staleness, log-prob gaps."""
 
 from collections.abc import Sequence
 

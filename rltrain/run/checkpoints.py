@@ -397,7 +397,7 @@ class Checkpoints:
                     manifest = read_manifest(self.folder.at(f"step_{step}"))
                 except RLTrainError:
                     continue
-                # A checkpoint that was saved with another `trainer.keep_best` has the value of another metric.
+                # A checkpoint that was saved with another value of `trainer.keep_best` records another metric.
                 score = manifest["metric"] if manifest["best"] == self.best else None
                 if score is not None and score == score:  # excludes NaN
                     scores[step] = score
@@ -439,7 +439,7 @@ def _publish(model: Folder, path: Path) -> None:
                 raise OSError
             os.link(model.path(name), partial / name)
         except OSError:
-            # Linking also fails if the target is on another disk or on a file system without hard links.
+            # Making a hard link also fails if the target is on another disk or on a file system without hard links.
             model.fs.get_file(model.path(name), str(partial / name))
     if os.path.lexists(path):
         path.rename(old)

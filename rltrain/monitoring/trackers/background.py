@@ -93,7 +93,7 @@ class BackgroundSink:
     def close(self) -> None:
         """Close the sink.
 
-        Wait until it is closed, or until `CLOSE_TIMEOUT_S` seconds have passed since the call of `finish`.
+        Wait until the sink is closed, or until `CLOSE_TIMEOUT_S` seconds have passed since the call of `finish`.
         """
         self.finish()
         assert self._ends_by is not None, "set by `finish`"

@@ -1,4 +1,4 @@
-"""Checks the sinks that the config key `trainer.trackers` names before a run starts, and makes them."""
+"""Checks, before a run starts, the sinks that the config key `trainer.trackers` names, and makes them."""
 
 import difflib
 import importlib
@@ -17,7 +17,7 @@ from rltrain.rewards.loading import load_function
 
 KEY = "trainer.trackers"
 TENSORBOARD = "tensorboard"
-# maps the name of a tracker, which is also that of its library and its extra of the package, to its class
+# maps the name of a tracker, which is also the name of its library and of an extra of rltrain, to its class
 LIBRARIES: dict[str, Callable[[Path], Sink]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,

@@ -103,7 +103,7 @@ class MlflowTracker:
     def _start(self, client: "MlflowClient") -> str:
         """Start an MLflow run and return its id.
 
-        The config is logged as the run's parameters, which MLflow never changes. Returns the run's id.
+        The config is logged as the run's parameters, which MLflow never changes.
         """
         from mlflow.entities import Param
 
