@@ -1,5 +1,4 @@
-"""Resuming a run: find the checkpoint that `trainer.resume` names, and check that the config may continue the saved
-run."""
+"""Resuming a run: find the checkpoint that `trainer.resume` names, and check that the config fits the saved run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -276,7 +275,7 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        # values are compared by `repr`, because NaN is not equal to itself
+        # values are also compared by `repr`, because NaN is not equal to itself
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))
         if not same and not _is_changeable(key):
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""Median of seven digits:
+"""Task: find the median of seven digits, for example `2299907=` -> `7`.
 
-`2299907=` -> `7`, where a response gives the answer at once (`#7`) or after the sorted digits (`0227999#7`).
+A response gives the answer at once (`#7`) or after the sorted digits (`0227999#7`).
 """
 
 from random import Random
