@@ -107,7 +107,10 @@ class Trainer:
         self.dropped: list[int] = []
 
     async def fit(self) -> None:
-        """Train until the last training step. After the loss of a training rank, continue from the last checkpoint."""
+        """Train until the last training step is done.
+
+        After the loss of a training rank, training continues from the last checkpoint.
+        """
         if self.origin is None:
             self.beginning = self.state_dict()
         lost: WorkerLost | None = None
@@ -231,7 +234,7 @@ class Trainer:
         logger.warning("the training ranks are back; going on after step %d", self.step)
 
     async def train_step(self) -> tuple[dict[str, float], DataProto]:
-        """Take one training step. Return the metrics of the step, and the batch that was trained on."""
+        """Take one training step. Return the metrics of the step and the batch on which it trained."""
         config, timer = self.config, Timer()
         async with self.saved_on_error():
             with timer("generate"):
@@ -275,8 +278,8 @@ class Trainer:
     async def saved_on_error(self) -> AsyncIterator[None]:
         """Save a checkpoint if an error in rewards, or in values computed from them, ends the run in the `with` block.
 
-        The checkpoint contains the state before the current step, so a resumed run repeats the step. The samples of
-        failed rewards are written to a file.
+        The checkpoint contains the state before the current step, so a resumed run repeats the step. If rewards failed,
+        the samples are written to a file.
         """
         kl_controller = self.kl_controller.state_dict()
         try:
@@ -355,7 +358,7 @@ class Trainer:
     def checked_update(
         self, role: str, metrics: dict[str, float], batch: DataProto, minibatches: Sequence[list[int]]
     ) -> dict[str, float]:
-        """Return the metrics of an update of `role` under full names, such as `actor/loss`.
+        """Return the metrics of an update of `role` under full names, such as `actor/policy_loss`.
 
         If updates were skipped, an alarm reports their number and the file to which the batch of the step is written.
         """

@@ -1,4 +1,4 @@
-"""Named asyncio tasks that run beside the training step, and waits that end when one of these tasks fails."""
+"""Named asyncio tasks that run beside the training step, and waits that end when one of the tasks fails."""
 
 import asyncio
 import contextlib
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """An async context manager that holds the background tasks of a run. Leaving the context cancels the running tasks.
+    """An async context manager that holds the background tasks of a run.
 
-    The main coroutine uses the method `until` to wait for results of background tasks. The first failure of a task, or
-    an interruption of the run, ends all waits in `until`.
+    Leaving the context cancels the tasks that still run. The main coroutine uses the method `until` to wait for results
+    of background tasks. The first failure of a task, or an interruption of the run, ends all waits in `until`.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,9 @@ class Changes:
 
 @contextlib.contextmanager
 def outside_event_loop() -> Iterator[None]:
-    """Run the block as if no event loop were running in this thread, so that it may run event loops of its own.
+    """Run the `with` block as if no event loop were running in the thread, so that it may run its own event loop.
 
-    A user's code that runs in the driver's process needs this context, because asyncio refuses nested event loops.
+    User code that runs in the driver's process needs `outside_event_loop`, because asyncio refuses nested event loops.
     """
     running = asyncio._get_running_loop()
     asyncio._set_running_loop(None)

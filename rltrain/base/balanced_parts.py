@@ -103,7 +103,8 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            more = sizes[index] - (0 if other == NONE else sizes[other])  # growth of the light part's sum of sizes
+            # the amount by which the exchange increases the light part's sum of sizes
+            more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)
     if found is None:

@@ -17,8 +17,9 @@ _QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 def cpu_cores() -> int:
     """Return the number of CPU cores that this process may use, at least 1.
 
-    The number is smaller than the machine's number of cores under a cpuset (Slurm, `docker --cpuset-cpus`) or a quota
-    (`docker --cpus`, a Kubernetes limit). A CPU quota that is not a whole number of cores is rounded up.
+    The number of usable cores is smaller than the machine's number of cores under a cpuset (Slurm, `docker
+    --cpuset-cpus`) or a quota (`docker --cpus`, a Kubernetes limit). A CPU quota that is not a whole number of cores is
+    rounded up.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas())]))
 
@@ -33,8 +34,8 @@ def openmp_settings(threads: int | None = None) -> dict[str, str]:
     Intel all read OMP_NUM_THREADS and OMP_WAIT_POLICY.
 
     Args:
-        threads: number of OpenMP threads of the process. If None, the number is OMP_NUM_THREADS if that is set, else
-            the number of cores that this process may use.
+        threads: number of OpenMP threads of the process. If `threads` is None, the number is the value of
+            OMP_NUM_THREADS if the variable is set, else the number of cores that the process may use.
     """
     return {
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or cpu_cores()),
@@ -60,7 +61,7 @@ def _quotas() -> Iterator[float]:
 
 def _quota(folder: Path) -> Iterator[float]:
     for names in _QUOTAS:
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or its quota is "max"
+        with contextlib.suppress(OSError, ValueError):  # raised if the quota file does not exist or the quota is "max"
             quota, period = (int(part) for name in names for part in (folder / name).read_text("utf-8").split())
             if quota > 0 and period > 0:
                 yield quota / period

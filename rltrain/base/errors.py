@@ -70,7 +70,7 @@ class Stopped(RLTrainError):
 
 
 class LogProbError(RLTrainError, RuntimeError):
-    """The inference engine and the trainer compute log-probs for the same tokens that differ too much."""
+    """For the same tokens, the log-probs of the inference engine and of the trainer differ too much."""
 
 
 class NumericsError(RLTrainError, ArithmeticError):
@@ -78,7 +78,7 @@ class NumericsError(RLTrainError, ArithmeticError):
 
 
 class RewardError(RLTrainError, RuntimeError):
-    """The rewards cannot be computed: too many reward calls failed, or their aggregation failed.
+    """The rewards cannot be computed: too many reward calls failed, or the aggregation of scores failed.
 
     Attributes:
         batch: the batch of samples whose rewards failed; None unless all samples of the step are available.
@@ -105,10 +105,10 @@ def one_line(text: str, limit: int = 200) -> str:
 
 
 def described(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's type and text on one line, without secrets. The text is cut after `limit` characters.
+    """Return an exception's type and text on one line, without secrets.
 
-    The returned text can always be encoded, stored and shown. The function handles an exception whose `__str__` raises,
-    and a text that contains half of a surrogate pair.
+    The exception's text is cut after `limit` characters. The returned text can always be encoded, stored and shown. The
+    function handles an exception whose `__str__` raises, and a text that contains half of a surrogate pair.
     """
     try:
         text = str(error)[:_READ]

@@ -8,12 +8,13 @@ from pathlib import Path
 
 
 def ensure_home() -> None:
-    """Redirect the caches and settings of libraries if they cannot write to the home folder.
+    """Redirect the caches and settings of libraries to a private folder if the home folder is not writable.
 
     If there is no home folder at all, for instance because the system does not know the user id, HOME is set to a
     private temporary folder. If the home folder exists but is not writable, HOME is not changed, so that existing files
-    can be read, and libraries write new caches and settings to a private temporary folder. The environment variables
-    are set for this process and its child processes. Cache variables that are already set keep their values.
+    can be read, and libraries write new caches and settings to a private temporary folder. The redirection sets
+    environment variables of the process, which child processes inherit. Environment variables for caches that are
+    already set keep their values.
     """
     home = _home()
     if home is None:
@@ -40,7 +41,7 @@ def _home() -> Path | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder. The folder is created if it does not exist."""
+    """Return whether files can be created in a folder. If the folder does not exist, it is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -26,9 +26,9 @@ _LOOKS_LIKE_ONE = (
     rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
-# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. The pattern therefore matches any
-# number of backslashes. The regular expression is possessive and cannot start between backslashes, so that matching a
-# text of only backslashes takes linear time.
+# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. The regular expression for a
+# backslash therefore matches any number of them. The regular expression is possessive and cannot start between
+# backslashes, so that matching a text of only backslashes takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
 _GAP = rf"(?:\s|{_LINE_BREAK}|{_BACKSLASHES}[tvf]|%20|%0[9adAD])*"
@@ -87,7 +87,7 @@ def _values(environment: Mapping[str, str]) -> set[str]:
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
-    """Return a pattern that matches each secret, the long lines of each secret, and well-known forms of keys."""
+    """Return a regular expression for all secrets, the long lines of each secret, and well-known forms of keys."""
     lines = {line.strip() for secret in secrets for line in _LINES.split(secret)}
     wanted = {*secrets, *(line for line in lines if len(line) >= _SHORTEST_LINE)}
     spelled = map(_any_spelling, sorted(wanted, key=len, reverse=True))

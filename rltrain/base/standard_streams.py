@@ -1,4 +1,4 @@
-"""Standard streams for a program that keeps running when its terminal, pipe or disk is gone."""
+"""Standard streams for a program that must keep running when the terminal or pipe is gone or the disk is full."""
 
 import contextlib
 import io

@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from rltrain.base.errors import ConfigError
 
-_CHUNK = 1 << 20  # bytes per read; larger buffers fragment the memory of a process that runs for days
+_CHUNK = 1 << 20  # number of bytes per read; larger buffers fragment the memory of a process that runs for days
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Folder:
         return self.fs.open(self.path(name), mode)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of the file `name` in the folder."""
         content: bytes = self.fs.cat_file(self.path(name))
         return content
 
@@ -81,7 +81,7 @@ class Folder:
         """Copy the start of a local file to `name`, in chunks. Return the size and the CRC-32 of the copied bytes.
 
         Raises:
-            OSError: the file has become shorter, or cannot be read or written.
+            OSError: the local file has become shorter than `size` bytes, or a file cannot be read or written.
         """
         left, crc = start.size, 0
         with start.path.open("rb") as source, self.open(name, "wb") as target:
@@ -141,15 +141,16 @@ def flush(stream: Any) -> None:
 
 
 def local_path(path: str, where: str) -> Path:
-    """Return a path that the user wrote, with `~` expanded. The path does not have to exist.
+    """Return a path that the user wrote, with `~` expanded. The returned path does not have to exist.
 
     Args:
         path: the path as the user wrote it.
         where: start of the error message, such as the config key that holds the path.
 
     Raises:
-        ConfigError: the path is invalid (a name is too long, symbolic links form a loop, it contains a NUL), the user
-            has no permission to access it, a name is not UTF-8, or there is no home folder for `~`.
+        ConfigError: the path is invalid (a name is too long, symbolic links form a loop, or the path contains a NUL
+            character), the user has no permission to access it, a name is not UTF-8, or there is no home folder for
+            `~`.
     """
     try:
         found = Path(path).expanduser()

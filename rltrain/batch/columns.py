@@ -49,7 +49,7 @@ class Column:
     Attributes:
         values: (B, ...) in a dense column, (N, ...) in a jagged column.
         offsets: (B + 1,) in a jagged column, None in a dense column.
-        tensor: cache of `whole`: the column as one dense or nested tensor, or None.
+        tensor: cached result of `whole`, that is, the column as one dense or nested tensor; None before the first call.
     """
 
     values: Tensor | Stored
@@ -125,7 +125,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
     """Concatenate the rows of several batches (parts), or selected rows of them, into new columns.
 
     Args:
-        parts: the columns of each part. All parts have the same column names.
+        parts: for each part (batch), a mapping from column names to columns. All parts have the same column names.
         rows: numbers of the rows to copy, int64, in the order that they get in the result. Rows are numbered through
             all parts: the first row of a part follows the last row of the part before it. If `rows` is None, all rows
             are copied.

@@ -183,7 +183,7 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: a jagged column, whose row lengths the new columns get.
+            like: name of a jagged column, whose row lengths the new columns get.
             **columns: values (N,) of the new columns.
 
         Raises:
@@ -201,7 +201,7 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: a jagged column, whose row lengths the new columns get.
+            like: name of a jagged column, whose row lengths the new columns get.
             **columns: the new columns, in the padded view (B, T) of the column `like`.
         """
         mask = self.padding_mask(like)
@@ -213,7 +213,7 @@ class DataProto:
         return torch.full(mask.shape, padding, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
     def padding_mask(self, column: str) -> Tensor:
-        """Return a bool mask (B, T), True where `padded(column)` holds a value of the column."""
+        """Return a bool mask (B, T), True at the places of `padded(column)` that are not padding."""
         lengths = self.lengths(column)
         width = int(lengths.max()) if len(self) else 0
         return torch.arange(width, device=lengths.device) < lengths[:, None]
@@ -322,7 +322,7 @@ class DataProto:
         return [self[start : start + size] for start in range(0, len(self), size)]
 
     def repeat(self, times: int, *, interleave: bool = True) -> Self:
-        """Repeat each row `times` times.
+        """Return a batch in which each row is repeated `times` times.
 
         Two rows a, b repeated twice become a a b b if `interleave` is True, and a b a b otherwise.
         """

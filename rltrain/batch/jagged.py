@@ -46,7 +46,7 @@ def offsets_in(column: Tensor) -> Tensor:
 
 
 def row_numbers(rows: Any, total: int) -> Tensor:
-    """Return the numbers, int64, of the rows that a slice, mask, number or list of numbers selects.
+    """Return the row numbers, int64, that a slice, a mask, a number or a list of numbers selects.
 
     Args:
         rows: the selection of rows: a slice, a mask, a number or a list of numbers.

@@ -1,6 +1,6 @@
 """Assignment of rows to mini-batches, ranks and micro-batches, as pure functions of the row lengths.
 
-Which rows share a mini-batch never depends on the number of ranks or on the token budget.
+The assignment of rows to mini-batches depends neither on the number of ranks nor on the token budget.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
 
 
 def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
-    """Distribute `rows` over the ranks so that the rank with the most work has nearly as little as possible.
+    """Distribute `rows` over the ranks so that the largest amount of work on a rank is nearly minimal.
 
     No rank is empty if there are at least as many rows as ranks.
     """
@@ -120,7 +120,7 @@ def assign_minibatch(
     """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.
 
     Ranks wait for each other in every micro-batch, so the k-th micro-batches of all ranks have nearly equal work. If a
-    rank has fewer rows than micro-batches, its last micro-batches are empty.
+    rank has fewer rows than micro-batches, the last micro-batches of the rank are empty.
 
     Args:
         lengths: number of tokens that each row of the batch takes in a packed micro-batch.

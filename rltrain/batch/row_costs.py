@@ -1,8 +1,8 @@
 """Estimate of a model's compute cost for a row of text, from its Hugging Face config, without building the model.
 
-The unit is one multiply-add of a forward pass. A backward pass costs twice as much as the forward pass in every part of
-the model, so the cost ratios between rows stay the same. Norms, activations and rotary embeddings are left out, because
-they are under 1% of the cost of any model that is large enough to need balancing.
+The unit of all costs is one multiply-add of a forward pass. A backward pass costs twice as much as the forward pass in
+every part of the model, so the cost ratios between rows stay the same. Norms, activations and rotary embeddings are
+left out, because they are under 1% of the cost of any model that is large enough to need balancing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ class RowWork:
         token: multiply-adds per token, in the matrices of all layers.
         output: multiply-adds per response token, in the vocabulary head.
         attention: (window, multiply-adds per pair of tokens) for each group of layers with the same attention window.
-            A window of None covers all preceding tokens.
+            A window of None means that a token attends to all preceding tokens.
     """
 
     token: int = 1
@@ -112,7 +112,10 @@ def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
 
 
 def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
-    """Return the attention window of each attention layer. A window of None means all preceding tokens."""
+    """Return the attention window of each attention layer.
+
+    A window of None means that a token attends to all preceding tokens.
+    """
     window = _number(model, "sliding_window", "attention_chunk_size") if model.get("use_sliding_window", True) else None
     kinds = model.get("layer_types")
     if not isinstance(kinds, Sequence):

@@ -3,7 +3,8 @@
 A serialized batch consists of a small header and of separate byte buffers: one for the values of each tensor column,
 one for the offsets of each column family, and one for each text column. Pickle protocol 5 transfers the buffers out of
 band. Ray writes the buffers directly into one object of its object store, and readers map that object into memory. The
-transfer copies the buffers only once, into the store. A process that reads a batch copies only the rows that it needs.
+transfer copies the buffers only once, into the object store. A process that reads a batch copies only the rows that it
+needs.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Trajectories: what was put into the context of the policy, and what the policy sampled, turn by turn.
+"""Trajectories, which record turn by turn what was put into the context of the policy and what the policy sampled.
 
 A trajectory becomes one row of a batch. The observation of the trajectory's first turn is the row's prompt. Everything
 after the prompt is the row's response: the sampled tokens of all turns, and the observations between them.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rltrain.batch.data_proto import DataProto
 
-NOT_SAMPLED = -1  # `policy_version` of a response token that no weights sampled, because it is part of an observation
+NOT_SAMPLED = -1  # `policy_version` of a response token that was not sampled because it is part of an observation
 
 _Value = TypeVar("_Value", int, float)
 
@@ -125,7 +125,7 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
 
 
 def sampled_tokens(batch: DataProto) -> Tensor:
-    """Return whether the policy sampled each response token: (N,) bool.
+    """Return for each response token whether the policy sampled it: (N,) bool.
 
     Tokens of rows that are not trained on count as sampled, unlike in `response_mask`.
     """
@@ -133,6 +133,6 @@ def sampled_tokens(batch: DataProto) -> Tensor:
 
 
 def sampled_lengths(batch: DataProto) -> Tensor:
-    """Return the number of tokens in each row that the policy sampled: (B,) int64."""
+    """Return for each row the number of response tokens that the policy sampled: (B,) int64."""
     counts = sampled_tokens(batch).cumsum(0)
     return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

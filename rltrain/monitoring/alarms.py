@@ -1,8 +1,8 @@
-"""Alarms: one-line messages when the metrics of a run show that something went wrong.
+"""Alarms: one-line messages that appear when the metrics of a run show that something went wrong.
 
 An alarm is reported when its condition begins to hold, and again only if the condition has ceased to hold in between.
-Alarms depend only on the metrics of each step, so checkpoints do not store them: passing the earlier steps' metrics in
-order restores the state of `Alarms`.
+Alarms depend only on the metrics of each step, so checkpoints do not store them: a resumed run restores the state of
+`Alarms` by passing the metrics of all earlier steps in order.
 """
 
 from collections import deque

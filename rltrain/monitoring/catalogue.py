@@ -1,4 +1,4 @@
-"""All metrics that a run writes: name, meaning, unit and healthy range.
+"""The catalogue of all metrics that a run writes, with name, meaning, unit and healthy range.
 
 This command generates `docs/metrics.md` from the list of metrics:
 

@@ -64,7 +64,7 @@ class ConsoleDisplay:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show what the run is waiting for while the block runs."""
+        """Show what the run is waiting for while the `with` block runs."""
         if self.console.is_terminal:
             with self.console.status(what):
                 yield
@@ -119,7 +119,7 @@ class ConsoleDisplay:
 
 @contextmanager
 def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of a download while the block runs: a bar on a terminal, otherwise a line every minute.
+    """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
     Yields:
         A callback for the progress: its arguments are the number of bytes downloaded so far and the total number.
@@ -236,7 +236,7 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Return two shell commands: one trains with another algorithm on the same data, one opens TensorBoard.
 
-    Settings of the section `algorithm` are left out, because the other algorithm may refuse them.
+    Settings of the section `algorithm` are left out of the command, because the other algorithm may refuse them.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"

@@ -1,4 +1,4 @@
-"""The ledger: what became of each prompt group of a run.
+"""The ledger: a file that records for each prompt group of a run whether it was used or dropped.
 
 The ledger has one line per training step, with the following keys:
 

@@ -1,4 +1,4 @@
-"""The time that each phase of a training step takes."""
+"""Measurement of the time that each phase of a training step takes."""
 
 import time
 from collections.abc import Iterator

@@ -69,7 +69,7 @@ class SampleFiles:
         return str(path)
 
     def restore(self, step: int) -> None:
-        """Remove the tables of all steps after `step`. Saved batches are not removed."""
+        """Remove the tables of all training steps after `step`. Saved batches are not removed."""
         for file in self.tables.iterdir():
             if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
                 file.unlink()

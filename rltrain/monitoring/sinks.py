@@ -22,8 +22,8 @@ Rows = Sequence[Mapping[str, Any]]  # rows of a table, which all have the same c
 class Sink(Protocol):
     """Interface of a sink: receives the metrics of a run and writes or sends them, for instance to a file or a service.
 
-    A sink is made when the process of a run starts. The constructor of a sink must not erase what an earlier process of
-    the same run sent, because the method `restore` decides what is kept. A sink may also implement the interfaces
+    A sink is created when the process of a run starts. The constructor of a sink must not erase what an earlier process
+    of the same run sent, because the method `restore` decides what is kept. A sink may also implement the interfaces
     `TakesConfig` and `TakesSamples`.
 
     Sinks that write files in the output folder are called directly by the trainer, so an exception in such a sink ends
@@ -46,8 +46,8 @@ class Sink(Protocol):
         """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps before the evaluation. The number is 0 for the weights that the run starts
-                with.
+            step: number of training steps that the run took before the evaluation. The number is 0 for the weights that
+                the run starts with.
             metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 
@@ -86,7 +86,7 @@ class TakesConfig(Protocol):
 
 @runtime_checkable
 class TakesSamples(Protocol):
-    """Optional part of the interface: a sink that shows answers of the model."""
+    """Optional part of the interface: a sink that shows samples, that is, answers of the model."""
 
     def log_samples(self, step: int, rows: Rows) -> None:
         """Receive some samples of a training step.

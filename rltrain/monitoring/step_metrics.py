@@ -14,8 +14,9 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
     Means and standard deviations of rewards are taken over the valid rows. Lengths and fractions are taken over all
     rows. The length of an answer is its number of sampled tokens.
 
-    `reward/accuracy` is the share of valid rows whose outcome is above 0. The outcome of a row is the row's score
-    without the reward functions that only score the form of an answer. The accuracy leaves out rows without an outcome.
+    `reward/accuracy` is the share of valid rows whose outcome (the score of the answer's content) is above 0. The
+    outcome of a row is the row's score without the reward functions that only score the form of an answer. The accuracy
+    leaves out rows without an outcome.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = sampled_lengths(batch).float()
@@ -44,7 +45,7 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
 
 
 def entropy_estimate(batch: DataProto) -> float:
-    """Estimate the entropy of the sampling policy at its temperature, in nats per token.
+    """Estimate the entropy of the sampling policy, at the sampling temperature, in nats per token.
 
     The estimate is minus the mean log-prob of the sampled tokens, or NaN if no token was sampled.
     """
@@ -53,7 +54,10 @@ def entropy_estimate(batch: DataProto) -> float:
 
 
 def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
-    """Compute the mean and the largest number of weight versions by which sampled tokens are older than `version`."""
+    """Compute the mean and the maximum staleness of the sampled tokens.
+
+    The staleness of a token is the number of weight versions by which it is older than `version`.
+    """
     behind = version - batch.values("policy_version")[sampled_tokens(batch)]
     return {
         "rollout/staleness_mean": float(behind.float().mean()) if len(behind) else 0.0,

@@ -1,4 +1,4 @@
-"""The text of each token of a vocabulary, and the file `tokens.parquet` that keeps these texts beside a run's samples.
+"""The text of each token of a vocabulary, and the file `tokens.parquet` that stores the texts in a run's output folder.
 
 With the file `tokens.parquet`, the token ids in the tables of samples can be turned into text without the tokenizer.
 """

@@ -70,7 +70,7 @@ class Tracker:
         self.ledger, self.alarms = (JsonLinesFile(output_dir / name) for name in (LEDGER, ALARMS))
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
-        """Restore all files and sinks to their contents after `step`.
+        """Restore all files and sinks to the contents that they had after the training step `step`.
 
         Args:
             step: last training step whose results are kept.
@@ -165,7 +165,7 @@ class Tracker:
         self.alarms.append({"step": step, "alarm": redacted(text)})
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Record and show an evaluation of the weights after `step` steps."""
+        """Record and show an evaluation of the weights after `step` training steps."""
         self.evaluations.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_eval(step, metrics)

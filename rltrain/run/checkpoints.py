@@ -185,7 +185,8 @@ class Checkpoints:
         config: config of the run, as YAML text.
         keep: number of latest checkpoints to keep; 0: all.
         best: name of the metric that selects the best checkpoint. The checkpoint with the highest value of the metric
-            is kept in addition to the latest ones. If `best` is None, only the latest checkpoints are kept.
+            `best` is kept in addition to the latest checkpoints. If `best` is None, only the latest checkpoints are
+            kept.
         sources: fingerprints (hash values) of the data, functions and weights that the run reads.
 
     Attributes:
@@ -208,7 +209,10 @@ class Checkpoints:
         self.last: int | None = None
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest good checkpoint, or None. Each newer checkpoint that is damaged is named in a warning."""
+        """Return the newest undamaged checkpoint, or None if there is none.
+
+        A warning names each damaged checkpoint that is newer than the returned one.
+        """
         for step in reversed(steps_in(self.folder)):
             try:
                 return read(self.folder.at(f"step_{step}"))
@@ -246,10 +250,10 @@ class Checkpoints:
         history: Mapping[str, FileStart],
         metrics: Mapping[str, float],
     ) -> None:
-        """Start a save, after waiting for the end of the previous one.
+        """Start saving a checkpoint, after waiting for the end of the previous save.
 
-        The method returns when the ranks have copied their tensors. A background task then waits until the ranks have
-        written their files, and completes the checkpoint.
+        The method returns when the ranks have copied their tensors. After the method has returned, a background task
+        waits until the ranks have written their files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.
@@ -281,7 +285,7 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._complete(save), name=f"checkpoint of step {step}")
-        # Let the task start, because a task that is cancelled before its start cleans nothing up.
+        # Give the task the chance to start, because a task that is cancelled before its start cleans nothing up.
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
@@ -376,7 +380,7 @@ class Checkpoints:
             logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
-        """Warn that a save has failed, and remove its partial files. The run continues."""
+        """Warn that a save has failed, and remove its partial files. The run continues in spite of the failed save."""
         folder = self.folder.at(f"step_{save.step}")
         if self.last == save.step:
             self.last = None
@@ -387,7 +391,7 @@ class Checkpoints:
             logger.warning("%s: its partial files cannot be removed (%s)", folder, reason(error))
 
     def _prune(self, newest: int) -> None:
-        """Remove all checkpoints except the latest `keep` and the best one."""
+        """Remove all checkpoints except the latest `keep` checkpoints and the best checkpoint."""
         steps = [step for step in steps_in(self.folder) if step <= newest]
         kept = set(steps[-self.keep :])
         if self.best:
@@ -417,7 +421,7 @@ class Checkpoints:
         self.folder.remove(name)
 
     def clean(self) -> None:
-        """Remove the unfinished saves that a crash has left behind. Call this method at the start of a run."""
+        """Remove the unfinished saves that a crash has left behind. The method must be called at the start of a run."""
         for name in _unfinished(self.folder):
             self._discard(name)
 
@@ -425,8 +429,8 @@ class Checkpoints:
 def _publish(model: Folder, path: Path) -> None:
     """Replace `path` by the files of the folder `model`.
 
-    Weights become hard links where possible; other files are copied. While the function runs, `path` may be missing for
-    a moment, but it is never incomplete.
+    Weights become hard links where possible; other files are copied. While the function runs, the folder `path` may be
+    missing for a moment, but it is never incomplete.
     """
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):
@@ -434,7 +438,7 @@ def _publish(model: Folder, path: Path) -> None:
     for name in model.files():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Only weights are linked: the other files are small, and users edit them.
+            # Only weights become hard links: the other files are small, and users edit them.
             if not model.local or not name.endswith(".safetensors"):
                 raise OSError
             os.link(model.path(name), partial / name)

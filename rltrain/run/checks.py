@@ -183,7 +183,7 @@ def builtin_task(config: Config) -> Task:
 
 
 def check_cache(config: Config) -> None:
-    """Check that the cache folder is writable if the built-in model has yet to be stored there.
+    """Check that the cache folder is writable if the built-in model is not stored in it yet.
 
     Raises:
         ConfigError: the cache folder cannot be written to.
@@ -306,7 +306,7 @@ def _model_config(path: str) -> Mapping[str, Any]:
 
     from rltrain.tasks.tiny_model import tiny_model
 
-    with torch.device("meta"):  # the meta device draws no random numbers for weights
+    with torch.device("meta"):  # on the meta device, building a model draws no random numbers for weights
         return dict(tiny_model().config.to_dict())
 
 

@@ -18,11 +18,11 @@ from rltrain.settings.schema import TrainerConfig
 class RunLock:
     """Context manager that locks a run's output folder and, if it is local, its checkpoint folder.
 
-    The locks last until the context exits or the process ends, however it dies. A forked child process does not hold
-    the locks.
+    The locks last until the context exits or the process ends, even if the process is killed. A forked child process
+    does not hold the locks.
 
-    Entering the context creates no files, but raises ConfigError if another run holds one of the folders. The method
-    `take` creates the lock files and takes the locks.
+    Entering the context creates no files, but raises ConfigError if another run has locked one of the folders. The
+    method `take` creates the lock files and takes the locks.
 
     Args:
         trainer: section `trainer` of the config, which names the folders.
@@ -51,7 +51,7 @@ class RunLock:
         """Create the output folder and the lock files, and lock both folders.
 
         Raises:
-            ConfigError: another run holds one of the folders.
+            ConfigError: another run has locked one of the folders.
         """
         self.__exit__()
         for where, file in self.files.items():

@@ -21,7 +21,7 @@ _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per parameter on a training rank, f
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that the plan shows and that are not in the config.
+    """Facts that the plan shows although they are not in the config.
 
     Attributes:
         path: directory of the model.
@@ -184,7 +184,7 @@ def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
 
 
 def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
-    """Return descriptions of the features that are off by default and that this config turns on."""
+    """Return descriptions of the features that are off by default and that the config turns on."""
     shaping, target = algorithm.reward_shaping, algorithm.entropy_target
     correction, rejection = algorithm.correction, algorithm.rejection
     changes = [("+", shaping.bias), ("x", "" if shaping.scale == 1 else shaping.scale), ("clip ", shaping.clip)]

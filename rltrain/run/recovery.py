@@ -1,4 +1,4 @@
-"""Restarts of the training ranks after one of them died or hung, limited to a maximum number per run."""
+"""Restarts of the training ranks after a rank died or hung, up to a maximum number of restarts per run."""
 
 import asyncio
 import logging

@@ -178,7 +178,7 @@ def _named(path: str) -> Checkpoint:
     """Return the checkpoint that the user named by a path.
 
     The path may be the folder of one checkpoint, the checkpoint folder of a run, or the output folder of a run. From a
-    folder with several checkpoints, the function returns the newest good one.
+    folder with several checkpoints, the function returns the newest undamaged checkpoint.
 
     Raises:
         ConfigError: the path leads to no undamaged checkpoint.
@@ -244,7 +244,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
     another folder, the run needs new output and checkpoint folders.
 
     Raises:
-        ConfigError: the folders hold newer checkpoints or another run.
+        ConfigError: the folders contain newer checkpoints or another run.
     """
     trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
     if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
@@ -266,7 +266,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 
 
 def _require_same(config: Config, saved: str, where: str) -> None:
-    """Check that the config agrees with a saved config in every key that the schema does not mark as changeable.
+    """Check that the config equals the saved config in every key that the schema does not mark as changeable.
 
     The `trainer` keys are compared first, because they determine some values in other sections.
 
@@ -391,4 +391,4 @@ class _Nobody:
     pending = 0
 
     def submit(self, requests: Any) -> None:
-        """Ignore the requests."""
+        """Do nothing with the requests."""

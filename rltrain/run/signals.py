@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
+"""Handling of the signals SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
 
 The first signal stops the run at a safe point, where nothing is lost. A second signal stops the run at once.
 """
@@ -20,9 +20,9 @@ class Signals:
 
     Only the main thread can install signal handlers, so in any other thread the context has no effect.
 
-    A signal that the parent process had ignored stays ignored. `nohup` ignores SIGHUP, and a shell without job control
-    ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal has no effect: when
-    a connection drops, the shell sends a second SIGHUP after the one that the terminal has sent.
+    A signal that was already ignored when the program started stays ignored. `nohup` ignores SIGHUP, and a shell
+    without job control ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal
+    has no effect: when a connection drops, the shell sends a second SIGHUP after the one that the terminal has sent.
 
     If a signal stops the code in the context at once, the context raises the exception Stopped with the exit status for
     the signal.
@@ -51,7 +51,7 @@ class Signals:
     def stop_with(self, tasks: BackgroundTasks) -> None:
         """Make the first signal from now on interrupt the run through `tasks`, so that the run stops at a safe point.
 
-        Call this method in the thread of the running event loop, which must be the main thread.
+        The method must be called in the thread of the running event loop, which must be the main thread.
         """
         self._tasks, self._loop = tasks, asyncio.get_running_loop()
 

@@ -26,9 +26,10 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
         prompts: training prompts, in the form in which they were loaded.
 
     Returns:
-        Fingerprints by source name (config key and path). The sources are the training prompts, the files of the reward
-        functions and of the reward aggregation, and the weights of the reward models. The weights of `model.path` are
-        included only if no checkpoint replaces them: as the base of LoRA adapters, or as the reference model.
+        Fingerprints by source name (config key and path). The sources with a fingerprint are the training prompts, the
+        files of the reward functions and of the reward aggregation, and the weights of the reward models. The weights
+        of `model.path` are included only if checkpoints do not contain them, because they are the base of LoRA adapters
+        or the reference model.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]

@@ -11,7 +11,7 @@ VAL_SHARE = 10  # one prompt in ten is held out for evaluation
 
 @dataclass(frozen=True)
 class Task:
-    """A task on strings of decimal digits: the prompt is `digits` random digits and a closing mark.
+    """A task on decimal digits, whose prompts consist of `digits` random digits and the character `mark`.
 
     All lengths are counted in tokens. The built-in tokenizer encodes each character as one token, and lengths include
     the end token.

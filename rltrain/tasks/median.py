@@ -17,7 +17,7 @@ GUESS_RIGHT = 0.07  # probability that a guess is the median; otherwise a guess 
 
 
 def solve(digits: str) -> str:
-    """Return the middle one of the sorted digits."""
+    """Return the middle digit of the sorted digits."""
     return sorted(digits)[len(digits) // 2]
 
 

@@ -75,7 +75,7 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
         path: directory to create.
         seed: seed of the weights and the data.
         steps: number of supervised optimizer steps.
-        on_step: called as `on_step(done, steps)` after every step.
+        on_step: function that is called as `on_step(done, steps)` after every optimizer step.
 
     Raises:
         FileExistsError: `path` already exists.
@@ -93,11 +93,12 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
 
 
 def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
-    """Return the directory of the task's starting model. Train the model first if it is not in the cache.
+    """Return the directory of the task's starting model.
 
-    The cache directory is `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else
-    `~/.cache/rltrain`. The directory's name contains a hash of everything that decides the weights, so a changed
-    training recipe leads to a new directory. The arguments are those of `make_start`.
+    If the model is not in the cache directory yet, the function trains it first. The cache directory is
+    `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's
+    name contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory.
+    The arguments have the same meaning as those of `make_start`.
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
@@ -175,8 +176,8 @@ def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, prompt_length: int)
 def _save(model: Qwen2ForCausalLM, path: Path) -> None:
     """Write the model, its generation defaults and the tokenizer to the directory `path`.
 
-    The files are written to a directory beside `path`, which is then renamed, so that a reader never sees an incomplete
-    directory.
+    The files are first written to another directory beside `path`, which is then renamed to `path`, so that a reader
+    never sees an incomplete directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"

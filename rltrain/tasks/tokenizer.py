@@ -4,7 +4,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
 VOCAB_SIZE = 128
-# The ids of special tokens are control codes that no text uses, with a fitting meaning where a code has one.
+# The ids of the special tokens are control codes that no text uses. If a control code has a fitting meaning, its token
+# has it too.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # NUL
 EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, the control code for the end of a text
 # SUB, a token that is never produced; without it, Qwen2Tokenizer would add an unknown token
@@ -34,7 +35,7 @@ def char_tokenizer() -> Qwen2Tokenizer:
 
 
 def _visible(code: int) -> str:
-    """Return the token of a character code.
+    """Return the token that stands for the character with the code `code`.
 
     Byte-level BPE writes each byte as a visible character, for instance a space as U+0120.
     """

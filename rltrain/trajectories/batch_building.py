@@ -1,4 +1,4 @@
-"""Batches of prompt groups: one row per trajectory, with its tokens, texts and scores."""
+"""Builds batches of prompt groups, with one row per trajectory: tokens, texts and scores."""
 
 from collections.abc import Sequence
 
@@ -41,9 +41,9 @@ def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajecto
 def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     """Convert trajectories to a batch with one row each, in the same order.
 
-    `responses` holds the sampled tokens and the observations after the prompt. `response_mask` is True exactly at the
-    sampled tokens. At observations, `rollout_log_probs` is 0 and `policy_version` is `NOT_SAMPLED`. Rewards of single
-    turns are not part of the batch.
+    The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
+    is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
+    `NOT_SAMPLED`. Rewards of single turns are not part of the batch.
     """
     batch = DataProto.from_dict(
         {
@@ -102,7 +102,7 @@ def to_batch(
 
 
 def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]:
-    """Return the group and the answer number of each row, sorted by (uid, number)."""
+    """Return for each row of a batch its group and the number of its answer, sorted by (uid, number)."""
     return [
         (group, number)
         for group in sorted(groups, key=lambda g: g.uid)

@@ -1,8 +1,9 @@
 """Collects scored batches: sends prompt groups to the engines, and the engines' answers to the reward workers.
 
-Synchronous and asynchronous runs use the same code. `answers` sends as many groups to the engines as the staleness
-bound allows, and waits only for the answers of the oldest groups. `scored` waits for the scores of the groups that
-`answers` returned. Two background tasks pass on finished answers and scores, even while the training ranks compute.
+Synchronous and asynchronous runs use the same code. The method `answers` sends as many groups to the engines as the
+staleness bound allows, and waits only for the answers of the oldest groups. The method `scored` waits for the scores of
+the groups that `answers` returned. Two background tasks pass on finished answers and scores, even while the training
+ranks compute.
 """
 
 import time
@@ -29,12 +30,13 @@ from workers.rollout.pool import RolloutPool
 # Minimum seconds between a step's first failed reward and an early stop of the run, so that the error shows all
 # failures that follow quickly.
 PATIENCE_S = 10.0
-EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never reuses a training sample's random stream
+# added to the run's seed in evaluations, so that an evaluation never reuses a training sample's random stream
+EVAL_SEED = 0x5EED
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """Groups that are generated and scored at the same time, and the sampling settings of their answers."""
+    """A collection of groups that are in flight together, with the sampling settings of the answers."""
 
     groups: PromptGroups
     temperature: float
@@ -226,7 +228,7 @@ class Collector:
         self._changes.notify()
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of a group. The uid is the group's position in the prompt order of the run."""
+        """Return the prompt of a group. The uid of a group is the group's position in the prompt order of the run."""
         return self.prompts[self.order.at(uid)]
 
     def _draw(self, version: int) -> None:
@@ -374,7 +376,7 @@ class Collector:
     def _reissue(self, uids: set[int]) -> None:
         """Request the answers again that were lost because an engine died.
 
-        The new answers are the same as the lost ones, because each request has its own seed.
+        The new answers are the same as the lost answers, because each request has its own fixed seed.
         """
         for flight in self.in_flight:
             flight.groups.reissue(uids)

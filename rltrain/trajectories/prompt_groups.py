@@ -1,7 +1,8 @@
 """The lifecycle of a prompt group, with the stages pending, generating, scoring, ready, and finally used or dropped.
 
-The module is pure bookkeeping, without Ray and without clocks. A group consists of the G samples of one prompt, which
-are in flight together, that is, being generated or scored. To ship a group means to send its requests to the engines.
+The module only keeps track of groups, without using Ray or a clock. A group consists of the G samples of one prompt,
+which are in flight together, that is, being generated or scored. To ship a group means to send the requests for the
+group's answers to the engines.
 
 Groups are trained on in the order of their numbers `uid`. The training step that uses a group is known when the group
 is shipped, because group n is used at step n // prompts_per_step. The number n does not count dropped groups that were
@@ -19,7 +20,7 @@ from workers.rollout.messages import Completion, Request
 
 
 class GroupState(StrEnum):
-    """Stage of a group in its lifecycle."""
+    """The stages of a prompt group in the lifecycle."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -31,8 +32,8 @@ class GroupState(StrEnum):
 class Group:
     """A prompt group: one prompt, with its answers by sample number.
 
-    The first `samples` answers are sampled and trained on. If `size` is `samples` + 1, the last answer is the greedy
-    baseline.
+    The first `samples` answers of a group are sampled, and the training step trains on them. If `size` is `samples` +
+    1, the last answer is the greedy baseline.
 
     Attributes:
         uid: number of the group.
@@ -67,7 +68,8 @@ class Group:
     def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
         """Restore the group from a state that `state_dict` returned.
 
-        A group that was generating becomes pending, and keeps its finished answers unless `whole` is True.
+        A group whose answers were being generated becomes pending, and keeps its finished answers unless `whole` is
+        True.
         """
         self.shipped = state["shipped"]
         if whole and len(state["completions"]) < self.size:
@@ -150,7 +152,7 @@ class PromptGroups:
         A failed score counts as missing, because the cause of the failure may have been fixed.
 
         Args:
-            state: result of `state_dict`.
+            state: a state that `state_dict` returned.
             prompt_of: function that returns the prompt of the group with a given uid.
 
         Returns:
@@ -181,7 +183,7 @@ class PromptGroups:
         return group
 
     def ship(self, version: int | None) -> list[Group]:
-        """Mark the pending groups as generating with the weights `version`, and return them.
+        """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
         A group that was already shipped before keeps the version of its first shipment. If `version` is None, only
         groups that were already shipped before are shipped again.
@@ -260,7 +262,7 @@ class PromptGroups:
     def take(self, count: int) -> list[Group]:
         """Remove and return the oldest `count` groups if all of them are ready; otherwise return an empty list.
 
-        The removed groups count as used.
+        Groups that `take` removes count as used.
         """
         taken = self.ready(count)
         self.used += len(taken)
@@ -274,7 +276,7 @@ class PromptGroups:
 
 
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
-    """Return one request for each missing answer of a group.
+    """Return one generation request for each missing answer of a group.
 
     Each request has its own random stream, keyed by (seed, uid, sample). If `whole` is True, the function requests
     every answer, even the finished answers, because the rounding of an engine may depend on the composition of the

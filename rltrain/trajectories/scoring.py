@@ -103,8 +103,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # All exceptions are caught: SystemExit from the function would end the run silently, and inspecting the
-        # returned object may also raise an exception.
+        # All exceptions but KeyboardInterrupt are converted: SystemExit from the function would end the run silently,
+        # and inspecting the returned object may also raise an exception.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
@@ -202,8 +202,8 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     """Return for each row whether all valid rows in its group have the same score: (B,) bool.
 
-    The result is also True for a group without valid rows. Nothing can be learned from a group whose valid rows all
-    have the same score.
+    The result is also True for the rows of a group without valid rows. Nothing can be learned from a group whose valid
+    rows all have the same score.
     """
     groups, which = uid.unique(return_inverse=True)
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")
@@ -237,7 +237,7 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
 
 
 def on_last_token(batch: DataProto, scores: Tensor) -> Tensor:
-    """Place each row's score (B,) on the row's last trained token, with 0 on all other tokens.
+    """Assign each row's score (B,) to the row's last trained token, and 0 to all other tokens.
 
     Returns:
         One value per token, (N,), in the order of the values of `responses`.

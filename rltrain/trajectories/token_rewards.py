@@ -131,7 +131,7 @@ def penalize_kl(
 ) -> tuple[DataProto, dict[str, float]]:
     """Subtract the KL to the reference, multiplied by the controller's coefficient, from `token_level_rewards`.
 
-    The controller is updated with the mean KL per trained token.
+    The controller of the coefficient is updated with the mean KL per trained token.
     """
     if config.kl_coef == 0:
         return batch, {}
@@ -254,9 +254,9 @@ def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
     The update then ignores the tokens of cut answers.
 
-    Call this function after the advantages are computed and before the batch is split into mini-batches. Tokens that
-    rollout correction or rejection drops stay in `response_mask`: the update only removes the policy-loss term of these
-    tokens.
+    `choose_trained` must be called after the advantages are computed and before the batch is split into mini-batches.
+    Tokens that rollout correction or rejection drops stay in `response_mask`: the update only removes the policy-loss
+    term of these tokens.
     """
     if not algorithm.mask_truncated:
         return batch

@@ -1,6 +1,7 @@
 """Compares the config of a run with the presets that its command chose, and the configs of several runs.
 
-A run records its command and the config of its presets in the file `command.json`, because presets may change later.
+A run records its command and the config of its presets in the file `command.json`, because a later version of rltrain
+may change its presets.
 """
 
 import json

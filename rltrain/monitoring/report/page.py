@@ -16,7 +16,7 @@ from rltrain.monitoring.report.run_files import RunFiles, read_run
 from rltrain.monitoring.report.samples import encode_samples, number, packed, to_json
 
 REPORT = "report.html"
-MAX_BYTES = 19_800_000  # of a page
+MAX_BYTES = 19_800_000  # size limit of a page
 
 
 def write_report(
