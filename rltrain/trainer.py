@@ -234,7 +234,7 @@ class Trainer:
         logger.warning("the training ranks are back; going on after step %d", self.step)
 
     async def train_step(self) -> tuple[dict[str, float], DataProto]:
-        """Take one training step. Return the metrics of the step and the batch on which it trained."""
+        """Take one training step. Return the metrics of the step and the batch that was trained on."""
         config, timer = self.config, Timer()
         async with self.saved_on_error():
             with timer("generate"):
@@ -403,7 +403,8 @@ class Trainer:
     def check_engine(self, gap: float) -> None:
         """Raise LogProbError if the run's first mean log-prob gap exceeds `rollout.max_log_prob_gap`.
 
-        `gap` is the mean gap of a step, in nats; only the first call in a run checks it.
+        `gap` is the mean gap of a step, in nats; only the first call of `check_engine` in a run compares it with the
+        limit.
         """
         first, self.engine_checked = not self.engine_checked, True
         limit = self.config.rollout.max_log_prob_gap

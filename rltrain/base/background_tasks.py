@@ -52,8 +52,8 @@ class BackgroundTasks:
     async def until(self, awaitable: Awaitable[T]) -> T:
         """Wait for the result of an awaitable and return it.
 
-        If a background task fails or the run is interrupted before the result arrives, raise the error that caused the
-        end of the wait.
+        If a background task fails or the run is interrupted before the result arrives, raise the error of the failed
+        task or the interruption.
         """
         result = asyncio.ensure_future(awaitable)
         failure = asyncio.ensure_future(self._changes.until(lambda: self._failures))

@@ -116,7 +116,7 @@ class Trajectory:
 def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequence[_Value]]) -> Sequence[_Value]:
     """Concatenate the values of a response: the first action, then each observation followed by its action.
 
-    If there is only one action, its values are returned without a copy.
+    If a response has only one action, the values of the action are returned without a copy.
     """
     first, *later = actions
     if not later:

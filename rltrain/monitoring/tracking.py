@@ -91,7 +91,7 @@ class Tracker:
     def state(self) -> dict[str, FileStart]:
         """Return the files that a checkpoint copies, by name.
 
-        The part of a file to copy ends at the file's current size.
+        Only the part of a file up to the current size is copied.
         """
         paths = {name: self.output_dir / name for name in IN_CHECKPOINTS}
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}

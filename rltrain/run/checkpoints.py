@@ -44,7 +44,7 @@ _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files all match its manifest.
+    """An undamaged checkpoint: all its files match the manifest.
 
     Attributes:
         folder: location of the checkpoint.
@@ -103,7 +103,7 @@ def read(folder: Folder) -> Checkpoint:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """Read and check the manifest of a checkpoint, and return it. The other files are not read.
+    """Read and check the manifest of a checkpoint, and return it. Other files of the checkpoint are not read.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or invalid.
@@ -429,8 +429,8 @@ class Checkpoints:
 def _publish(model: Folder, path: Path) -> None:
     """Replace `path` by the files of the folder `model`.
 
-    Weights become hard links where possible; other files are copied. While the function runs, the folder `path` may be
-    missing for a moment, but it is never incomplete.
+    Weight files become hard links if possible; other files are copied. While the function runs, the folder `path` may
+    be missing for a moment, but it is never incomplete.
     """
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):

@@ -1,6 +1,6 @@
 """Lock that allows one run at a time in a folder.
 
-A second run would overwrite the files of the first one and remove its checkpoints.
+A second run in the same folder would overwrite the files of the first run and remove the first run's checkpoints.
 """
 
 import os

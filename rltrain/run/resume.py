@@ -80,8 +80,8 @@ def saved_values(trainer: TrainerConfig) -> Mapping[str, Any]:
     """Return the config values of the saved run that `trainer.resume` continues.
 
     Returns:
-        The config as nested values; {} if a new run begins or the config cannot be read. If it cannot be read,
-        `beginning` reports why.
+        The config as nested values; {} if a new run begins or the config cannot be read. If the config cannot be read,
+        the function `beginning` reports why.
     """
     if trainer.resume == NEVER:
         return {}

@@ -100,9 +100,9 @@ class Job:
         """Run one job in a separate process.
 
         Returns:
-            The last value of the metric that `trainer.keep_best` names, or of the sampled accuracy if it names none.
-            The value is NaN if the run failed or has not measured the metric. A Hydra sweeper that searches for the
-            best values optimises the returned value.
+            The last value of the metric that `trainer.keep_best` names, or of the sampled accuracy if
+            `trainer.keep_best` is not set. The value is NaN if the run failed or has not measured the metric. A Hydra
+            sweeper that searches for the best values optimises the returned value.
         """
         from hydra.core.hydra_config import HydraConfig
 

@@ -4,8 +4,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
 VOCAB_SIZE = 128
-# The ids of the special tokens are control codes that no text uses. If a control code has a fitting meaning, its token
-# has it too.
+# The ids of the special tokens are control codes that no text uses. Where possible, the meaning of the control code
+# fits the token.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # NUL
 EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, the control code for the end of a text
 # SUB, a token that is never produced; without it, Qwen2Tokenizer would add an unknown token

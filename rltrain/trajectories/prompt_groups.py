@@ -247,12 +247,12 @@ class PromptGroups:
     def oldest(self, count: int) -> list[Group]:
         """Return the `count` groups that will be used next, in any state.
 
-        If there are fewer groups, return all of them.
+        If there are fewer than `count` groups, return all groups.
         """
         return [self.groups[uid] for uid in sorted(self.groups)[:count]]
 
     def answered(self, count: int) -> list[Group]:
-        """Return the oldest `count` groups if all answers of them are finished, scored or not; else an empty list."""
+        """Return the oldest `count` groups if all their answers are finished, scored or not; else an empty list."""
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 
     def ready(self, count: int) -> list[Group]:

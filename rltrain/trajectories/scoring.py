@@ -1,7 +1,7 @@
 """Computes the shaped scores from which advantages are estimated, and masks of the rows that count in the statistics.
 
-The column `scores` of a batch keeps the unshaped scores. The functions in this module compute separate scores for the
-advantages.
+The column `scores` of a batch keeps the unshaped scores. The functions in this module compute shaped scores separately,
+only for the advantages.
 """
 
 import functools

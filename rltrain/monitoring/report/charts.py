@@ -31,7 +31,10 @@ PHASES = "timing/"
 
 
 def charts(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Arrange the named metrics in charts. Each chart has a title, its metrics, and whether it is a main chart."""
+    """Arrange the named metrics in charts.
+
+    A chart is a dict with the title, the names of the metrics, and whether the chart is a main chart.
+    """
     left = dict.fromkeys(name for name in names if name != "step" and not name.startswith(PHASES))
     found = []
     for title, patterns in CHARTS:

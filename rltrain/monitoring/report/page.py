@@ -50,8 +50,8 @@ def write_report(
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return a short, unique name for each folder.
 
-    The name is the folder's own name. If two folders have the same name, the names of their parent folders are put
-    before it.
+    The name is the folder's own name. If two folders have the same name, the names of the parent folders are put before
+    the folder's own name.
     """
     parts = [folder.resolve().parts for folder in folders]
     deepest = max(map(len, parts), default=1)

@@ -11,7 +11,7 @@ from rltrain.monitoring.report.page import REPORT, write_report
 
 logger = logging.getLogger(__name__)
 
-FIRST_AFTER_S = 10.0  # a run that takes less time writes its report only at the end
+FIRST_AFTER_S = 10.0  # a run that takes less time writes the report only at the end of the run
 SHARE = 0.01  # maximum share of the run's time for which the thread may use the CPU
 
 
@@ -42,7 +42,10 @@ class ReportFile:
         self.next_at = self.clock() + (time.thread_time() - began) / SHARE
 
     def close(self) -> Path | None:
-        """Write the report for the last time. Return its path, or None if it could not be written."""
+        """Write the report for the last time.
+
+        Return the path of the report, or None if the report could not be written.
+        """
         if self.thread is not None:
             self.thread.join()
         return self.output_dir / REPORT if self._write() else None

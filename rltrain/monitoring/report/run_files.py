@@ -110,7 +110,7 @@ def sample_files(folder: Path) -> list[SampleFile]:
 
 
 def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
-    """Return the text of a file of the run. If it cannot be read, add a note and return None."""
+    """Return the text of a file of the run. If the file cannot be read, add a note and return None."""
     try:
         return (run.folder / name).read_text("utf-8", "replace")
     except FileNotFoundError:

@@ -46,7 +46,7 @@ class WandbTracker:
     def check() -> None:
         """Check that wandb can log in.
 
-        Raise ConfigError if it cannot. On a terminal, wandb asks the user for the API key.
+        Raise ConfigError if wandb cannot log in. On a terminal, wandb asks the user for the API key.
         """
         import wandb
 
