@@ -17,9 +17,9 @@ def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
     The weights are non-negative integers. The bound is the maximum of three kinds of bounds: the mean sum, the heaviest
-    weight, and one bound for each k >= 1. The bound for k is the sum of the k + 1 lightest of the k * parts + 1
-    heaviest weights: some part must contain at least k + 1 of these k * parts + 1 weights. If `weights` is empty, the
-    bound is 0.
+    weight, and one bound for each k >= 1 with k * parts < len(weights). The bound for k is the sum of the k + 1
+    lightest of the k * parts + 1 heaviest weights: some part must contain at least k + 1 of these k * parts + 1
+    weights. If `weights` is empty, the bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n]: sum of the n heaviest weights
