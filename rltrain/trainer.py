@@ -1,15 +1,15 @@
-"""The training step on one page, and the training loop around it.
+"""The training step, short enough to read on one page, and the training loop around the step.
 
 A step has these phases:
 
 1. Wait for the answers of the next prompt groups.
 2. Compute log-probs under the reference and the actor, and the critic's values, while the last scores arrive.
-3. Convert scores to token rewards and advantages, and choose the tokens to train on.
-4. Update critic and actor over mini-batches.
+3. Convert scores to token rewards and advantages, and choose the tokens on which to train.
+4. Update the critic and the actor on mini-batches.
 5. Send the new weights to the engines.
 
-The trainer gets its workers as arguments, so that the same code runs with fake workers, in one process and on a
-cluster.
+The trainer gets its workers as arguments, so that the same code runs with fake workers in a test, in one process and on
+a cluster.
 """
 
 import contextlib
@@ -58,19 +58,20 @@ class Trainer:
     Args:
         config: the whole config.
         collector: produces batches of scored answers.
-        actor, reference, critic: worker groups. The reference is None without a KL term, and the critic is None if the
-            advantage estimator needs no values.
+        actor, reference, critic: worker groups of the roles. The reference is None if the config has no KL term, and
+            the critic is None if the advantage estimator needs no values.
         tracker: records metrics and samples.
-        checkpoints: saves the state of the run.
+        checkpoints: saves and reads the checkpoints of the run.
         val_prompts: prompts of the evaluations.
         tasks: the run's background tasks. An interruption of the run ends only waits during which nothing can be lost.
-        restart: ends all processes of the training ranks and starts new ones; None: the ranks cannot be restarted.
+        restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
+            cannot be restarted.
 
     Attributes:
         step: number of training steps taken, which is also the version of the weights.
         incarnation: number of times that the run was restored, which together with `step` identifies the weights.
-        origin: checkpoint to which the run was last restored.
-        beginning: state before the first step; None if the run began from a checkpoint.
+        origin: checkpoint to which the run was last restored; None if there is none.
+        beginning: state of the driver before the first step; None if the run began from a checkpoint.
         engine_checked: whether the engine's log-probs were compared with the actor's.
         checked_before: value of `engine_checked` before the current step.
         dropped: uids of the prompt groups that the last step dropped.
@@ -106,7 +107,10 @@ class Trainer:
         self.dropped: list[int] = []
 
     async def fit(self) -> None:
-        """Train to the last step. After the loss of a training rank, continue from the last checkpoint."""
+        """Train until the last training step is done.
+
+        After the loss of a training rank, training continues from the last checkpoint.
+        """
         if self.origin is None:
             self.beginning = self.state_dict()
         lost: WorkerLost | None = None
@@ -119,7 +123,10 @@ class Trainer:
                 lost = error
 
     async def train(self) -> None:
-        """Train from the current step to the last one. Evaluate and save as often as the config says."""
+        """Train from the current step to the last step.
+
+        Evaluations and checkpoints are made as often as the config says.
+        """
         await self.sync_weights()
         await self.between_steps()
         first = self.step + 1
@@ -135,9 +142,9 @@ class Trainer:
         await self.checkpoints.finish()
 
     async def between_steps(self) -> None:
-        """Evaluate and save if the config says so for this step.
+        """Evaluate the policy and save a checkpoint, each only if the config asks for it at the current step.
 
-        A restored run does not repeat an evaluation or a save that it has already done.
+        A restored run does not repeat an evaluation or a checkpoint of the current step.
         """
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
@@ -148,11 +155,13 @@ class Trainer:
             await self.save()
 
     async def save(self, *, repairable: str = "") -> None:
-        """Start to write a checkpoint of the current state between two steps, unless this step has one already.
+        """Start saving a checkpoint of the current step, unless the step already has a checkpoint.
+
+        The method must be called between two training steps.
 
         Args:
-            repairable: a source that may have changed when the run is resumed. If `repairable` is given, an existing
-                checkpoint of this step is replaced.
+            repairable: name of a user's file that may have changed when the run is resumed; "" for none. If
+                `repairable` is given, an existing checkpoint of the current step is replaced.
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
@@ -182,10 +191,10 @@ class Trainer:
         }
 
     async def restore(self, checkpoint: Checkpoint | None) -> None:
-        """Restore the run to a checkpoint, or to its start if the checkpoint is None. All ranks must be alive.
+        """Restore the run to a checkpoint, or to the start of the run if `checkpoint` is None.
 
-        Requests that the engines and reward workers are processing are dropped, because they belong to the discarded
-        steps.
+        All training ranks must be alive. Requests that the engines and reward workers are processing are dropped,
+        because the requests belong to the discarded steps.
         """
         await self.checkpoints.abandon()
         state = self.beginning if checkpoint is None else checkpoint.state
@@ -207,11 +216,17 @@ class Trainer:
         self.origin = checkpoint
 
     def last_good(self) -> Checkpoint | None:
-        """Return the newest good checkpoint of this run, else the one that it was last restored to, else None."""
+        """Return the newest undamaged checkpoint of the run.
+
+        If there is none, return the checkpoint to which the run was last restored, or None.
+        """
         return self.checkpoints.newest() or self.origin
 
     async def recover(self, error: WorkerLost) -> None:
-        """Restart the training ranks from the last good checkpoint. Raise WorkerError after too many restarts."""
+        """Restart the training ranks, and restore the run to the last undamaged checkpoint.
+
+        Raise WorkerError if the run has already had too many restarts.
+        """
         checkpoint = self.last_good()
         await self.collector.rollout.hold_weights()
         await self.restarts.after(error, checkpoint.step if checkpoint else 0)
@@ -219,7 +234,7 @@ class Trainer:
         logger.warning("the training ranks are back; going on after step %d", self.step)
 
     async def train_step(self) -> tuple[dict[str, float], DataProto]:
-        """Take one training step. Return the metrics of the step, and the batch that was trained on."""
+        """Take one training step. Return the metrics of the step and the batch that was trained on."""
         config, timer = self.config, Timer()
         async with self.saved_on_error():
             with timer("generate"):
@@ -261,10 +276,10 @@ class Trainer:
 
     @contextlib.asynccontextmanager
     async def saved_on_error(self) -> AsyncIterator[None]:
-        """Save a checkpoint if an error in this block, in rewards or in values computed from rewards, ends the run.
+        """Save a checkpoint if an error in rewards, or in values computed from them, ends the run in the `with` block.
 
-        The checkpoint has the state before the step, so a resumed run repeats the step. The samples of failed rewards
-        are written to a file.
+        The checkpoint contains the state before the current step, so a resumed run repeats the step. If rewards failed,
+        the samples are written to a file.
         """
         kl_controller = self.kl_controller.state_dict()
         try:
@@ -285,19 +300,19 @@ class Trainer:
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:
-        """Return the rows of each mini-batch of this step, in the order of the optimizer steps."""
+        """Return the rows of each mini-batch of the current step, in the order of the optimizer steps."""
         trainer, uid = self.config.trainer, batch.batch["uid"].tolist()
         return minibatches(
             uid, self.config.minibatches_per_epoch, trainer.epochs_per_step, seed=trainer.seed, step=self.step
         )
 
     async def with_reference_log_probs(self, batch: DataProto, reference: WorkerGroup[ReferenceWorker]) -> DataProto:
-        """Add the reference's log-probs to the batch, as the column `ref_log_probs`."""
+        """Compute the log-probs under the reference and add them to the batch, as the column `ref_log_probs`."""
         budget = self.config.actor.max_tokens_per_microbatch
         return batch.union(await reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=budget))
 
     async def with_values(self, batch: DataProto, critic: WorkerGroup[CriticWorker]) -> DataProto:
-        """Add the critic's values to the batch."""
+        """Compute the critic's values and add them to the batch."""
         states, budget = states_to_value(batch, self.config.algorithm), self.config.critic.max_tokens_per_microbatch
         found = await critic.rows(CriticWorker.compute_values, states, FORWARD, max_tokens=budget)
         return with_critic_values(batch, found, self.config.algorithm)
@@ -305,16 +320,19 @@ class Trainer:
     async def update_critic(
         self, batch: DataProto, minibatches: Sequence[list[int]], critic: WorkerGroup[CriticWorker]
     ) -> dict[str, float]:
-        """Update the critic and return its metrics. Raise NumericsError if too many updates in a row were skipped."""
+        """Update the critic on all mini-batches, and return the metrics of the update.
+
+        Raise NumericsError if too many updates in a row were skipped.
+        """
         with self.saved_batch(batch):
             budget = self.config.critic.max_tokens_per_microbatch
             metrics = await critic.update(CriticWorker.update, batch, CRITIC_UPDATE, minibatches, budget)
         return self.checked_update("critic", metrics, batch, minibatches)
 
     async def update_actor(self, batch: DataProto, minibatches: Sequence[list[int]]) -> dict[str, float]:
-        """Update the actor and the entropy coefficient, and return the actor's metrics.
+        """Update the actor on all mini-batches, then the entropy coefficient, and return the metrics of the update.
 
-        Raises NumericsError if too many updates in a row were skipped.
+        Raise NumericsError if too many updates in a row were skipped.
         """
         entropy_coef = self.entropy_controller.value
         with self.saved_batch(batch):
@@ -330,7 +348,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def saved_batch(self, batch: DataProto) -> Iterator[None]:
-        """Write the step's batch to a file if a NumericsError ends the update in this block."""
+        """Write the batch of the current step to a file if a NumericsError ends the update in the `with` block."""
         try:
             yield
         except NumericsError as error:
@@ -340,9 +358,9 @@ class Trainer:
     def checked_update(
         self, role: str, metrics: dict[str, float], batch: DataProto, minibatches: Sequence[list[int]]
     ) -> dict[str, float]:
-        """Return the metrics of an update under their full names.
+        """Return the metrics of an update of `role` under full names, such as `actor/policy_loss`.
 
-        Skipped updates are reported in an alarm, which names the file of the step's batch.
+        If updates were skipped, an alarm reports their number and the file to which the batch of the step is written.
         """
         step = self.step + 1
         if skipped := int(metrics.get("skipped_updates", 0)):
@@ -355,17 +373,19 @@ class Trainer:
         return _named(role, metrics)
 
     async def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Add `old_log_probs`, the log-probs of the proximal policy, computed by the actor or by the engine.
+        """Add the column `old_log_probs`: log-probs of the proximal policy, computed by the actor or by the engine.
 
-        If one optimizer step trains on the whole batch, the old log-probs equal the current ones, and the column is
-        left out. In the first step, the actor always computes its log-probs, to check the engine.
+        If one optimizer step trains on the whole batch, the old log-probs equal the current log-probs, and the column
+        `old_log_probs` is left out. In the first step, the actor always computes log-probs, in order to check the
+        engine.
 
         Returns:
-            The batch, and metrics of the gap between engine and actor. The metrics are empty if the actor computed
-            nothing.
+            The batch, and metrics of the gap between engine and actor. The metrics are empty if the actor did not
+            compute log-probs.
 
         Raises:
-            LogProbError: in the first step, the gap exceeds `rollout.max_log_prob_gap`.
+            LogProbError: in the first step, the gap between the log-probs of engine and actor exceeds
+                `rollout.max_log_prob_gap`.
         """
         metrics: dict[str, float] = {}
         if self.needs_actor_pass or not self.engine_checked:
@@ -374,14 +394,18 @@ class Trainer:
             found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
             batch = batch.union(found)
             metrics = log_prob_gap(batch)
-            if batch.values("response_mask").any():  # a step without trained tokens tells nothing about the engine
+            if batch.values("response_mask").any():  # a batch without trained tokens cannot show an error of the engine
                 self.check_engine(metrics["rollout/log_prob_gap"])
         if self.config.algorithm.old_log_probs == "rollout":
             batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
         return batch, metrics
 
     def check_engine(self, gap: float) -> None:
-        """Raise LogProbError if `gap`, in nats, is the run's first mean gap and exceeds `rollout.max_log_prob_gap`."""
+        """Raise LogProbError if the run's first mean log-prob gap exceeds `rollout.max_log_prob_gap`.
+
+        `gap` is the mean gap of a step, in nats; only the first call of `check_engine` in a run compares it with the
+        limit.
+        """
         first, self.engine_checked = not self.engine_checked, True
         limit = self.config.rollout.max_log_prob_gap
         if first and not gap <= limit:
@@ -394,12 +418,12 @@ class Trainer:
     async def sync_weights(self) -> None:
         """Send the actor's weights to the engines as version `step`.
 
-        Raises SyncError if an engine uses other weights afterwards.
+        Raise SyncError if an engine does not use the sent weights afterwards.
         """
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:
-        """Evaluate the policy on the validation prompts, sampled and greedy, unless this step was evaluated already."""
+        """Evaluate the policy on the validation prompts, sampled and greedy, unless the step is already evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

@@ -1,1 +1,1 @@
-"""Modules that all other folders may import and that import no other folder: errors, storage, secrets, threads."""
+"""Modules that every other folder may import and that import no other folder: errors, storage, secrets, threads."""

@@ -1,4 +1,4 @@
-"""Named asyncio tasks that run beside the training step, and waits that end when one of these tasks fails."""
+"""Named asyncio tasks that run beside the training step, and waits that end when one of the tasks fails."""
 
 import asyncio
 import contextlib
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """The background tasks of a run, as an async context manager. Leaving the context cancels the running tasks.
+    """An async context manager that holds the background tasks of a run.
 
-    The main coroutine uses `until` to wait for results of background tasks. The first failure of a task, or an
-    interruption of the run, ends all waits in `until`.
+    Leaving the context cancels the tasks that still run. The main coroutine uses the method `until` to wait for results
+    of background tasks. The first failure of a task, or an interruption of the run, ends all waits in `until`.
     """
 
     def __init__(self) -> None:
@@ -30,24 +30,31 @@ class BackgroundTasks:
         await self.cancel()
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        """Run a coroutine as a task with this name."""
+        """Run a coroutine as a background task with the given name."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def interrupt(self, error: BaseException) -> None:
-        """End all present and later waits of `until` with this error, as a failed task does."""
+        """Make all present and later calls of `until` raise the given error, as they do when a task fails."""
         self._failures.append(error)
         self._changes.notify()
 
     def check(self) -> None:
-        """Raise the first failure of a task, or the first interruption, if there is one."""
+        """Raise the error of the first task that failed, or of the first interruption.
+
+        Do nothing if nothing has failed.
+        """
         if self._failures:
             raise self._failures[0]
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result. If a background task fails or the run is interrupted earlier, raise that error."""
+        """Wait for the result of an awaitable and return it.
+
+        If a background task fails or the run is interrupted before the result arrives, raise the error of the failed
+        task or the interruption.
+        """
         result = asyncio.ensure_future(awaitable)
         failure = asyncio.ensure_future(self._changes.until(lambda: self._failures))
         try:
@@ -59,7 +66,7 @@ class BackgroundTasks:
             await cancelled(result, failure)
 
     async def cancel(self) -> None:
-        """Cancel all tasks and wait for their end."""
+        """Cancel all background tasks and wait until they have ended."""
         await cancelled(*self._tasks)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -83,8 +90,8 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # `_next` is read before the condition, so that no notification is missed, not even one from a signal
-            # handler.
+            # The attribute `_next` is read before the condition, so that no notification is missed, not even one from a
+            # signal handler.
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()
@@ -95,9 +102,9 @@ class Changes:
 
 @contextlib.contextmanager
 def outside_event_loop() -> Iterator[None]:
-    """Run the block as if no event loop were running in this thread, so that it may run event loops of its own.
+    """Run the `with` block as if no event loop were running in the thread, so that it may run its own event loop.
 
-    A user's code that runs in the driver's process needs this context, because asyncio refuses nested event loops.
+    User code that runs in the driver's process needs `outside_event_loop`, because asyncio refuses nested event loops.
     """
     running = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
@@ -108,7 +115,7 @@ def outside_event_loop() -> Iterator[None]:
 
 
 async def cancelled(*futures: "asyncio.Future[Any]") -> None:
-    """Cancel all futures that are not done, and wait for their end. The errors of the futures are ignored."""
+    """Cancel all unfinished futures, and wait until they have ended. The errors of the futures are ignored."""
     running = [future for future in futures if not future.done()]
     for future in running:
         future.cancel()
@@ -116,4 +123,4 @@ async def cancelled(*futures: "asyncio.Future[Any]") -> None:
         await asyncio.wait(running)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # retrieves the error, because asyncio would log an error that nobody retrieved
+            future.exception()  # reading the exception here keeps asyncio from logging it as never retrieved

@@ -1,4 +1,4 @@
-"""Partition numbers into parts with nearly equal sums.
+"""Functions that partition numbers into parts with nearly equal sums.
 
 The functions are pure, and fast enough to run for thousands of rows in every optimizer step.
 """
@@ -9,16 +9,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-CLOSE = 1.005  # the search stops when the largest sum is at most this factor above its lower bound
+CLOSE = 1.005  # the search stops when the largest sum is at most this factor times its lower bound
 NONE = -1  # no index
 
 
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
-    """Return a lower bound on the largest sum of any partition. The weights are non-negative integers.
+    """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The bound is the maximum of the mean sum, the heaviest weight, and a bound for each k. The bound for k is the sum of
-    the k + 1 lightest of the k * parts + 1 heaviest weights: one part must hold at least k + 1 of these weights.
-    Without weights, the bound is 0.
+    The weights are non-negative integers. The bound is the maximum of three kinds of bounds: the mean sum, the heaviest
+    weight, and one bound for each k >= 1 with k * parts < len(weights). The bound for k is the sum of the k + 1
+    lightest of the k * parts + 1 heaviest weights: some part must contain at least k + 1 of these k * parts + 1
+    weights. If `weights` is empty, the bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n]: sum of the n heaviest weights
@@ -27,18 +28,19 @@ def least_largest_sum(weights: Sequence[int], parts: int) -> int:
 
 
 def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None = None, room: int = 0) -> Parts | None:
-    """Partition the indices of `weights` into parts such that the largest sum is small.
+    """Partition the indices of `weights` into parts such that the largest sum of weights in a part is small.
 
     The algorithm first assigns the indices greedily, from the heaviest to the lightest, each to the part with the
-    smallest sum that has room (longest processing time first, Graham 1969). The greedy result is up to a third above
-    the optimum. `refined` then makes the heaviest part lighter while that is possible, by moving an index to another
-    part or exchanging two indices.
+    smallest sum that has room (longest processing time first, Graham 1969). The greedy result has a largest sum that is
+    at most a third above the optimum. The function `refined` then makes the heaviest part lighter as long as it can, by
+    moving an index to another part or by exchanging two indices.
 
     Args:
-        weights: non-negative integers.
+        weights: the numbers to partition, non-negative integers.
         parts: number of parts. If there are at least as many positive weights as parts, no part is empty.
-        sizes: size of each index, if the sum of sizes in each part is limited to `room`; None for no limit.
-        room: the limit on the sum of sizes in a part.
+        sizes: size of each index, such as its number of tokens. The sum of sizes in a part is limited to `room`. None
+            for no limit.
+        room: limit on the sum of `sizes` in a part.
 
     Returns:
         The indices of each part, or None if the greedy assignment finds an index that fits into no part.
@@ -46,7 +48,7 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
     sizes = sizes if sizes is not None else [0] * len(weights)
     placed: Parts = [[] for _ in range(parts)]
     left = [room] * parts
-    open_parts = [(0, 0, part) for part in range(parts)]  # a heap of (sum, count, part)
+    open_parts = [(0, 0, part) for part in range(parts)]  # a heap of (sum of weights, number of indices, part)
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], -sizes[i], i)):
         full = []
         while open_parts and left[open_parts[0][2]] < sizes[index]:
@@ -63,7 +65,7 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
 
 
 def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room: int) -> Parts:
-    """Return the parts after exchanges that make the heaviest part lighter.
+    """Repeatedly make the heaviest part lighter by exchanging indices with another part, and return the new parts.
 
     The search ends when no exchange makes the heaviest part lighter, or when the sum of the heaviest part is at most
     `CLOSE` times the lower bound of the largest sum.
@@ -88,10 +90,10 @@ def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room:
 def _exchange(
     weights: Sequence[int], heavy: list[int], light: list[int], sizes: Sequence[int], room: int
 ) -> tuple[list[int], list[int]] | None:
-    """Move one index from `heavy` to `light`, or exchange two indices, such that the sums get as close as possible.
+    """Bring the sums of two parts as close as possible: move one index from `heavy` to `light`, or exchange two.
 
     Returns:
-        The new (heavy, light), or None if no move brings the sums closer.
+        The new indices of the heavy and the light part, or None if no move or exchange brings the two sums closer.
     """
     gap = sum(weights[index] for index in heavy) - sum(weights[index] for index in light)
     room_heavy, room_light = (room - sum(sizes[index] for index in part) for part in (heavy, light))
@@ -101,7 +103,8 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            more = sizes[index] - (0 if other == NONE else sizes[other])  # growth of the light part's sum of sizes
+            # the amount by which the exchange increases the light part's sum of sizes
+            more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)
     if found is None:

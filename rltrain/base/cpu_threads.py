@@ -10,29 +10,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # files with quota and period: cgroup v2, then v1
+# names of the files that hold the CPU quota and its period: first for cgroup v2, then for v1
+_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 def cpu_cores() -> int:
     """Return the number of CPU cores that this process may use, at least 1.
 
-    The number is smaller than the machine's number of cores under a cpuset (Slurm, `docker --cpuset-cpus`) or a quota
-    (`docker --cpus`, a Kubernetes limit). A quota is rounded up.
+    The number of usable cores is smaller than the machine's number of cores under a cpuset (Slurm, `docker
+    --cpuset-cpus`) or a quota (`docker --cpus`, a Kubernetes limit). A CPU quota that is not a whole number of cores is
+    rounded up.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas())]))
 
 
 def openmp_settings(threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables that OpenMP needs. The variables must be set before the process imports torch.
+    """Return the environment variables that set OpenMP's number of threads and how its idle threads wait.
 
-    OpenMP reads the variables when it is loaded. By default, an idle OpenMP thread spins for milliseconds before it
-    sleeps. If processes share cores, a spinning thread occupies the core that another process is waiting for, and both
-    processes slow down by an order of magnitude. `PASSIVE` makes idle threads sleep at once. The OpenMP runtimes of
-    GNU, LLVM and Intel all read OMP_NUM_THREADS and OMP_WAIT_POLICY.
+    The variables must be set before the process imports torch. OpenMP reads its environment variables when it is
+    loaded. By default, an idle OpenMP thread spins for milliseconds before it sleeps. If processes share cores, a
+    spinning thread occupies the core that another process is waiting for, and both processes slow down by an order of
+    magnitude. The wait policy `PASSIVE` makes idle OpenMP threads sleep at once. The OpenMP runtimes of GNU, LLVM and
+    Intel all read OMP_NUM_THREADS and OMP_WAIT_POLICY.
 
     Args:
-        threads: number of OpenMP threads of the process. If None, the number is OMP_NUM_THREADS if that is set, else
-            the number of cores that this process may use.
+        threads: number of OpenMP threads of the process. If `threads` is None, the number is the value of
+            OMP_NUM_THREADS if the variable is set, else the number of cores that the process may use.
     """
     return {
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or cpu_cores()),
@@ -44,11 +47,13 @@ def _quotas() -> Iterator[float]:
     """Yield the CPU quotas, in cores, of this process's control groups and of all their parents that have a quota."""
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text("utf-8", "replace").splitlines():
-            _, controllers, path = line.split(":", 2)  # the list of controllers is empty for cgroup v2
+            # in /proc/self/cgroup, cgroup v2 has an empty list of controllers
+            _, controllers, path = line.split(":", 2)
             mount = _MOUNT / "cpu" if controllers else _MOUNT
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            group = mount / path.lstrip("/")  # no such folder in a container that mounts its own group as the root
+            # the folder is missing in a container that mounts its own control group as the root
+            group = mount / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(mount):
                     yield from _quota(folder)
@@ -56,7 +61,7 @@ def _quotas() -> Iterator[float]:
 
 def _quota(folder: Path) -> Iterator[float]:
     for names in _QUOTAS:
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or its quota is "max"
+        with contextlib.suppress(OSError, ValueError):  # raised if the quota file does not exist or the quota is "max"
             quota, period = (int(part) for name in names for part in (folder / name).read_text("utf-8").split())
             if quota > 0 and period > 0:
                 yield quota / period

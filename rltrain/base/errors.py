@@ -1,6 +1,7 @@
-"""The exceptions of the project. All these exceptions can be pickled, because Ray sends them between processes.
+"""The exceptions of the project.
 
-Each message states the invalid value, the rule that it breaks and how to fix it.
+All exceptions of the project can be pickled, because Ray sends them between processes. Each error message states the
+invalid value, the rule that it breaks and how to fix it.
 """
 
 from typing import Any
@@ -15,7 +16,10 @@ class RLTrainError(Exception):
 
 
 class ConfigError(RLTrainError, ValueError):
-    """The user's configuration cannot run. It is raised before any worker starts; the program exits with status 2."""
+    """The user's configuration cannot run.
+
+    A ConfigError is raised before any worker starts, and makes the program exit with status 2.
+    """
 
 
 class WorkerError(RLTrainError, RuntimeError):
@@ -28,7 +32,7 @@ class WorkerLost(WorkerError):
     Another process can replace a lost worker, but not a worker that answered with an error.
 
     Attributes:
-        process: the lost worker (`workers.cluster.progress.Process`), set only if the worker itself reports the loss.
+        process: the process that was lost (`workers.cluster.progress.Process`); None if the error does not name it.
     """
 
     process: Any = None
@@ -38,8 +42,8 @@ class ClusterLost(RLTrainError, RuntimeError):
     """A Ray daemon died, so the run cannot continue.
 
     Attributes:
-        can_save: True if the run was between two steps and its training ranks still respond, so that it can save a
-            checkpoint.
+        can_save: True if the run was between two steps and its training ranks still respond, so that the run can still
+            save a checkpoint.
     """
 
     can_save = False
@@ -66,7 +70,7 @@ class Stopped(RLTrainError):
 
 
 class LogProbError(RLTrainError, RuntimeError):
-    """The engine's log-probs differ from the trainer's for the same tokens."""
+    """For the same tokens, the log-probs of the inference engine and of the trainer differ too much."""
 
 
 class NumericsError(RLTrainError, ArithmeticError):
@@ -74,11 +78,12 @@ class NumericsError(RLTrainError, ArithmeticError):
 
 
 class RewardError(RLTrainError, RuntimeError):
-    """The rewards cannot be computed: too many reward calls failed, or their aggregation failed.
+    """The rewards cannot be computed: too many reward calls failed, or the aggregation of scores failed.
 
     Attributes:
-        batch: the samples, if all of them are available.
-        repairable: the source, named by `source_name`, that must change before the run can be resumed; "" for none.
+        batch: the batch of samples whose rewards failed; None unless all samples of the step are available.
+        repairable: name (from `source_name`) of the user's file that must be repaired before the run can be resumed; ""
+            if no file has to be repaired.
     """
 
     batch: Any = None
@@ -90,17 +95,20 @@ class EstimatorError(RLTrainError, RuntimeError):
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """Return the text on one line, without secrets and safe to print on a terminal. Long text is cut in the middle."""
+    """Return `text` on one line, without secrets and safe to print on a terminal.
+
+    The middle of a text with more than `limit` characters is replaced by " ... ".
+    """
     # Control characters are escaped as \n, \x1b, ..., because they could move the cursor or recolor the terminal.
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redacted(text))
     return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
 
 
 def described(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's type and text on one line, without secrets. The text is cut after `limit` characters.
+    """Return an exception's type and text on one line, without secrets.
 
-    The result can always be encoded, stored and shown. The function handles an exception whose `__str__` raises, and a
-    text that contains half of a surrogate pair.
+    The exception's text is cut after `limit` characters. The returned text can always be encoded, stored and shown. The
+    function handles an exception whose `__str__` raises, and a text that contains half of a surrogate pair.
     """
     try:
         text = str(error)[:_READ]

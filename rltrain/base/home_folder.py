@@ -8,12 +8,13 @@ from pathlib import Path
 
 
 def ensure_home() -> None:
-    """Redirect the caches and settings of libraries if they cannot write to the home folder.
+    """Redirect the caches and settings of libraries to a private folder if the home folder is not writable.
 
-    If there is no home folder at all, as for a user id that the system does not know, HOME is set to a private
-    temporary folder. If the home folder exists but is not writable, HOME stays, so that existing files can be read, and
-    new caches and settings go to the private folder. The environment variables are set for this process and its child
-    processes. Cache variables that are already set keep their values.
+    If there is no home folder at all, for instance because the system does not know the user id, HOME is set to a
+    private temporary folder. If the home folder exists but is not writable, HOME is not changed, so that existing files
+    can be read, and libraries write new caches and settings to a private temporary folder. The redirection sets
+    environment variables of the process, which child processes inherit. Environment variables for caches that are
+    already set keep their values.
     """
     home = _home()
     if home is None:
@@ -21,7 +22,8 @@ def ensure_home() -> None:
     elif not _is_writable(home / ".cache"):
         private, hub = _private_folder(), Path(os.environ.get("XDG_CACHE_HOME", home / ".cache")) / "huggingface"
         for variable, folder in {
-            "HF_HOME": hub,  # stays at its usual place, because downloaded models are read from there
+            # the hub's cache stays at its usual place, because models that were downloaded earlier are read from there
+            "HF_HOME": hub,
             "XDG_CACHE_HOME": private / ".cache",
             "XDG_CONFIG_HOME": private / ".config",
             "TRITON_CACHE_DIR": private / ".triton",
@@ -33,13 +35,13 @@ def _home() -> Path | None:
     """Return the user's home folder, or None if it neither exists nor can be created."""
     try:
         home = Path.home()
-    except RuntimeError:  # HOME is not set, and the system does not know the user
+    except RuntimeError:  # raised if HOME is not set and the system does not know the user
         return None
     return home if os.path.isdir(home) or _is_writable(home) else None
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder. The folder is created if it does not exist."""
+    """Return whether files can be created in a folder. If the folder does not exist, it is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

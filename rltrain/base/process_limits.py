@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def limit_memory(memory_mb: int) -> None:
-    """Limit the private memory that this process can allocate beyond its current memory, on Linux only."""
+    """Limit the private memory that the process can allocate in addition to its current memory. Works on Linux only."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
         used_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
         limit = (used_kb << 10) + (memory_mb << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump, which could be as large as the memory
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # disables core dumps, which could be as large as the memory

@@ -15,20 +15,20 @@ from urllib.parse import quote
 
 _TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|MODE|ENV)$|^TOKENIZERS_", re.IGNORECASE)
-_SHORTEST = 8  # shortest secret, in characters; a shorter value is a setting, such as TOKENS=all
-_SHORTEST_LINE = 16  # shortest line of a multi-line secret, in characters, that is hidden on its own
+_SHORTEST = 8  # minimum length of a secret in characters; a shorter value is taken for a setting, such as TOKENS=all
+_SHORTEST_LINE = 16  # minimum length, in characters, of a line of a multi-line secret that is hidden on its own
 _PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
 # Keys of OpenAI and similar services, GitHub, Hugging Face, GitLab, Slack, AWS, Google; JSON web tokens; and private
-# keys in PEM form. If the end marker of a private key is missing, the whole rest of the text matches.
+# keys in PEM form. If the end marker of a private key is missing, everything after its start marker matches.
 _LOOKS_LIKE_ONE = (
     r"\b(?:sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
     rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
-# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. The pattern therefore matches any
-# number of backslashes. The pattern is possessive and cannot start between backslashes, so a text of only backslashes
-# takes linear time.
+# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. The regular expression for a
+# backslash therefore matches any number of them. The regular expression is possessive and cannot start between
+# backslashes, so that matching a text of only backslashes takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
 _GAP = rf"(?:\s|{_LINE_BREAK}|{_BACKSLASHES}[tvf]|%20|%0[9adAD])*"
@@ -37,21 +37,25 @@ HIDDEN = "[hidden]"
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Collection[str] = ()) -> str:
-    """Return the text with every secret replaced by [hidden].
+    """Return `text` with every secret in it replaced by `[hidden]`.
 
-    A secret is found even if its whitespace is changed, escaped or removed, and if its other characters are escaped as
-    in repr(), JSON or a URL. In a secret with several lines, each long line is also hidden on its own.
+    A secret is found even if its whitespace is changed, escaped or removed, or its other characters are escaped as in
+    repr(), JSON or a URL. In a secret with several lines, each long line is also hidden on its own.
 
     Args:
-        text: the text to be shown. Shorten the text only after redaction, because a truncated secret is not recognized.
-        environment: environment variables; those whose names indicate a secret hold secrets.
+        text: text that may contain secrets and is about to be shown or written. Shorten the text only after redaction,
+            because a truncated secret is not recognized.
+        environment: environment variables. The values of variables whose names indicate a secret count as secrets.
         keys: additional secrets, of any length.
     """
     return _pattern(frozenset({*_values(environment), *keys})).sub(HIDDEN, text)
 
 
 def secret_in(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the dotted key of the first secret in nested values, itself redacted; None if there is no secret."""
+    """Return the dotted key of the first secret in nested mappings and lists; None if there is no secret.
+
+    If the key itself contains a secret, that part of the key is redacted.
+    """
     for key, value in _leaves(values, ""):
         name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
         if (_OPTION.search(name) and value) or redacted(value, environment) != value:
@@ -63,7 +67,7 @@ class RedactingFormatter(logging.Formatter):
     """Log formatter that hides secrets in records, including tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's text without secrets."""
+        """Return the formatted text of a log record without secrets."""
         return redacted(super().format(record))
 
 
@@ -83,7 +87,7 @@ def _values(environment: Mapping[str, str]) -> set[str]:
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
-    """Return a pattern that matches each secret, the long lines of each secret, and well-known forms of keys."""
+    """Return a regular expression for all secrets, the long lines of each secret, and well-known forms of keys."""
     lines = {line.strip() for secret in secrets for line in _LINES.split(secret)}
     wanted = {*secrets, *(line for line in lines if len(line) >= _SHORTEST_LINE)}
     spelled = map(_any_spelling, sorted(wanted, key=len, reverse=True))
@@ -91,7 +95,7 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
 
 
 def _any_spelling(secret: str) -> str:
-    """Return a regular expression that matches a text in any spelling of its whitespace and special characters."""
+    """Return a regular expression that matches a text with any form of its whitespace and special characters."""
     words = re.split(rf"(?:\s|{_LINE_BREAK})+", secret)
     return _GAP.join("".join(map(_spellings, re.sub(r"\\+", r"\\", word))) for word in words if word)
 

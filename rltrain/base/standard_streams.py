@@ -1,4 +1,4 @@
-"""Standard streams for a program that keeps running when its terminal, pipe or disk is gone."""
+"""Standard streams for a program that must keep running when the terminal or pipe is gone or the disk is full."""
 
 import contextlib
 import io
@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-_STREAMS = ("stdin", "stdout", "stderr")  # the index is the file descriptor
+_STREAMS = ("stdin", "stdout", "stderr")  # the index of a stream in the list is its file descriptor
 
 
 class _Lasting(io.FileIO):
@@ -29,14 +29,15 @@ def open_closed_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor: this one
+            # `os.open` returns the lowest free descriptor, which is the closed one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 
 
 def outlive_readers() -> None:
-    """Make stdout and stderr drop data that cannot be written, instead of raising OSError.
+    """Make stdout and stderr drop data that they cannot write, instead of raising OSError.
 
-    Streams that were replaced before, for example by a test, stay unchanged.
+    If a test or another caller has replaced sys.stdout or sys.stderr, the replacement is not changed.
     """
     for descriptor, name in list(enumerate(_STREAMS))[1:]:
         stream = getattr(sys, name)
@@ -57,7 +58,7 @@ def outlive_readers() -> None:
 
 
 def _is_own(stream: Any, descriptor: int) -> bool:
-    """Return whether this is the process's original stream, which writes to the descriptor."""
+    """Return whether `stream` is the process's original stream, which writes to the file descriptor `descriptor`."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor
     except io.UnsupportedOperation:

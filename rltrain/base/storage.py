@@ -1,8 +1,9 @@
 """Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
 
-universal-pathlib could only replace `at`, `path`, `open`, `read` and `exists`, because it has no atomic write, no
-checksum and no listing that bypasses fsspec's cache. fsspec's transactions are not atomic either: they write a local
-file in the system's temporary folder, which may be on another disk, and then copy it.
+The library universal-pathlib could only replace the methods `at`, `path`, `open`, `read` and `exists`, because it
+offers no atomic write, no checksum and no listing that bypasses fsspec's cache. fsspec's transactions are not atomic
+either: a local file is first written in the system's temporary folder, which may be on another disk, and is then
+copied.
 """
 
 import os
@@ -16,22 +17,25 @@ from fsspec.core import url_to_fs
 
 from rltrain.base.errors import ConfigError
 
-_CHUNK = 1 << 20  # bytes per read; larger buffers fragment the memory of a process that runs for days
+_CHUNK = 1 << 20  # number of bytes per read; larger buffers fragment the memory of a process that runs for days
 
 
 @dataclass(frozen=True)
 class FileStart:
-    """The first `size` bytes of a local file. These bytes do not change when more is appended to the file."""
+    """The first `size` bytes of a local file.
+
+    The first `size` bytes do not change when something is appended to the file.
+    """
 
     path: Path
     size: int
 
 
 class Folder:
-    """A folder, which does not have to exist.
+    """A local or remote folder, which does not have to exist.
 
     Args:
-        url: a local path, or protocol://path.
+        url: location of the folder: a local path, or protocol://path.
     """
 
     def __init__(self, url: str) -> None:
@@ -44,27 +48,28 @@ class Folder:
         return self.root if self.local else self.url
 
     def at(self, name: str) -> "Folder":
-        """Return the subfolder with this name."""
+        """Return the subfolder with the given name."""
         return Folder(f"{self.url}/{name}")
 
     def path(self, name: str) -> str:
-        """Return the path of a file in this folder, as the file system spells it."""
+        """Return the path of a file in the folder, in the form that the fsspec file system expects."""
         return f"{self.root}/{name}"
 
     def open(self, name: str, mode: str = "rb") -> Any:
-        """Open a file. If it is opened for writing, its parent folders are created."""
+        """Open the file `name` in the folder. If a file is opened for writing, its parent folders are created."""
         if "r" not in mode:
             self.fs.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
         return self.fs.open(self.path(name), mode)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of the file `name` in the folder."""
         content: bytes = self.fs.cat_file(self.path(name))
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file atomically: the file is complete or not written at all, even if this process is killed."""
-        temporary = f"{name}.partial" if self.local else name  # in an object store, only complete objects are visible
+        """Write a file atomically: even if the process is killed, the file is either complete or not written at all."""
+        # an object store shows a new object only when it is complete
+        temporary = f"{name}.partial" if self.local else name
         with self.open(temporary, "wb") as stream:
             stream.write(content)
             if self.local:
@@ -73,10 +78,10 @@ class Folder:
             os.replace(self.path(temporary), self.path(name))
 
     def copy(self, start: FileStart, name: str) -> tuple[int, int]:
-        """Copy the start of a local file to `name`, in chunks. Returns the size and the CRC-32.
+        """Copy the start of a local file to `name`, in chunks. Return the size and the CRC-32 of the copied bytes.
 
         Raises:
-            OSError: the file has become shorter, or cannot be read or written.
+            OSError: the local file has become shorter than `size` bytes, or a file cannot be read or written.
         """
         left, crc = start.size, 0
         with start.path.open("rb") as source, self.open(name, "wb") as target:
@@ -91,11 +96,14 @@ class Folder:
         return start.size, crc
 
     def exists(self, name: str) -> bool:
-        """Return whether a file or folder with this name exists."""
+        """Return whether a file or folder with the given name exists."""
         return bool(self.fs.exists(self.path(name)))
 
     def names(self) -> list[str]:
-        """Return the names of all files and folders directly in this folder; an empty list if it does not exist."""
+        """Return the names of all files and folders directly in the folder.
+
+        If the folder does not exist, the list is empty.
+        """
         self.fs.invalidate_cache()
         try:
             found = self.fs.ls(self.root, detail=False)
@@ -104,14 +112,15 @@ class Folder:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
     def files(self) -> list[str]:
-        """Return all files below this folder, as paths relative to it."""
+        """Return all files in the folder and its subfolders, as paths relative to the folder."""
         self.fs.invalidate_cache()
         found = self.fs.find(self.root) if self.fs.exists(self.root) else []
         return sorted(path[len(self.root) :].lstrip("/") for path in found)
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all its content, if it exists."""
-        if self.local and os.path.islink(self.path(name)):  # remove the link only; its target may not even exist
+        # remove only the symbolic link, whose target may not even exist
+        if self.local and os.path.islink(self.path(name)):
             os.unlink(self.path(name))
         elif self.exists(name):
             self.fs.rm(self.path(name), recursive=True)
@@ -132,15 +141,16 @@ def flush(stream: Any) -> None:
 
 
 def local_path(path: str, where: str) -> Path:
-    """Return a path that the user wrote, with `~` expanded. The path does not have to exist.
+    """Return a path that the user wrote, with `~` expanded. The returned path does not have to exist.
 
     Args:
         path: the path as the user wrote it.
-        where: the beginning of the error message.
+        where: start of the error message, such as the config key that holds the path.
 
     Raises:
-        ConfigError: the path is invalid (a name is too long, symbolic links form a loop, it contains a NUL), the user
-            has no permission to look there, a name is not UTF-8, or there is no home folder for `~`.
+        ConfigError: the path is invalid (a name is too long, symbolic links form a loop, or the path contains a NUL
+            character), the user has no permission to access it, a name is not UTF-8, or there is no home folder for
+            `~`.
     """
     try:
         found = Path(path).expanduser()
@@ -179,5 +189,5 @@ def _require_utf8(path: Path, where: str) -> None:
 
 
 def absolute(url: str) -> str:
-    """Return the URL in a form that is valid in processes with another working directory."""
+    """Return `url` with a local path made absolute, so that it is valid in processes with another working directory."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))

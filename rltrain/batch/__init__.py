@@ -1,1 +1,1 @@
-"""The batch of a training step: its columns, its transfer between processes, and the assignment of rows to ranks."""
+"""The batch of a training step: columns, transfer between processes, and assignment of rows to ranks."""

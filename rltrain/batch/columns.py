@@ -1,8 +1,8 @@
 """Columns of a batch as values and offsets, and functions that copy rows between batches, each byte once.
 
-Values are tensors, or they are *stored*: bytes of a received batch, in memory that other readers share. Stored bytes
-are read-only, and no tensor uses them as its memory. A caller that needs a tensor, or some rows, gets a copy of exactly
-the needed values.
+The values of a column are tensors, or they are *stored*: bytes of a received batch, in memory that other processes may
+read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs some rows, or the whole
+column as a tensor, gets a copy of only the values that it needs.
 """
 
 import math
@@ -20,7 +20,7 @@ from rltrain.batch.jagged import offsets_in, values_in
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Values in shared memory.
+    """The values of one column, stored as read-only bytes in shared memory.
 
     Attributes:
         dtype: data type of the values.
@@ -36,7 +36,7 @@ class Stored:
         return self.shape[0]
 
     def copy(self) -> Tensor:
-        """Return a copy of the values as a tensor."""
+        """Copy the stored values into a new tensor and return it."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         memory_of(tensor)[:] = self.memory
         return tensor
@@ -49,7 +49,7 @@ class Column:
     Attributes:
         values: (B, ...) in a dense column, (N, ...) in a jagged column.
         offsets: (B + 1,) in a jagged column, None in a dense column.
-        tensor: cache of `whole`: the column as one dense or nested tensor, or None.
+        tensor: cached result of `whole`, that is, the column as one dense or nested tensor; None before the first call.
     """
 
     values: Tensor | Stored
@@ -57,20 +57,23 @@ class Column:
     tensor: Tensor | None = None
 
     def own(self) -> Tensor:
-        """Return the values as a tensor. Stored values are copied at the first call only."""
+        """Return the values as a tensor.
+
+        If the column is stored as bytes, the first call copies the values into a tensor.
+        """
         if isinstance(self.values, Stored):
             self.values = self.values.copy()
         return self.values
 
     def whole(self) -> Tensor:
-        """Return the column as one tensor. Every call returns the same object."""
+        """Return the column as one dense or nested tensor. Every call returns the same tensor object."""
         if self.tensor is None:
             values = self.own()
             self.tensor = values if self.offsets is None else nested_tensor_from_jagged(values, self.offsets)
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return this column with the tensor `offsets` in place of its own offsets, which must be equal."""
+        """Return a column with the same values, whose offsets tensor is replaced by the equal tensor `offsets`."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -78,14 +81,14 @@ Columns = Mapping[str, Column]
 
 
 def column_of(tensor: Tensor) -> Column:
-    """Return the column of a dense or nested tensor."""
+    """Convert a dense or nested tensor to a column."""
     if tensor.is_nested:
         return Column(values_in(tensor), offsets_in(tensor), tensor)
     return Column(tensor, None, tensor)
 
 
 def share_offsets(columns: Columns) -> dict[str, Column]:
-    """Return the same columns, where all jagged columns with equal offsets share the first one's offsets tensor."""
+    """Return the columns with one shared offsets tensor for all jagged columns that have equal offsets."""
     families: list[Tensor] = []
 
     def known(offsets: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ def share_offsets(columns: Columns) -> dict[str, Column]:
 
 
 def same(left: Column, right: Column) -> bool:
-    """Return whether two columns hold the same values. NaN counts as equal to NaN."""
+    """Return whether two columns have equal values. NaN counts as equal to NaN."""
     if left is right:
         return True
     if left.offsets is not None and right.offsets is not None:
@@ -119,12 +122,13 @@ def same(left: Column, right: Column) -> bool:
 
 
 def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
-    """Copy the rows of several parts into new columns, one part after the other.
+    """Concatenate the rows of several batches (parts), or selected rows of them, into new columns.
 
     Args:
-        parts: the columns of each part. All parts have the same column names.
-        rows: numbers of the rows to copy, in their new order, int64. Row numbers count the rows of all parts in order.
-            If `rows` is None, all rows are copied.
+        parts: for each part (batch), a mapping from column names to columns. All parts have the same column names.
+        rows: numbers of the rows to copy, int64, in the order that they get in the result. Rows are numbered through
+            all parts: the first row of a part follows the last row of the part before it. If `rows` is None, all rows
+            are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -139,10 +143,10 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """The places from which the values of new rows are copied, for all columns that share their offsets.
+    """Describes from where the values of the new rows are copied, for a group of columns that share their offsets.
 
     Attributes:
-        pieces: (part, start, stop) of contiguous values, in the new order.
+        pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.
         total: number of values.
         offsets: offsets of the new rows; None for dense columns.
     """
@@ -173,7 +177,10 @@ def _edges(column: Column) -> np.ndarray:
 
 
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return the rows as pieces (part, start, stop). Rows with adjacent values in the same part form one piece."""
+    """Convert row numbers to ranges of contiguous values: (part, start, stop).
+
+    Rows with adjacent values in the same part form one piece.
+    """
     if not len(owners):
         return []
     breaks = (owners[1:] != owners[:-1]) | (starts[1:] != stops[:-1])
@@ -197,7 +204,7 @@ def _copied(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
 
 
 def _joined(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
-    """Copy the values with PyTorch, which handles other devices, gradients, and parts with different types."""
+    """Copy the values of the pieces with PyTorch, which handles other devices, gradients and mixed types."""
     tensors = [source.copy() if isinstance(source, Stored) else source for source in sources]
     pieces = [tensors[part][start:stop] for part, start, stop in route.pieces]
     return torch.cat(pieces + [tensor[:0] for tensor in tensors])
@@ -208,7 +215,7 @@ def _is_plain(source: Tensor | Stored) -> bool:
 
 
 def memory_of(source: Tensor | Stored) -> np.ndarray:
-    """Return the bytes (n,) uint8 of values on the CPU. The values are copied only if they are not contiguous."""
+    """Return the bytes of a CPU tensor, (n,) uint8. The tensor is copied only if it is not contiguous."""
     if isinstance(source, Stored):
         return source.memory
     return source.detach().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,11 +1,12 @@
 """`DataProto`, the batch of a training step, and the table of its columns.
 
 Letters for sizes in this project: P prompts in a step, G samples of one prompt (a group), B = P * G sequences,
-T response tokens (padded view), N tokens of a packed batch, V vocabulary entries.
+T response tokens of a row in the padded view, N tokens of a packed batch, V vocabulary entries.
 
-Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and offsets, (B + 1,).
-Row i is `values[offsets[i]:offsets[i + 1]]`. All columns of a family, such as the response columns, share one offsets
-tensor. Batches are stored and sent without padding. `padded(column)` returns the (B, T) view that the algorithms read.
+Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and of the offsets of
+the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. All columns of a family, such as
+the response columns, share one offsets tensor. Batches are stored and sent without padding. The method `padded(column)`
+returns the padded view (B, T), which the algorithms read.
 """
 
 import json
@@ -63,11 +64,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 class DataProto:
-    """A batch of B rows: tensor columns, columns of Python objects, and metadata. Methods return new batches.
+    """A batch of B rows: tensor columns, columns of Python objects, and metadata.
 
-    A batch from another process stays in memory that other readers share. This class never writes to memory that other
-    readers share. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such
-    as `values`, copy their column. The property `batch` copies all tensor columns.
+    Methods do not change the batch that they are called on but return new batches. The values of a batch from another
+    process stay in shared memory, which other processes may read too. `DataProto` never writes to shared memory.
+    Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such as `values`,
+    copy the column that they return. The property `batch` copies all tensor columns.
 
     Attributes:
         meta_info: metadata of the batch as a whole.
@@ -101,10 +103,10 @@ class DataProto:
         non_tensors: Mapping[str, Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Return a batch with these columns.
+        """Create a batch from tensor columns and columns of Python objects.
 
         Raises:
-            ValueError: the columns differ in their number of rows, or a name occurs in both mappings.
+            ValueError: the columns differ in their number of rows, or a column name occurs in both arguments.
         """
         tensors, non_tensors = dict(tensors or {}), dict(non_tensors or {})
         sizes = {name: len(c) if not c.is_nested else c.size(0) for name, c in tensors.items()}
@@ -119,7 +121,10 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDict:
-        """The tensors by column name, each (B, ...) dense or (B, j) jagged. Changes to the result change this batch."""
+        """A dict of the tensor columns by name, each (B, ...) dense or (B, j) jagged.
+
+        Changes to the dict change the batch.
+        """
         if self._table is None:
             tensors = {key: column.whole() for key, column in self._columns.items()}
             self._table = TensorDict(tensors, batch_size=[self._rows])
@@ -127,7 +132,10 @@ class DataProto:
 
     @property
     def non_tensor_batch(self) -> dict[str, Any]:
-        """The object arrays (B,) by column name. Changes to the dict change this batch."""
+        """A dict of the columns of Python objects by name, each an object array (B,).
+
+        Changes to the dict change the batch.
+        """
         for key, column in self._others.items():
             if isinstance(column, Text):
                 self._others[key] = column.strings()
@@ -135,13 +143,14 @@ class DataProto:
 
     @property
     def _tensors(self) -> dict[str, Column]:
-        """The tensor columns, including changes that were made to `batch`."""
+        """The tensor columns, including changes that were made through the property `batch`."""
         if self._table is not None:
             known = {id(column.tensor): column for column in self._columns.values()}
             found = {
                 key: known.get(id(tensor)) or column_of(cast(Tensor, tensor)) for key, tensor in self._table.items()
             }
-            if found != self._columns:  # columns compare by identity
+            # `!=` compares columns by identity, because the dataclass `Column` has `eq=False`
+            if found != self._columns:
                 self._columns = share_offsets(found)
         return self._columns
 
@@ -155,7 +164,7 @@ class DataProto:
         return key in self._tensors or key in self._others
 
     def keys(self) -> list[str]:
-        """Return the names of all columns."""
+        """Return the names of all columns of the batch."""
         return [*self._tensors, *self._others]
 
     def offsets(self, column: str) -> Tensor:
@@ -171,14 +180,14 @@ class DataProto:
         return self.offsets(column).diff()
 
     def with_values(self, like: str, **columns: Tensor) -> Self:
-        """Return this batch with additional jagged columns.
+        """Return the batch with additional jagged columns.
 
         Args:
-            like: a jagged column, whose row lengths the new columns get.
+            like: name of a jagged column, whose row lengths the new columns get.
             **columns: values (N,) of the new columns.
 
         Raises:
-            ValueError: a new column has more or fewer values than `like`.
+            ValueError: a new column has more or fewer values than the column `like`.
         """
         column, offsets = self._jagged(like)
         for name, values in columns.items():
@@ -189,10 +198,10 @@ class DataProto:
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
     def with_padded(self, like: str, **columns: Tensor) -> Self:
-        """Return this batch with additional jagged columns.
+        """Return the batch with additional jagged columns.
 
         Args:
-            like: a jagged column, whose row lengths the new columns get.
+            like: name of a jagged column, whose row lengths the new columns get.
             **columns: the new columns, in the padded view (B, T) of the column `like`.
         """
         mask = self.padding_mask(like)
@@ -204,13 +213,13 @@ class DataProto:
         return torch.full(mask.shape, padding, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
     def padding_mask(self, column: str) -> Tensor:
-        """Return a bool mask (B, T), True where `padded(column)` holds a value of the column."""
+        """Return a bool mask (B, T), True at the places of `padded(column)` that are not padding."""
         lengths = self.lengths(column)
         width = int(lengths.max()) if len(self) else 0
         return torch.arange(width, device=lengths.device) < lengths[:, None]
 
     def select(self, keys: Iterable[str]) -> Self:
-        """Return this batch with only these columns.
+        """Return a batch with only the named columns.
 
         Raises:
             KeyError: a column does not exist.
@@ -220,19 +229,21 @@ class DataProto:
         return self._of({key: columns[key] for key in keys if key in columns}, others, len(self), self.meta_info)
 
     def pop(self, keys: Iterable[str]) -> tuple[Self, Self]:
-        """Split the columns into two batches. This batch does not change.
+        """Split the batch into two: one with the named columns, and one with all other columns.
+
+        The batch itself does not change.
 
         Returns:
-            The batch with only these columns, and the batch without them.
+            The batch with only the named columns, and the batch without the named columns.
         """
         keys = self._known(keys)
         return self.select(keys), self.select([key for key in self.keys() if key not in keys])
 
     def rename(self, names: Mapping[str, str]) -> Self:
-        """Return this batch with renamed columns.
+        """Return the batch with renamed columns.
 
         Args:
-            names: `{old: new}`.
+            names: mapping from old to new column names.
 
         Raises:
             KeyError: a column does not exist.
@@ -249,7 +260,8 @@ class DataProto:
         """Return a batch with the columns and metadata of both batches.
 
         Raises:
-            ValueError: the numbers of rows differ, or a column or a metadata entry of both has different values.
+            ValueError: the numbers of rows differ, or the batches have a column or a metadata entry with the same name
+                but different values.
         """
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same number of rows")
@@ -267,15 +279,16 @@ class DataProto:
 
     @classmethod
     def concat(cls, parts: Sequence["DataProto"], *, rows: Tensor | None = None) -> Self:
-        """Return the rows of all parts as one batch. Each row is copied once.
+        """Concatenate the rows of several batches (parts) into one batch. Each row is copied only once.
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, in their new order, int64. Row numbers count the rows of all parts in
-                order. If `rows` is None, all rows are taken in order.
+            rows: numbers of the rows to take, int64, in the order that they get in the result. Rows are numbered
+                through all parts: the first row of a part follows the last row of the part before it. If `rows` is
+                None, all rows are taken in order.
 
         Raises:
-            ValueError: the parts have different columns, or there is no part.
+            ValueError: the parts have different columns, or `parts` is empty.
         """
         if not parts:
             raise ValueError("concat of no batches: give at least one")
@@ -293,7 +306,7 @@ class DataProto:
         return cls._of(share_offsets(columns), others, total, meta_info)
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Split this batch into `chunks` batches whose sizes differ by at most one row.
+        """Split the batch into `chunks` batches whose sizes differ by at most one row.
 
         Raises:
             ValueError: there are fewer rows than chunks, or `chunks` is below 1.
@@ -303,18 +316,21 @@ class DataProto:
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
 
     def split(self, size: int) -> list[Self]:
-        """Split this batch into batches of `size` rows. The last batch may be smaller."""
+        """Split the batch into batches of `size` rows. The last batch may be smaller."""
         if size < 1:
             raise ValueError(f"split size must be >= 1, got {size}")
         return [self[start : start + size] for start in range(0, len(self), size)]
 
     def repeat(self, times: int, *, interleave: bool = True) -> Self:
-        """Repeat each row `times` times. The order is a a b b with `interleave`, and a b a b without."""
+        """Return a batch in which each row is repeated `times` times.
+
+        Two rows a, b repeated twice become a a b b if `interleave` is True, and a b a b otherwise.
+        """
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]
 
     def reorder(self, rows: Tensor | Sequence[int]) -> Self:
-        """Return the batch with its rows in this order."""
+        """Return the batch with its rows in the order in which `rows` lists their numbers."""
         return self[torch.as_tensor(rows, dtype=torch.int64)]
 
     def __getitem__(self, rows: slice | int | Tensor | np.ndarray | Sequence[int] | Sequence[bool]) -> Self:
@@ -323,7 +339,7 @@ class DataProto:
         return self._of(share_offsets(take_rows([self._tensors], index)), others, len(index), self.meta_info)
 
     def to(self, device: str | torch.device) -> Self:
-        """Return this batch with its tensors on `device`."""
+        """Return the batch with its tensors moved to `device`."""
         families: dict[int, Tensor] = {}
         moved = {}
         for key, column in self._tensors.items():
@@ -334,7 +350,7 @@ class DataProto:
         return self._of(moved, self._others, len(self), self.meta_info)
 
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
-        """Append repeated rows, from the start of the batch, until the number of rows is a multiple of `divisor`.
+        """Append repeated rows, from the start of the batch, until the batch size is a multiple of `divisor`.
 
         Returns:
             The longer batch, and the number of rows added.
@@ -343,7 +359,7 @@ class DataProto:
         return self[torch.arange(len(self) + added) % max(len(self), 1)], added
 
     def unpad(self, added: int) -> Self:
-        """Return the batch without its last `added` rows."""
+        """Return the batch without its last `added` rows, the ones that padding appended."""
         return self[: len(self) - added]
 
     def save(self, path: str | Path) -> None:
@@ -398,7 +414,10 @@ class DataProto:
         return keys
 
     def shares(self, other: "DataProto", key: str) -> bool:
-        """Return whether a tensor column of both batches has the same values in memory. No values are compared."""
+        """Return whether a tensor column occupies the same memory in both batches.
+
+        Only the storage of the two columns is compared, not their values.
+        """
         return self._tensors[key].values is other._tensors[key].values
 
     def _same(self, other: "DataProto", key: str) -> bool:

@@ -1,6 +1,7 @@
 """Jagged columns, which consist of the concatenated values of all rows, (N,), and the offsets of the rows, (B + 1,).
 
-All columns of a family share one offsets tensor object, because PyTorch combines nested tensors only in that case.
+All columns of a family share one offsets tensor object, because PyTorch computes with several nested tensors only if
+they share it.
 """
 
 import itertools
@@ -13,23 +14,23 @@ from torch.nested import nested_tensor_from_jagged
 
 
 def jagged(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Tensor:
-    """Return a jagged column (B, j) of B sequences."""
+    """Convert B sequences to a jagged column (B, j)."""
     rows = list(rows)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     if any(isinstance(row, Tensor) for row in rows):
         values = torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows])
-    else:  # one call for all rows, because one tensor per row takes ten times as long
+    else:  # one `torch.tensor` call for all rows, because one tensor per row takes ten times as long
         values = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)
     return nested_tensor_from_jagged(values, offsets_of(lengths))
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return the offsets (B + 1,) of rows with these lengths (B,)."""
+    """Return the offsets (B + 1,) of rows whose lengths (B,) are given."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def positions(lengths: Tensor) -> Tensor:
-    """Return the position 0, 1, 2, ... of each value in its row, (N,), for rows with these lengths (B,)."""
+    """Return the position 0, 1, 2, ... of each value in its row, (N,), for rows whose lengths (B,) are given."""
     starts = offsets_of(lengths)[:-1]
     return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
 
@@ -45,14 +46,14 @@ def offsets_in(column: Tensor) -> Tensor:
 
 
 def row_numbers(rows: Any, total: int) -> Tensor:
-    """Return the numbers, int64, of the rows that a slice, mask, number or list of numbers selects.
+    """Return the row numbers, int64, that a slice, a mask, a number or a list of numbers selects.
 
     Args:
-        rows: the selection.
+        rows: the selection of rows: a slice, a mask, a number or a list of numbers.
         total: number of rows in the batch.
 
     Raises:
-        IndexError: the mask has another length than `total`, or a number is out of range.
+        IndexError: the length of a mask is not `total`, or a number is out of range.
     """
     if isinstance(rows, slice):
         return torch.tensor(range(total)[rows], dtype=torch.int64)

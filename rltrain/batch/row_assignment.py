@@ -1,6 +1,6 @@
 """Assignment of rows to mini-batches, ranks and micro-batches, as pure functions of the row lengths.
 
-Which rows share a mini-batch never depends on the number of ranks or on the token budget.
+The assignment of rows to mini-batches depends neither on the number of ranks nor on the token budget.
 """
 
 import itertools
@@ -15,12 +15,12 @@ Rows = list[int]
 def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step: int) -> list[Rows]:
     """Return the rows of each mini-batch, in training order.
 
-    All rows of a prompt group are in the same mini-batch. The mini-batches of an epoch differ by at most one group in
-    size. If a step has fewer groups than mini-batches, some mini-batches are empty. Each epoch has its own shuffled
-    order of the groups, with (seed, step, epoch) as the random seed.
+    Rows of the same prompt group are always in the same mini-batch. The mini-batches of an epoch differ by at most one
+    group in size. If a step has fewer groups than mini-batches, some mini-batches are empty. Each epoch has its own
+    shuffled order of the groups, with (seed, step, epoch) as the random seed.
 
     Args:
-        uids: prompt group of each row (B,).
+        uids: number of each row's prompt group, (B,).
         count: number of mini-batches per epoch.
         epochs: number of passes over the batch.
         seed: random seed of the run.
@@ -40,7 +40,7 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
 
 
 def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
-    """Distribute `rows` over the ranks so that the largest sum of `work` on a rank is small.
+    """Distribute `rows` over the ranks so that the largest amount of work on a rank is nearly minimal.
 
     No rank is empty if there are at least as many rows as ranks.
     """
@@ -55,8 +55,8 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    The number of micro-batches is the number that first-fit packing needs with the longest row first. If `count` is
-    larger, the number of micro-batches is `count` instead, but never more than the number of rows.
+    The number of micro-batches is the number that first-fit packing yields when it takes the longest row first. If
+    `count` is larger, the number of micro-batches is `count` instead, but never more than the number of rows.
 
     Raises:
         ValueError: a single row is longer than `max_tokens`.
@@ -68,7 +68,7 @@ def microbatches(
     if not wanted:
         return []
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # too little room for balanced placement: start from the first-fit packing
+    if even is None:  # balanced placement found no room for a row, so start from the first-fit packing
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)
@@ -100,7 +100,7 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 
 
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
-    """Split micro-batches until there are `count` of them.
+    """Split micro-batches until their number is `count`.
 
     Each split divides the micro-batch with the most work among those with at least two rows.
     """
@@ -120,14 +120,14 @@ def assign_minibatch(
     """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.
 
     Ranks wait for each other in every micro-batch, so the k-th micro-batches of all ranks have nearly equal work. If a
-    rank has fewer rows than micro-batches, its last micro-batches are empty.
+    rank has fewer rows than micro-batches, the last micro-batches of the rank are empty.
 
     Args:
         lengths: number of tokens that each row of the batch takes in a packed micro-batch.
         rows: rows of the mini-batch.
         ranks: number of ranks that share the mini-batch.
         max_tokens: token limit of one micro-batch, never exceeded.
-        work: cost of each row of the batch, in any unit. If `work` is None, the cost is the number of tokens.
+        work: cost of each row of the batch, in any unit. If `work` is None, the cost of a row is its number of tokens.
     """
     shares = balance(lengths if work is None else work, rows, ranks)
     most = max(1, *(len(_first_fit(lengths, share, max_tokens)) for share in shares))

@@ -1,8 +1,8 @@
 """Estimate of a model's compute cost for a row of text, from its Hugging Face config, without building the model.
 
-The unit is one multiply-add of a forward pass. A backward pass costs twice as much in every part, so the ratios between
-rows are the same. Norms, activations and rotary embeddings are left out, because they are under 1% of the cost of any
-model that is large enough to need balancing.
+The unit of all costs is one multiply-add of a forward pass. A backward pass costs twice as much as the forward pass in
+every part of the model, so the cost ratios between rows stay the same. Norms, activations and rotary embeddings are
+left out, because they are under 1% of the cost of any model that is large enough to need balancing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,18 +24,18 @@ _UNGATED = {
     "starcoder2",
 }
 _WINDOWED = ("sliding_attention", "chunked_attention")
-_ATTENTION = ("full_attention", *_WINDOWED)  # only these layer types have a cost per token pair
+_ATTENTION = ("full_attention", *_WINDOWED)  # the layer types whose cost grows with the number of token pairs
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """Numbers of multiply-adds in the forward pass of one model.
+    """Numbers of multiply-adds from which the cost of a row in the forward pass of one model follows.
 
     Attributes:
         token: multiply-adds per token, in the matrices of all layers.
         output: multiply-adds per response token, in the vocabulary head.
         attention: (window, multiply-adds per pair of tokens) for each group of layers with the same attention window.
-            The window None covers all preceding tokens.
+            A window of None means that a token attends to all preceding tokens.
     """
 
     token: int = 1
@@ -43,36 +43,36 @@ class RowWork:
     attention: tuple[tuple[int | None, int], ...] = ()
 
     def of(self, tokens: int, outputs: int) -> int:
-        """Return the multiply-adds of a causal row.
+        """Return the number of multiply-adds for one row.
 
         Args:
             tokens: number of tokens in the row.
-            outputs: number of tokens for which the head is computed.
+            outputs: number of tokens of the row for which the vocabulary head is computed.
         """
         pairs = sum(cost * causal_pairs(tokens, window) for window, cost in self.attention)
         return tokens * self.token + outputs * self.output + pairs
 
     def of_rows(self, tokens: Sequence[int], outputs: Sequence[int]) -> list[int]:
-        """Return the multiply-adds of each row, as `of` computes them."""
+        """Return the number of multiply-adds for each row, as computed by `of`."""
         return [self.of(length, count) for length, count in zip(tokens, outputs, strict=True)]
 
 
 def causal_pairs(tokens: int, window: int | None) -> int:
-    """Return the number of (query, key) pairs in a causal row.
+    """Return the number of (query, key) pairs that causal attention computes in a row of `tokens` tokens.
 
-    Each token attends to itself and to the tokens before it, to at most `window` tokens in all.
+    Each token attends to itself and to the tokens before it, but to at most `window` tokens in all.
     """
     near = tokens if window is None else min(tokens, window)
     return near * (near + 1) // 2 + (tokens - near) * near
 
 
 def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
-    """Return the cost of a model with this config.
+    """Return the compute cost of rows for a model with the given config.
 
     If the config gives no width or no number of layers, each token costs 1, which underestimates long rows.
 
     Args:
-        model: the Hugging Face config.
+        model: the Hugging Face config of the model, as a mapping.
         head: whether response tokens go through the model's vocabulary head.
     """
     hidden = _number(model, "hidden_size", "n_embd", "d_model")
@@ -82,10 +82,12 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     heads = _number(model, "num_attention_heads", "n_head", "num_heads") or 1
     head_dim = _number(model, "head_dim") or hidden // heads
     key_heads = _number(model, "num_key_value_heads") or heads
-    projections = 2 * hidden * head_dim * (heads + key_heads)  # queries and output, keys and values
+    # the projections of queries and outputs, and of keys and values
+    projections = 2 * hidden * head_dim * (heads + key_heads)
     windows: dict[int | None, int] = {}
     for window in _windows(model, layers):
-        windows[window] = windows.get(window, 0) + 2 * heads * head_dim  # query * key, weight * value
+        # one multiply-add for query * key, and one for weight * value
+        windows[window] = windows.get(window, 0) + 2 * heads * head_dim
     return RowWork(
         layers * (projections + _feed_forward(model, hidden)),
         hidden * (_number(model, "vocab_size") or 0) if head else 0,
@@ -110,7 +112,10 @@ def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
 
 
 def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
-    """Return the attention window of each attention layer. A window of None means all preceding tokens."""
+    """Return the attention window of each attention layer.
+
+    A window of None means that a token attends to all preceding tokens.
+    """
     window = _number(model, "sliding_window", "attention_chunk_size") if model.get("use_sliding_window", True) else None
     kinds = model.get("layer_types")
     if not isinstance(kinds, Sequence):
@@ -120,5 +125,8 @@ def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
 
 
 def _number(model: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first integer value under these keys, or None. Architectures use different keys for the same size."""
+    """Return the first integer value that the config has under one of the given keys, or None.
+
+    Architectures use different keys for the same size.
+    """
     return next((int(model[name]) for name in names if isinstance(model.get(name), int)), None)

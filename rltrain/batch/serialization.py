@@ -1,9 +1,10 @@
 """Serialization of a batch for other processes.
 
-A serialized batch has a small header, and separate byte buffers for the values of each tensor column, the offsets of
-each family, and each text column. Pickle protocol 5 keeps the buffers out of band. Ray writes the buffers directly into
-one object of its object store, and readers map that object into memory. The transfer copies the buffers only once, into
-the store. A reader copies only the rows that it takes.
+A serialized batch consists of a small header and of separate byte buffers: one for the values of each tensor column,
+one for the offsets of each column family, and one for each text column. Pickle protocol 5 transfers the buffers out of
+band. Ray writes the buffers directly into one object of its object store, and readers map that object into memory. The
+transfer copies the buffers only once, into the object store. A process that reads a batch copies only the rows that it
+needs.
 """
 
 import itertools
@@ -16,20 +17,20 @@ import torch
 
 from rltrain.batch.columns import Column, Columns, Stored, memory_of, share_offsets
 
-Bytes = Any  # a PickleBuffer, or plain bytes below pickle protocol 5
+Bytes = Any  # a PickleBuffer if the pickle protocol is at least 5, otherwise plain bytes
 Objects = Mapping[str, "np.ndarray | Text"]
-SURROGATES = "surrogatepass"  # accepts unpaired surrogates, which a broken tokenizer may produce
+SURROGATES = "surrogatepass"  # this error handler accepts unpaired surrogates, which a broken tokenizer may produce
 
 
 class Text(NamedTuple):
-    """Strings in shared memory, as concatenated UTF-8. Row i is `memory[starts[i]:stops[i]]`."""
+    """Strings in shared memory, as concatenated UTF-8. The string of row i is `memory[starts[i]:stops[i]]`."""
 
     memory: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
 
     def take(self, rows: np.ndarray) -> "Text":
-        """Return the selected rows, without copying their text."""
+        """Return the strings of the selected rows, without copying text."""
         return Text(self.memory, self.starts[rows], self.stops[rows])
 
     def strings(self) -> np.ndarray:
@@ -42,14 +43,14 @@ class Text(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """Columns in the form in which they are pickled.
+    """The pickled form of the columns of a batch.
 
     Attributes:
-        tensors: (name, dtype, shape, family, bytes) of each tensor column. `family` is an index of `families`, or -1
+        tensors: (name, dtype, shape, family, bytes) of each tensor column. `family` is an index into `families`, or -1
             for a dense column.
-        families: the offsets of each family, as int64 bytes.
-        others: all other columns. A column of strings is (name, UTF-8 bytes, int64 bytes with the end of each string).
-            Any other column is (name, None, list).
+        families: the offsets of each column family, as the bytes of int64 numbers.
+        others: all other columns. A column of strings is stored as (name, UTF-8 bytes, bytes of int64 numbers that give
+            the end of each string). Any other column is stored as (name, None, list of its objects).
     """
 
     tensors: list[tuple[str, str, tuple[int, ...], int, Bytes]]
@@ -58,12 +59,13 @@ class Packet(NamedTuple):
 
 
 def objects(column: Any) -> np.ndarray:
-    """Return an object array (B,) of the elements of a sequence, whatever their type."""
-    return np.fromiter(column, dtype=object, count=len(column))  # np.array would unpack rows that are lists
+    """Return an object array (B,) with the elements of a sequence, which may have any type."""
+    # unlike np.fromiter, np.array would unpack rows that are lists
+    return np.fromiter(column, dtype=object, count=len(column))
 
 
 def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
-    """Return the columns as the fields of a `Packet`.
+    """Convert the columns to a tuple of the fields of a `Packet`.
 
     From pickle protocol 5 on, contiguous tensors on the CPU are not copied.
     """
@@ -90,7 +92,7 @@ def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
 
 
 def receive(packet: Packet) -> tuple[dict[str, Column], dict[str, "np.ndarray | Text"]]:
-    """Return the tensor columns and the object columns of a packet.
+    """Return the tensor columns and the object columns that a packet contains.
 
     Values and strings stay in the received memory until they are read.
     """

@@ -1,11 +1,12 @@
-"""Trajectories: what was put into the context of the policy, and what the policy sampled, turn by turn.
+"""Trajectories, which record turn by turn what was put into the context of the policy and what the policy sampled.
 
 A trajectory becomes one row of a batch. The observation of the trajectory's first turn is the row's prompt. Everything
 after the prompt is the row's response: the sampled tokens of all turns, and the observations between them.
 
-Two columns of a batch tell sampled tokens from observations. `response_mask` is True at sampled tokens that are trained
-on; a later step may set it to False, for instance in rows without a score. `policy_version` never changes, so
-`sampled_tokens` and `sampled_lengths` also include the sampled tokens of rows that are not trained on.
+Two columns of a batch tell which tokens were sampled and which are observations. The column `response_mask` is True at
+sampled tokens that are trained on; a later step may set it to False, for instance in rows without a score. The column
+`policy_version` never changes, so the functions `sampled_tokens` and `sampled_lengths`, which read it, also include the
+sampled tokens of rows that are not trained on.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from rltrain.batch.data_proto import DataProto
 
-NOT_SAMPLED = -1  # `policy_version` of a response token that no weights sampled, because it is part of an observation
+NOT_SAMPLED = -1  # `policy_version` of a response token that was not sampled because it is part of an observation
 
 _Value = TypeVar("_Value", int, float)
 
@@ -31,11 +32,12 @@ class Turn:
         observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn, and
             later, for instance, a tool's result or a user's reply.
         action_ids: token ids that the policy sampled; empty if the trajectory ended with the observation.
-        log_probs: log-probability of each sampled token in nats, under the distribution that was sampled from.
-        versions: weight version that sampled each token, 0 or above.
+        log_probs: log-probability of each sampled token in nats, under the distribution from which the token was
+            sampled.
+        versions: version of the weights that sampled each token, 0 or above.
         finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.
         text: the action, decoded without special tokens.
-        reward: reward that the environment gave for the turn; None if it gave none.
+        reward: reward that the environment gave for the turn; None if the environment gave none.
     """
 
     observation_ids: Sequence[int]
@@ -56,12 +58,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sample of a prompt. The context of each turn is all tokens before it.
+    """One sample of a prompt: a sequence of turns.
+
+    The context of each turn consists of all tokens of the trajectory before the turn.
 
     Attributes:
         uid: number of the prompt group.
         sample: number of the sample in its group.
-        turns: the turns in order, at least one.
+        turns: the turns of the trajectory, in order; at least one.
     """
 
     uid: int
@@ -88,7 +92,7 @@ class Trajectory:
         return "".join(turn.text for turn in self.turns)
 
     def segments(self) -> list[tuple[int, bool]]:
-        """Return the response as segments (number of tokens, whether the policy sampled them), in order."""
+        """Return the segments of the response in order, each as (number of tokens, whether the policy sampled them)."""
         found = [(len(self.turns[0].action_ids), True)]
         for turn in self.turns[1:]:
             found += (len(turn.observation_ids), False), (len(turn.action_ids), True)
@@ -99,18 +103,21 @@ class Trajectory:
         return _response([t.action_ids for t in self.turns], [t.observation_ids for t in self.turns[1:]])
 
     def log_probs(self) -> Sequence[float]:
-        """Return the log-prob of each response token in nats; 0 in observations."""
+        """Return the log-prob of each response token in nats; the value at observation tokens is 0."""
         observed = [[0.0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([turn.log_probs for turn in self.turns], observed)
 
     def versions(self) -> Sequence[int]:
-        """Return the weight version of each response token; `NOT_SAMPLED` in observations."""
+        """Return the weight version of each response token; the value at observation tokens is `NOT_SAMPLED`."""
         observed = [[NOT_SAMPLED] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([turn.versions for turn in self.turns], observed)
 
 
 def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequence[_Value]]) -> Sequence[_Value]:
-    """Return the first action, and then each observation followed by its action. A single action is not copied."""
+    """Concatenate the values of a response: the first action, then each observation followed by its action.
+
+    If a response has only one action, the values of the action are returned without a copy.
+    """
     first, *later = actions
     if not later:
         return first
@@ -118,7 +125,7 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
 
 
 def sampled_tokens(batch: DataProto) -> Tensor:
-    """Return whether the policy sampled each response token: (N,) bool.
+    """Return for each response token whether the policy sampled it: (N,) bool.
 
     Tokens of rows that are not trained on count as sampled, unlike in `response_mask`.
     """
@@ -126,6 +133,6 @@ def sampled_tokens(batch: DataProto) -> Tensor:
 
 
 def sampled_lengths(batch: DataProto) -> Tensor:
-    """Return the number of tokens in each row that the policy sampled: (B,) int64."""
+    """Return for each row the number of response tokens that the policy sampled: (B,) int64."""
     counts = sampled_tokens(batch).cumsum(0)
     return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

@@ -1,7 +1,8 @@
-"""Alarms: one-line messages when the metrics of a run show that something went wrong.
+"""Alarms: one-line messages that appear when the metrics of a run show that something went wrong.
 
-An alarm is reported when it begins, and again only if it has stopped in between. Alarms depend only on the metrics of
-each step, so checkpoints do not store them: passing the earlier steps' metrics in order restores the state of `Alarms`.
+An alarm is reported when its condition begins to hold, and again only if the condition has ceased to hold in between.
+Alarms depend only on the metrics of each step, so checkpoints do not store them: a resumed run restores the state of
+`Alarms` by passing the metrics of all earlier steps in order.
 """
 
 from collections import deque
@@ -10,21 +11,21 @@ from math import isfinite
 
 from rltrain.settings.schema import Config
 
-# Number of first steps whose mean entropy is the starting entropy. One step is noisy, and after ten steps the policy
-# has changed.
+# Number of steps at the start of a run whose mean entropy counts as the starting entropy. A single step is noisy, and
+# after ten steps the policy has changed.
 START_STEPS = 3
-# Alarm threshold for the entropy, as a share of the starting entropy. The entropy of a learning policy falls for good
-# reason: on the built-in tasks it ends at 20 to 40% of its start. Below this share, the answers to one prompt are
-# almost identical, so the policy has no alternatives left to choose from.
+# Alarm threshold for the entropy, as a share of the starting entropy. The entropy of a policy that learns falls for a
+# good reason: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below this threshold, the
+# answers to one prompt are almost identical, so the policy has no alternatives left to choose from.
 COLLAPSED_SHARE = 0.05
-# Number of consecutive steps after which an alarm condition counts as persistent. One small batch may hold many prompts
-# that are too easy or too hard by chance. This many such batches in a row are not chance.
+# Number of consecutive steps after which an alarm condition counts as persistent. One small batch may by chance contain
+# many prompts that are too easy or too hard, but a whole series of them is not chance.
 PERSISTENT_STEPS = 5
 # Number of steps over which rewards are averaged for comparison, because the prompts of a single step may be harder.
 WINDOW_STEPS = 5
-# Share of the reward gain, from the first window to the best one, whose loss raises the alarm. The fall must also be at
-# least as large as the standard deviation of single rewards in the best window. Both conditions together exclude noise
-# of the mean and a reward curve that has become flat.
+# Share of the reward gain, from the first window of steps to the best one, whose loss raises the alarm. The fall of the
+# mean reward must also be at least as large as the standard deviation of single rewards in the best window. Requiring a
+# large loss both by share and by standard deviation excludes noise of the mean and a reward curve that has become flat.
 LOST_SHARE = 0.5
 
 
@@ -32,7 +33,7 @@ class Alarms:
     """Checks the metrics of each step for signs of failure.
 
     Args:
-        config: the whole config.
+        config: the whole config of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -45,15 +46,16 @@ class Alarms:
         }
         self.sounding: set[str] = set()
         self.first_entropies: list[float] = []
-        self.collapsed = self.flat = 0  # numbers of consecutive steps
-        self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (mean, standard deviation)
+        self.collapsed = self.flat = 0  # numbers of consecutive steps for which the alarm conditions have held
+        # (mean, standard deviation) of the reward in each of the last steps
+        self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self.first_reward: float | None = None
         self.best: tuple[float, float] = (float("-inf"), 0.0)
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        """Return one line for each alarm that begins at this step: value, limit and remedy.
+        """Check the metrics of one step and return one line for each alarm that begins: value, limit and remedy.
 
-        Steps must be passed in order.
+        The method must be called once for each step, in order.
         """
         known = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
         begun = []
@@ -67,7 +69,7 @@ class Alarms:
     def _gap(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if engine and actor disagree too much on the log-probs of tokens; otherwise "".
 
-        A batch with stale tokens raises no alarm, because older weights give other log-probs.
+        A batch with tokens that older weights sampled raises no alarm, because older weights give other log-probs.
         """
         gap = metrics.get("rollout/log_prob_gap", metrics.get("actor/engine_gap", 0.0))
         limit = self.config.rollout.max_log_prob_gap
@@ -100,7 +102,7 @@ class Alarms:
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if the answers to every prompt have had the same outcome for several steps; else "".
 
-        With one answer per prompt there is nothing to compare, so there is no alarm.
+        If each prompt has only one answer, there is nothing to compare, so no alarm is raised.
         """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         self.flat = self.flat + 1 if all_flat and self.config.rollout.samples_per_prompt > 1 else 0
@@ -113,7 +115,7 @@ class Alarms:
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the mean reward of the last steps is far below its best value; otherwise ""."""
+        """Return an alarm message if the mean reward of the last steps is far below its best value so far; else ""."""
         if "reward/mean" not in metrics:
             return ""
         self.window.append((metrics["reward/mean"], metrics.get("reward/std", 0.0)))

@@ -1,6 +1,6 @@
-"""All metrics that a run writes: name, meaning, unit and healthy range.
+"""The catalogue of all metrics that a run writes, with name, meaning, unit and healthy range.
 
-This command generates `docs/metrics.md` from the list:
+This command generates `docs/metrics.md` from the list of metrics:
 
     python -m rltrain.monitoring.catalogue > docs/metrics.md
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or several whose names differ in one word.
+    """One metric, or several metrics whose names differ in one word.
 
     Attributes:
-        name: name in `metrics.jsonl` and `evaluations.jsonl`.
-        meaning: what is measured.
-        unit: unit of the value; "share" means a number from 0 to 1.
-        healthy: expected behaviour in a run that learns; "" if there is no expectation.
+        name: name of the metric in `metrics.jsonl` and `evaluations.jsonl`.
+        meaning: description of what the metric measures.
+        unit: unit of the metric's value; "share" means a number from 0 to 1.
+        healthy: expected behaviour of the metric in a run that learns; "" if there is no expectation.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Metric:
     healthy: str = ""
 
     def matches(self, name: str) -> bool:
-        """Return whether this entry describes the metric with the given name."""
+        """Return whether the entry describes the metric with the given name."""
         return re.fullmatch(re.sub("<.*?>", r"\\w+", re.escape(self.name)), name) is not None
 
 

@@ -27,8 +27,8 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.report.page import REPORT
 
 SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
-DOWNLOAD_LINE_EVERY_S = 60.0  # seconds between lines about a download where the output is not a terminal
-PLAIN_EVERY = 10  # steps between lines where the output is not a terminal
+DOWNLOAD_LINE_EVERY_S = 60.0  # seconds between lines about a download if the output is not a terminal
+PLAIN_EVERY = 10  # training steps between lines if the output is not a terminal
 
 
 class ConsoleDisplay:
@@ -37,7 +37,7 @@ class ConsoleDisplay:
     Args:
         total_steps: number of training steps of the run.
         sample_every: number of steps between printed samples; 0: no samples.
-        console: console to write to.
+        console: rich console to which the display writes.
     """
 
     def __init__(self, total_steps: int, sample_every: int, console: Console) -> None:
@@ -64,7 +64,7 @@ class ConsoleDisplay:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show what the run is waiting for while the block runs."""
+        """Show what the run is waiting for while the `with` block runs."""
         if self.console.is_terminal:
             with self.console.status(what):
                 yield
@@ -75,7 +75,8 @@ class ConsoleDisplay:
     def progress_of(self, what: str) -> Callable[[int, int], None]:
         """Return a callback that shows the progress of a preparation phase before training.
 
-        The callback takes the number of finished parts and their total number. Nothing is shown until its first call.
+        The arguments of the callback are the number of finished parts and the total number of parts. Nothing is shown
+        until the first call of the callback.
         """
 
         def update(done: int, total: int) -> None:
@@ -105,7 +106,7 @@ class ConsoleDisplay:
         self.failures_seen = self.failures_seen or bool(errors)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Print the accuracies and the answer length of an evaluation on one line."""
+        """Print the results of an evaluation on one line: the accuracies and the answer length."""
         text = ", ".join(f"{kind} {metrics[f'eval/{kind}_accuracy']:.1%}" for kind in ("sampled", "greedy"))
         length = metrics["eval/sampled_length"]
         line = f"held-out accuracy after {step} steps: {text}; {length:.1f} tokens"
@@ -118,10 +119,11 @@ class ConsoleDisplay:
 
 @contextmanager
 def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of a download while the block runs: a bar on a terminal, otherwise a line every minute.
+    """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
     Yields:
-        Callback that takes the number of bytes so far and in total. Nothing is shown until its first call.
+        A callback for the progress: its arguments are the number of bytes downloaded so far and the total number.
+        Nothing is shown until the first call of the callback.
     """
     bar = Progress(
         TextColumn("downloading {task.description}", markup=False),
@@ -170,7 +172,7 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def sample_text(step: int, batch: DataProto) -> Text:
-    """Return one sample of the batch with its reward; the row changes with the step.
+    """Return the text and the reward of one sample of the batch. The row of the sample changes with the step.
 
     Text that a model wrote is never interpreted as console markup.
     """
@@ -178,7 +180,7 @@ def sample_text(step: int, batch: DataProto) -> Text:
     objects = batch.non_tensor_batch
     prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
-    # Not `valid`: that column is also False for scored rows that are excluded from the statistics.
+    # The column `valid` is not used, because it is also False for scored rows that are excluded from the statistics.
     scored = not bool(batch.batch["reward_components"][row].isnan().all())
     score = f"{float(batch.batch['scores'][row]):g}" if scored else "failed"
     start, end = (f"  step {step}:", "dim"), f"{ending}  -> reward {score}"
@@ -224,7 +226,7 @@ def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str,
 
 
 def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return the command that resumes a stopped run."""
+    """Return the shell command that resumes a stopped run."""
     own = ("trainer.output_dir", "trainer.resume")
     rest = [override for override in overrides if override.split("=", 1)[0] not in own]
     words = [*rest, f"trainer.output_dir={output_dir}", "trainer.resume=auto"]
@@ -232,13 +234,14 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return two commands: training with another algorithm on the same problem, and TensorBoard with the curves.
+    """Return two shell commands: one trains with another algorithm on the same data, one opens TensorBoard.
 
-    Settings of the section `algorithm` are left out, because the other algorithm may refuse them.
+    Settings of the section `algorithm` are left out of the command, because the other algorithm may refuse them.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
-    last = {override.split("=", 1)[0]: override for override in overrides}  # the last override of a key wins
+    # if a key has several overrides, the last one counts
+    last = {override.split("=", 1)[0]: override for override in overrides}
     of_this_run = ("algorithm", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
     rest = [
         override

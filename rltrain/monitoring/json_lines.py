@@ -1,6 +1,7 @@
-"""Files of JSON objects, one per line, and metrics as such objects.
+"""Files of JSON objects, one per line, and conversion of metrics to JSON objects.
 
-JSON has no NaN and no infinity, and parsers other than Python's reject them. In a file, null stands for both.
+JSON has no NaN and no infinity, and most parsers other than Python's reject NaN and infinity. In the files of a run,
+null stands for NaN and for infinity.
 """
 
 import json
@@ -15,7 +16,7 @@ class JsonLinesFile:
     """A file that grows by one JSON object per line.
 
     Args:
-        path: path of the file. Its folder must exist. Lines that the file already has stay.
+        path: path of the file. The folder of the file must exist. Lines that the file already has are kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,12 +27,12 @@ class JsonLinesFile:
         self.file = self.path.open("a", encoding="utf-8")
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one object as the last line. The line is in the file when the call returns."""
+        """Append one JSON object to the file, as its last line. The line is in the file when the method returns."""
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
     def replace(self, content: bytes) -> None:
-        """Replace the whole file at once: a process that is killed meanwhile leaves the old or the new content."""
+        """Replace the whole file at once: a process that is killed leaves either the old or the new content."""
         self.close()
         partial = self.path.with_name(f"{self.path.name}.partial")
         partial.write_bytes(content)
@@ -44,12 +45,12 @@ class JsonLinesFile:
 
 
 def line_of(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics as an object that JSON can represent: NaN and infinity become None."""
+    """Convert metrics to values that JSON can represent: NaN and infinity become None."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def lines_of(rows: Iterable[Mapping[str, float]]) -> bytes:
-    """Return metrics as the content of a file of JSON lines."""
+    """Convert metrics to the content of a file of JSON lines."""
     return "".join(json.dumps(line_of(row)) + "\n" for row in rows).encode()
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-CURVES = ("step", "reward/mean", "rollout/length_mean")  # what the image needs of each training step
+CURVES = ("step", "reward/mean", "rollout/length_mean")  # the values that the image shows for each training step
 
 
 def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[str, float]], path: Path) -> None:

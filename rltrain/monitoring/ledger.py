@@ -1,6 +1,6 @@
-"""The ledger: what became of each prompt group of a run.
+"""The ledger: a file that records for each prompt group of a run whether it was used or dropped.
 
-The ledger has one line per step with these keys:
+The ledger has one line per training step, with the following keys:
 
 - `used`: uids of the prompt groups that were trained on.
 - `dropped`: uids of the prompt groups that were discarded.

@@ -1,4 +1,4 @@
-"""The time that each phase of a training step takes."""
+"""Measurement of the time that each phase of a training step takes."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time that the block takes to `timing/<phase>`."""
+        """Measure the seconds that the `with` block takes, and add them to the metric `timing/<phase>`."""
         start = time.perf_counter()
         yield
         key = f"timing/{phase}"
@@ -25,7 +25,7 @@ class Timer:
     def metrics(self, batch: DataProto) -> dict[str, float]:
         """Return the seconds of each phase and of the whole step, and the prompt and response tokens per second.
 
-        Observations count as response tokens here, because the workers process them too.
+        Observation tokens count as response tokens, because the workers process them too.
         """
         step = time.perf_counter() - self.began
         tokens = len(batch.values("prompts")) + len(batch.values("responses"))

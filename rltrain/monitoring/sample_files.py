@@ -1,4 +1,4 @@
-"""Files of samples: parquet tables of all samples of a step, and whole batches for debugging."""
+"""Writes files of samples: parquet tables of all samples of a step, and whole batches for debugging."""
 
 import math
 import re
@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 
 from rltrain.batch.data_proto import DataProto
 
-SHOWN = 8  # samples of a step that are sent to trackers
+SHOWN = 8  # number of samples of a step that are sent to trackers
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
-# Columns with one value per response token. A table has those of them that its batch has: `old_log_probs` is missing if
-# one optimizer step trains on the whole batch, and `entropies` if no loss reads them.
+# Columns with one value per response token. A table has only those of the columns that its batch has: `old_log_probs`
+# is missing if one optimizer step trains on the whole batch, and `entropies` if no loss reads them.
 _OF_TOKENS = (
     "responses",
     "response_mask",
@@ -28,10 +28,11 @@ _OF_TOKENS = (
 
 
 class SampleFiles:
-    """Writes the samples of training steps to files.
+    """Writes the samples of training steps to files in the output folder.
 
     Args:
-        output_dir: output folder of the run; must exist. Tables go to its folder `rollouts`, batches to `failed`.
+        output_dir: output folder of the run; must exist. Tables are written to the subfolder `rollouts`, batches to the
+            subfolder `failed`.
         components: names of the reward components.
     """
 
@@ -40,11 +41,11 @@ class SampleFiles:
         self.tables.mkdir(exist_ok=True)
 
     def write_trained(self, step: int, batch: DataProto) -> Path:
-        """Write the samples of a training step as a table, and return the path of the file."""
+        """Write all samples of a training step to a table, and return the path of its file."""
         return self._write(f"step_{step:06d}", batch)
 
     def write_failed(self, step: int, batch: DataProto) -> Path:
-        """Write the samples of a step that could not be trained on as a table, and return the path of the file."""
+        """Write the samples of a step that could not be trained on to a table, and return the path of its file."""
         return self._write(f"failed_{step:06d}", batch)
 
     def _write(self, name: str, batch: DataProto) -> Path:
@@ -53,7 +54,7 @@ class SampleFiles:
         return path
 
     def save_batch(self, step: int, batch: DataProto) -> str:
-        """Save the whole batch of a step, to be read with `DataProto.load`.
+        """Save the whole batch of a step to a file that `DataProto.load` can read.
 
         Returns:
             The path of the file, or the reason why the batch could not be saved.
@@ -62,12 +63,13 @@ class SampleFiles:
         try:
             path.parent.mkdir(exist_ok=True)
             batch.save(path)
-        except (OSError, RuntimeError, TypeError) as error:  # full disk, or a column that JSON cannot hold
+        # for instance a full disk, or a column whose values JSON cannot represent
+        except (OSError, RuntimeError, TypeError) as error:
             return f"could not be kept ({' '.join(str(error).split())})"
         return str(path)
 
     def restore(self, step: int) -> None:
-        """Remove the tables of all steps after `step`. Saved batches stay."""
+        """Remove the tables of all training steps after `step`. Saved batches are not removed."""
         for file in self.tables.iterdir():
             if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
                 file.unlink()
@@ -77,7 +79,8 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     """Return a table with one row per sample of a batch.
 
     The columns include texts, token ids, log-probs, scores, advantages and finish reasons. `reward_components` has the
-    score of each component by name; it is null if the component does not apply or the sample failed.
+    score of each component by name; a score is null if the component does not apply to the sample or if the sample's
+    reward failed.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")
@@ -106,7 +109,7 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
 
 
 def sample_rows(batch: DataProto, components: Sequence[str]) -> list[dict[str, Any]]:
-    """Return some samples of a batch, evenly spaced, as the rows of a table to be shown.
+    """Return a few evenly spaced samples of a batch, as the rows of a table that trackers show.
 
     Args:
         batch: samples of a training step.

@@ -1,6 +1,7 @@
-"""Sinks: where the metrics of a run go.
+"""Sinks: the places to which the metrics of a run are sent.
 
-`JsonLines` is always there, and `trainer.trackers` names the others. `docs/reading-a-run.md` explains how to add one.
+The sink `JsonLines` is always present, and the config key `trainer.trackers` names further sinks.
+`docs/reading-a-run.md` explains how to add a sink.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,52 +15,61 @@ if TYPE_CHECKING:
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
-Metrics = Mapping[str, float]  # value of each metric by its name
-Rows = Sequence[Mapping[str, Any]]  # rows of a table; all have the same columns
+Metrics = Mapping[str, float]  # the value of each metric by the metric's name
+Rows = Sequence[Mapping[str, Any]]  # rows of a table, which all have the same columns
 
 
 class Sink(Protocol):
-    """Interface of a place that metrics are sent to.
+    """Interface of a sink: receives the metrics of a run and writes or sends them, for instance to a file or a service.
 
-    A sink is made when the process of a run starts. Making it must not erase what an earlier process of the same run
-    sent, because `restore` decides what is kept. A sink may also have the methods of `TakesConfig` and `TakesSamples`.
+    A sink is created when the process of a run starts. The constructor of a sink must not erase what an earlier process
+    of the same run sent, because the method `restore` decides what is kept. A sink may also implement the interfaces
+    `TakesConfig` and `TakesSamples`.
 
-    The sinks that write the files of the output folder are called by the trainer, and their exceptions end the run. All
-    other sinks are called in a thread of their own (`BackgroundSink`), and an exception is reported as an alarm.
+    Sinks that write files in the output folder are called directly by the trainer, so an exception in such a sink ends
+    the run. Each other sink is called in a thread of its own (`BackgroundSink`), and an exception in the sink is
+    reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Take the metrics of a training step. Called once after each step; the first step is 1.
+        """Receive the metrics of a training step.
+
+        The trainer calls `log_step` once after each training step; the first step has number 1.
 
         Args:
             step: number of the training step.
-            metrics: value of each metric by its name. The names may differ between steps. A value may be NaN or
-                infinite.
+            metrics: the value of each metric by the metric's name. The names of the metrics may differ between steps.
+                The value of a metric may be NaN or infinite.
         """
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Take the metrics of an evaluation.
+        """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps before the evaluation. It is 0 for the weights that the run starts with.
-            metrics: value of each metric by its name, as in `log_step`.
+            step: number of training steps that the run took before the evaluation. The number is 0 for the weights that
+                the run starts with.
+            metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Forget everything after `step`, because the run continues from there.
+        """Forget everything after the training step `step`, because the run continues from this step.
 
-        Called before the first step, and again whenever lost training ranks make the run go back to a checkpoint. The
-        sink may lack earlier steps: the run may have begun in another output folder.
+        The trainer calls `restore` before the first step, and again whenever the loss of training ranks makes the run
+        go back to a checkpoint. The sink may not have received all earlier steps, because the run may have begun in
+        another output folder.
 
         Args:
             step: last training step that is kept; 0 at the start of a run.
-            steps: metrics of each kept training step, oldest first. The key `step` has the number of the step. Infinite
-                values have become NaN.
-            evaluations: the same for each kept evaluation.
+            steps: metrics of each kept training step, oldest first. In each mapping, the key `step` gives the number of
+                the training step. Infinite values are replaced by NaN.
+            evaluations: metrics of each kept evaluation, in the same form as `steps`.
         """
 
     def close(self) -> None:
-        """Send what is still to be sent, and release files and connections. Called last, also when training fails."""
+        """Send all metrics that are not sent yet, and release files and connections.
+
+        The trainer calls `close` last, also when training fails.
+        """
 
 
 @runtime_checkable
@@ -67,18 +77,22 @@ class TakesConfig(Protocol):
     """Optional part of the interface: a sink that records the config of the run."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Take the resolved config, as nested plain values. Called once, before the first `restore`.
+        """Receive the resolved config of the run, as nested plain values.
 
-        The config holds no secret: a config that holds one is refused before the run starts.
+        The trainer calls `log_config` once, before the first call of `restore`. The config contains no secret, because
+        a config with a secret is refused before the run starts.
         """
 
 
 @runtime_checkable
 class TakesSamples(Protocol):
-    """Optional part of the interface: a sink that shows answers of the model."""
+    """Optional part of the interface: a sink that shows samples, that is, answers of the model."""
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Take some samples of a training step. Called after `log_step`, as often as `trainer.sample_every` says.
+        """Receive some samples of a training step.
+
+        The trainer calls `log_samples` after `log_step`, in the steps that the config key `trainer.sample_every`
+        selects.
 
         Args:
             step: number of the training step.
@@ -106,12 +120,12 @@ class JsonLines:
         self.evaluations.append(line_of({"step": step, **metrics}))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Replace both files by the kept lines."""
+        """Replace the lines of `metrics.jsonl` and `evaluations.jsonl` by the kept training steps and evaluations."""
         self.steps.replace(lines_of(steps))
         self.evaluations.replace(lines_of(evaluations))
 
     def close(self) -> None:
-        """Close both files."""
+        """Close `metrics.jsonl` and `evaluations.jsonl`."""
         self.steps.close()
         self.evaluations.close()
 
@@ -125,7 +139,7 @@ class TensorBoard:
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / "tensorboard"
-        self.has_events = any(self.folder.glob("events.*"))  # the writer below creates a file at once
+        self.has_events = any(self.folder.glob("events.*"))  # `SummaryWriter` creates an event file immediately
         self.writer = self._open(None)
 
     def _open(self, purge_step: int | None) -> "SummaryWriter":
@@ -144,7 +158,10 @@ class TensorBoard:
         self.log_step(step, metrics)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Hide the events after `step`. If the folder has no events, write the kept steps and evaluations."""
+        """Make TensorBoard hide all events after `step`.
+
+        If the folder has no events, write events for the kept steps and evaluations.
+        """
         self.writer.close()
         if self.has_events:
             self.writer = self._open(step + 1)
@@ -154,5 +171,5 @@ class TensorBoard:
             self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
     def close(self) -> None:
-        """Write the remaining events and close the file."""
+        """Write the remaining events and close the event file."""
         self.writer.close()

@@ -1,4 +1,4 @@
-"""Statistics of the samples of one training step: rewards, lengths, entropy, staleness, engine against actor."""
+"""Statistics of the samples of one training step: rewards, lengths, entropy, staleness, log-prob gaps."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,12 @@ from workers.training.dispatch import divergence
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Compute the metrics of a batch for rewards, answer lengths and finish reasons.
 
-    Reward means and standard deviations are over valid rows. Lengths and fractions are over all rows. The length of
-    an answer is its number of sampled tokens.
+    Means and standard deviations of rewards are taken over the valid rows. Lengths and fractions are taken over all
+    rows. The length of an answer is its number of sampled tokens.
 
-    `reward/accuracy` is the share of valid rows whose outcome is above 0. The outcome is the score without the
-    functions that only score the form of an answer. Rows without an outcome are left out.
+    `reward/accuracy` is the share of valid rows whose outcome (the score of the answer's content) is above 0. The
+    outcome of a row is the row's score without the reward functions that only score the form of an answer. The accuracy
+    leaves out rows without an outcome.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = sampled_lengths(batch).float()
@@ -44,16 +45,19 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
 
 
 def entropy_estimate(batch: DataProto) -> float:
-    """Estimate the entropy of the sampling policy at its temperature, in nats per token.
+    """Estimate the entropy of the sampling policy, at the sampling temperature, in nats per token.
 
-    The estimate is minus the mean log-prob of the sampled tokens, or NaN if there are none.
+    The estimate is minus the mean log-prob of the sampled tokens, or NaN if no token was sampled.
     """
     sampled = batch.values("rollout_log_probs")[sampled_tokens(batch)]
     return -float(sampled.mean()) if len(sampled) else float("nan")
 
 
 def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
-    """Compute the mean and the largest number of weight versions by which sampled tokens are older than `version`."""
+    """Compute the mean and the maximum staleness of the sampled tokens.
+
+    The staleness of a token is the number of weight versions by which it is older than `version`.
+    """
     behind = version - batch.values("policy_version")[sampled_tokens(batch)]
     return {
         "rollout/staleness_mean": float(behind.float().mean()) if len(behind) else 0.0,
@@ -65,8 +69,9 @@ def log_prob_gap(batch: DataProto) -> dict[str, float]:
     """Compare the engine's log-probs of the tokens in `response_mask` with the actor's.
 
     Returns:
-        Mean and largest absolute difference in nats, estimates of KL(engine || actor), and the effective sample size of
-        the importance weights as a share of the tokens.
+        Metrics with the mean and the largest absolute difference in nats, estimates of KL(engine
+
+        actor), and the effective sample size of the importance weights as a share of the tokens.
     """
     mask = batch.values("response_mask")
     old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")

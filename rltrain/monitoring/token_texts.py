@@ -1,6 +1,6 @@
-"""The text of each token of a vocabulary, and the file `tokens.parquet` that keeps these texts beside a run's samples.
+"""The text of each token of a vocabulary, and the file `tokens.parquet` that stores the texts in a run's output folder.
 
-With this file, the token ids in the tables of samples can be read without the tokenizer.
+With the file `tokens.parquet`, the token ids in the tables of samples can be turned into text without the tokenizer.
 """
 
 import re
@@ -18,7 +18,7 @@ def write_token_texts(tokenizer: Any, output_dir: Path) -> Path:
     """Write `tokens.parquet`, a table with the id, the text and the role of each token, and return its path.
 
     Args:
-        tokenizer: tokenizer of transformers.
+        tokenizer: the policy's tokenizer, from the library transformers.
         output_dir: output folder of the run; must exist.
     """
     texts, special = token_texts(tokenizer), special_ids(tokenizer)
@@ -29,7 +29,7 @@ def write_token_texts(tokenizer: Any, output_dir: Path) -> Path:
 
 
 def read_token_texts(path: Path) -> tuple[list[str], set[int]]:
-    """Read `tokens.parquet`.
+    """Read a file `tokens.parquet`.
 
     Returns:
         (text of each token by its id, ids of the special tokens).
@@ -46,10 +46,10 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def token_texts(tokenizer: Any) -> list[str]:
-    r"""Return the text that each token stands for, by its id.
+    r"""Return the list of the texts that the tokens stand for; the position in the list is the id of the token.
 
-    A token keeps the space before its word. Bytes that are no whole character are written as `\xNN`. An id that the
-    vocabulary leaves out has the text `<id N>`.
+    The text of a token includes the space before its word. Bytes of an incomplete character are written as `\xNN`. An
+    id N that the vocabulary does not contain has the text `<id N>`.
     """
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
@@ -64,7 +64,7 @@ def token_texts(tokenizer: Any) -> list[str]:
 
 
 def _byte_characters() -> str:
-    """Return the character by which byte-level tokenizers write each byte: itself if it is visible."""
+    """Return the character that byte-level tokenizers write for each byte; a visible character stands for itself."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return "".join(chr(byte if byte in visible else next(others)) for byte in range(256))
@@ -72,7 +72,7 @@ def _byte_characters() -> str:
 
 def _from_byte_level(piece: str | None, bytes_of: dict[str, int]) -> str | None:
     if piece is None or not all(character in bytes_of for character in piece):
-        return piece  # an added token, which is written as it is
+        return piece  # an added token, whose name is its text
     return _text(bytes(bytes_of[character] for character in piece))
 
 

@@ -1,4 +1,4 @@
-"""The tracker: takes the results of a run from the trainer and passes each to where it is written or shown."""
+"""The tracker: receives the results of a run from the trainer, and passes them on to sinks, files and the display."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,24 +24,27 @@ class Display(Protocol):
     """Interface of a display that shows a run to the user."""
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
-        """Show the metrics and a sample of a training step. Called after each step."""
+        """Show the metrics and a sample of a training step. The tracker calls `step` after each training step."""
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the metrics of an evaluation. Called after each evaluation."""
+        """Show the metrics of an evaluation. The tracker calls `evaluation` after each evaluation."""
 
     def warning(self, text: str) -> None:
-        """Show a one-line warning."""
+        """Show a warning of one line."""
 
 
 class Tracker:
-    """Records the results of a run as they arrive: metrics in all sinks, samples, the ledger and alarms in files.
+    """Records the results of a run as they arrive.
+
+    Metrics are sent to all sinks. Samples, the ledger and alarms are written to files.
 
     Args:
         output_dir: output folder of the run; must exist.
-        display: display that also shows the results.
+        display: display that shows the results to the user.
         components: names of the reward components.
         trackers: value of `trainer.trackers`, which names the sinks besides `JsonLines`.
-        sample_every: number of steps between samples for the sinks that take them; 0: no samples.
+        sample_every: number of training steps between samples for the sinks that implement `TakesSamples`; 0: no
+            samples.
         config: the resolved config as nested plain values, without secrets.
     """
 
@@ -67,14 +70,14 @@ class Tracker:
         self.ledger, self.alarms = (JsonLinesFile(output_dir / name) for name in (LEDGER, ALARMS))
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
-        """Restore all files and sinks to their contents after `step`.
+        """Restore all files and sinks to the contents that they had after the training step `step`.
 
         Args:
             step: last training step whose results are kept.
-            kept: contents, after `step`, of the files that `state` names; {} for the start of a run.
+            kept: contents after `step` of the files that checkpoints copy, by file name; {} for the start of a run.
 
         Returns:
-            Metrics of all steps up to `step`.
+            The metrics of all training steps up to `step`.
         """
         steps, self.evaluations = (rows_of(kept.get(name, b"")) for name in (METRICS, EVALUATIONS))
         for sink in self.sinks:
@@ -86,25 +89,28 @@ class Tracker:
         return steps
 
     def state(self) -> dict[str, FileStart]:
-        """Return the files that a checkpoint copies, up to their current size, by name."""
+        """Return the files that a checkpoint copies, by name.
+
+        Only the part of a file up to the current size is copied.
+        """
         paths = {name: self.output_dir / name for name in IN_CHECKPOINTS}
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return all metrics that are known for the weights after `step`."""
+        """Return all metrics that were measured for the weights after the training step `step`."""
         rows = [row for kept in (self.history, self.evaluations) for row in kept[-1:] if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
 
     def names(self) -> set[str]:
-        """Return the names of all metrics of the last step and of the last evaluation."""
+        """Return the names of all metrics of the last training step and of the last evaluation."""
         return {name for kept in (self.history, self.evaluations) for row in kept[-1:] for name in row}
 
     def evaluated(self, step: int) -> bool:
-        """Return whether the last evaluation was of the weights after `step`."""
+        """Return whether the last evaluation measured the weights after the training step `step`."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == step
 
     def log_step(self, step: int, metrics: dict[str, float], batch: DataProto, dropped: Sequence[int] = ()) -> None:
-        """Record and show a training step: its metrics, all its samples and its line in the ledger.
+        """Record and show the results of a training step: the metrics, all samples and the line of the ledger.
 
         Args:
             step: number of the training step.
@@ -114,7 +120,7 @@ class Tracker:
         """
         self.samples.write_trained(step, batch)
         self.ledger.append(ledger_line(step, batch, dropped))
-        if len(self.history) > 1:  # only the first and the last row keep all metrics
+        if len(self.history) > 1:  # only the first and the last row of the history keep all metrics
             self.history[-1] = _curves(self.history[-1])
         self.history.append({"step": step, **metrics})
         for sink in self.sinks:
@@ -142,7 +148,7 @@ class Tracker:
         return self.samples.write_failed(step, batch)
 
     def save_batch(self, step: int, batch: DataProto) -> str:
-        """Save the whole batch of a step in the folder `failed`, to be read with `DataProto.load`.
+        """Save the whole batch of a step to a file in the folder `failed`, which `DataProto.load` can read.
 
         Returns:
             The path of the file, or the reason why the batch could not be saved.
@@ -154,12 +160,12 @@ class Tracker:
         self.display.warning(text)
 
     def log_alarm(self, step: int, text: str) -> None:
-        """Show an alarm to the user and record it. The text must name the step."""
+        """Show an alarm to the user and record it. The text of the alarm must contain the number of the step."""
         self.warn(text)
         self.alarms.append({"step": step, "alarm": redacted(text)})
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Record and show an evaluation of the weights after `step` steps."""
+        """Record and show an evaluation of the weights after `step` training steps."""
         self.evaluations.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_eval(step, metrics)
@@ -170,10 +176,10 @@ class Tracker:
     def close(self) -> Path | None:
         """Close all sinks and files, draw the learning curve and write the report.
 
-        Sinks in threads close at the same time.
+        Sinks that run in threads close at the same time.
 
         Returns:
-            The path of the curve's image, or None if there was no step.
+            The path of the curve's image, or None if the run took no training step.
         """
         for sink in self.sinks:
             if isinstance(sink, BackgroundSink):

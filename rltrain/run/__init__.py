@@ -1,1 +1,1 @@
-"""What a run needs around training: checks, plan, resume, checkpoints, recovery, folder lock and signals."""
+"""Parts of a run other than training itself: checks, plan, resume, checkpoints, recovery, folder lock and signals."""

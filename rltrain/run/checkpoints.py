@@ -1,9 +1,9 @@
-"""Checkpoints on the driver: saving them, removing old ones, and reading them to resume a run.
+"""Checkpoints on the driver: functions that save checkpoints, remove old ones, and read them to resume a run.
 
 A checkpoint is a folder `step_N` with these parts:
 
 - `state/ROLE/`: tensors, written by the ranks;
-- `model/`: the exported policy;
+- `model/`: the exported policy, in Hugging Face format;
 - `driver.json`: all other state;
 - `history/`: copies of the run's JSON-lines files, such as metrics and ledger;
 - `config.yaml`: the config of the run;
@@ -38,22 +38,22 @@ MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
 # First and longest pause, in seconds, between two checks of whether a rank has written its files. The pause doubles
-# after each check. A rank runs one call at a time, so a call that waited for the files would hold up the training.
+# after each check. A rank runs one call at a time, so a call that waits for the files would delay the training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files all match its manifest.
+    """An undamaged checkpoint: all its files match the manifest.
 
     Attributes:
         folder: location of the checkpoint.
         step: training step after which the checkpoint was taken.
         incarnation: number of times that the run had been restored when the checkpoint was taken.
         state: state of the driver.
-        config: config of the run, as YAML.
+        config: config of the run, as YAML text.
         history: contents of the run's JSON-lines files, by name.
-        metric: value of the metric that selects the best checkpoint; None if it was not known.
+        metric: value of the metric that selects the best checkpoint; None if the metric was not measured.
     """
 
     folder: Folder
@@ -103,7 +103,7 @@ def read(folder: Folder) -> Checkpoint:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after checking it, without reading the other files.
+    """Read and check the manifest of a checkpoint, and return it. Other files of the checkpoint are not read.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or invalid.
@@ -145,13 +145,13 @@ class SavesState(Protocol):
     """Interface of a training rank whose state is saved, such as `workers.training.actor.ActorWorker`."""
 
     def save_state(self, url: str) -> None:
-        """Start to write the state into a checkpoint's folder, and return once the tensors are copied."""
+        """Start writing the rank's state to a checkpoint's folder, and return as soon as the tensors are copied."""
 
     def saved_state(self) -> Saved | None:
         """Return the result of the last `save_state` call, or None while the save is running."""
 
     def load_state(self, url: str | None) -> None:
-        """Load the state from a checkpoint's folder, or the state at the start of the run if `url` is None."""
+        """Load the state from a checkpoint's folder, or restore the state at the start of the run if `url` is None."""
 
 
 @dataclass
@@ -161,11 +161,11 @@ class _Save:
     Attributes:
         step: training step of the weights.
         incarnation: number of times that the run has been restored.
-        metric: value of the metric that selects the best checkpoint; None if it is not known.
+        metric: value of the metric that selects the best checkpoint; None if the metric was not measured.
         files: contents of the driver's files, by name.
         history: the parts of the run's JSON-lines files that will be copied, by name.
-        groups: worker groups that write, by role.
-        saved: results of the ranks of each role that has finished.
+        groups: worker groups whose ranks write their state, by role.
+        saved: for each role whose ranks have finished, the results that the ranks returned.
     """
 
     step: int
@@ -182,11 +182,12 @@ class Checkpoints:
 
     Args:
         folder: folder that holds the checkpoints.
-        config: config of the run, as YAML.
+        config: config of the run, as YAML text.
         keep: number of latest checkpoints to keep; 0: all.
-        best: name of a metric. The checkpoint with the highest value of the metric is kept in addition to the latest
-            ones. None: only the latest ones are kept.
-        sources: fingerprints of the sources that the run reads.
+        best: name of the metric that selects the best checkpoint. The checkpoint with the highest value of the metric
+            `best` is kept in addition to the latest checkpoints. If `best` is None, only the latest checkpoints are
+            kept.
+        sources: fingerprints (hash values) of the data, functions and weights that the run reads.
 
     Attributes:
         writing: the task that completes the save in progress; None if there is none.
@@ -208,7 +209,10 @@ class Checkpoints:
         self.last: int | None = None
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest good checkpoint, or None. Each newer checkpoint that is damaged is named in a warning."""
+        """Return the newest undamaged checkpoint, or None if there is none.
+
+        A warning names each damaged checkpoint that is newer than the returned one.
+        """
         for step in reversed(steps_in(self.folder)):
             try:
                 return read(self.folder.at(f"step_{step}"))
@@ -217,18 +221,18 @@ class Checkpoints:
         return None
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        """Record that the run was restored to this checkpoint, or to its start if the checkpoint is None.
+        """Record that the run was restored to a checkpoint, or to the start of the run if `checkpoint` is None.
 
-        A checkpoint in this run's own folder need not be saved again.
+        A checkpoint in the run's own checkpoint folder does not have to be saved again.
         """
         own = checkpoint is not None and str(checkpoint.folder) == str(self.folder.at(f"step_{checkpoint.step}"))
         self.last = checkpoint.step if checkpoint is not None and own else None
 
     def require_best(self, names: Collection[str]) -> None:
-        """Check that the metric of `trainer.keep_best` is one of these names.
+        """Check that the metric of `trainer.keep_best` is one of the given names.
 
         Raises:
-            ConfigError: the name of the metric is misspelt, or this run does not compute the metric.
+            ConfigError: the name of the metric is misspelt, or the run does not compute the metric.
         """
         near = difflib.get_close_matches(self.best or "", sorted(names), n=5, cutoff=0.0)
         require(
@@ -246,10 +250,10 @@ class Checkpoints:
         history: Mapping[str, FileStart],
         metrics: Mapping[str, float],
     ) -> None:
-        """Start a save, after waiting for the end of the previous one.
+        """Start saving a checkpoint, after waiting for the end of the previous save.
 
-        The function returns when the ranks have copied their tensors. A background task then waits until the ranks have
-        written their files, and completes the checkpoint.
+        The method returns when the ranks have copied their tensors. After the method has returned, a background task
+        waits until the ranks have written their files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.
@@ -257,7 +261,7 @@ class Checkpoints:
             groups: worker groups of the trained roles, by role.
             state: state of the driver, as plain values.
             history: the run's JSON-lines files up to their current size, by name.
-            metrics: all metrics that are known for these weights.
+            metrics: all metrics that were measured for the weights.
         """
         await self.finish()
         metric = metrics.get(self.best) if self.best else None
@@ -281,11 +285,14 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._complete(save), name=f"checkpoint of step {step}")
-        # Let the task start, because a task that is cancelled before its start cleans nothing up.
+        # Give the task the chance to start, because a task that is cancelled before its start cleans nothing up.
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        """Wait for the end of the save in progress, if there is one. Raise WorkerLost if a rank is lost meanwhile."""
+        """Wait for the end of the save in progress, if there is one.
+
+        Raise WorkerLost if a rank is lost while the method waits.
+        """
         if self.writing is not None:
             await self.writing
             self.writing = None
@@ -309,7 +316,7 @@ class Checkpoints:
                 try:
                     await asyncio.shield(commit)
                 finally:
-                    await commit  # a thread cannot be cancelled
+                    await commit  # a thread cannot be cancelled, so wait until it ends
         except RLTrainError:
             raise
         except Exception as error:  # a file system driver may raise any exception
@@ -373,7 +380,7 @@ class Checkpoints:
             logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
-        """Warn that a save has failed, and remove its partial files. The run continues."""
+        """Warn that a save has failed, and remove its partial files. The run continues in spite of the failed save."""
         folder = self.folder.at(f"step_{save.step}")
         if self.last == save.step:
             self.last = None
@@ -384,7 +391,7 @@ class Checkpoints:
             logger.warning("%s: its partial files cannot be removed (%s)", folder, reason(error))
 
     def _prune(self, newest: int) -> None:
-        """Remove all checkpoints except the latest `keep` and the best one."""
+        """Remove all checkpoints except the latest `keep` checkpoints and the best checkpoint."""
         steps = [step for step in steps_in(self.folder) if step <= newest]
         kept = set(steps[-self.keep :])
         if self.best:
@@ -394,7 +401,7 @@ class Checkpoints:
                     manifest = read_manifest(self.folder.at(f"step_{step}"))
                 except RLTrainError:
                     continue
-                # A checkpoint that was saved with another `trainer.keep_best` has the value of another metric.
+                # A checkpoint that was saved with another value of `trainer.keep_best` records another metric.
                 score = manifest["metric"] if manifest["best"] == self.best else None
                 if score is not None and score == score:  # excludes NaN
                     scores[step] = score
@@ -405,7 +412,7 @@ class Checkpoints:
                 self._discard(f"step_{step}")
 
     def _discard(self, name: str) -> None:
-        """Remove a folder, starting with its manifest.
+        """Remove a checkpoint's folder, starting with its manifest.
 
         If the process is killed during the removal, the remaining files have no manifest and do not count as a
         checkpoint.
@@ -414,7 +421,7 @@ class Checkpoints:
         self.folder.remove(name)
 
     def clean(self) -> None:
-        """Remove the unfinished saves that a crash has left behind. Call this method at the start of a run."""
+        """Remove the unfinished saves that a crash has left behind. The method must be called at the start of a run."""
         for name in _unfinished(self.folder):
             self._discard(name)
 
@@ -422,8 +429,8 @@ class Checkpoints:
 def _publish(model: Folder, path: Path) -> None:
     """Replace `path` by the files of the folder `model`.
 
-    Weights become hard links where possible; other files are copied. While the function runs, `path` may be missing for
-    a moment, but it is never incomplete.
+    Weight files become hard links if possible; other files are copied. While the function runs, the folder `path` may
+    be missing for a moment, but it is never incomplete.
     """
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):
@@ -431,12 +438,12 @@ def _publish(model: Folder, path: Path) -> None:
     for name in model.files():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Only weights are linked: the other files are small, and users edit them.
+            # Only weights become hard links: the other files are small, and users edit them.
             if not model.local or not name.endswith(".safetensors"):
                 raise OSError
             os.link(model.path(name), partial / name)
         except OSError:
-            # Linking also fails if the target is on another disk or on a file system without hard links.
+            # Making a hard link also fails if the target is on another disk or on a file system without hard links.
             model.fs.get_file(model.path(name), str(partial / name))
     if os.path.lexists(path):
         path.rename(old)
@@ -454,10 +461,10 @@ def _remove(path: Path) -> None:
 def require_own(folder: Folder) -> None:
     """Check that each folder `step_N` in a checkpoint folder contains only what a run writes.
 
-    A save would overwrite any other folder named `step_N`.
+    The check is needed because saving a checkpoint would overwrite any other folder named `step_N`.
 
     Raises:
-        ConfigError: a folder `step_N` contains something else. The message names the folder.
+        ConfigError: a folder `step_N` contains something else. The error message names the folder.
     """
     for name in _unfinished(folder):
         strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)

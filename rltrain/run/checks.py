@@ -36,7 +36,7 @@ from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, Task
 
 ENGINES = ("vllm", "hf")
-# An output directory that contains one of these names holds a run.
+# Names of files and folders that a run writes. An output directory that contains one of them belongs to a run.
 RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
@@ -53,21 +53,24 @@ RUN_FILES = (
     "trackers.json",
     "wandb",
 )
-# Sample file name that detects a folder whose path is too long for any file in it.
+# Example of a file name, used to detect an output folder whose path is so long that no file in it can be created.
 _A_NAME_INSIDE = "x" * 200
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # variable that Ray sets for the entry point of `ray job submit`
 
 
 def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
-    """Check that the config can run on this machine. Returns the config after `fetch`.
+    """Check that the config can run on this machine, and return the config that `fetch` returns.
+
+    The returned config names the downloaded models.
 
     Args:
         config: the whole config.
-        fetch: puts the models that the config names on the hub onto this machine, and pins their names. It may take
-            long, so everything that can be checked without the models is checked before.
+        fetch: function that downloads the models that the config names on the hub, and returns the config with pinned
+            names of these models. Downloads may take long, so everything that can be checked without the models is
+            checked before the download.
 
     Raises:
-        ConfigError: the config cannot run. The message is one line with the value, the rule and a remedy.
+        ConfigError: the config cannot run. The error message is one line with the invalid value, the rule and a remedy.
     """
     _check_output(config.trainer)
     check_trackers(config.trainer.trackers)
@@ -121,10 +124,10 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
 
     Args:
         config: the whole config.
-        resources: result of `ray.cluster_resources()`. The devices are the GPUs, or the CPUs if there are no GPUs.
+        resources: result of `ray.cluster_resources()`. Ranks use the GPUs, or the CPUs if the cluster has no GPUs.
 
     Raises:
-        ConfigError: the cluster has too few devices. The message names the ranks and the devices.
+        ConfigError: the cluster has too few devices. The error message gives the numbers of ranks and devices.
     """
     gpus = int(resources.get("GPU", 0))
     if gpus:
@@ -136,7 +139,7 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
 def sandbox_warning(config: Config) -> str:
     """Return a one-line warning about what model-written code could do on this machine.
 
-    Returns "" if model-written code could do no harm, or if no reward function runs model-written code.
+    Return "" if model-written code could do no harm, or if no reward function runs model-written code.
 
     Raises:
         ConfigError: a reward function requires the strong sandbox, which does not work on this machine.
@@ -153,7 +156,7 @@ def sandbox_warning(config: Config) -> str:
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or reward.sandbox=auto, which "
                 "accepts a weaker sandbox"
             ) from None
-        except (TypeError, ValueError):  # uninspectable parameters are reported by `check_columns`
+        except (TypeError, ValueError):  # `check_columns` reports a function whose parameters cannot be inspected
             continue
     return ""
 
@@ -162,7 +165,7 @@ def builtin_task(config: Config) -> Task:
     """Return the built-in task of `data.train`, whose tiny model is the one that `model.path=builtin` selects.
 
     Raises:
-        ConfigError: `data.train` is not a built-in task.
+        ConfigError: the value of `data.train` is not a built-in task.
     """
     source = config.data.train
     names = [BUILTIN + name for name in TASKS]
@@ -180,7 +183,7 @@ def builtin_task(config: Config) -> Task:
 
 
 def check_cache(config: Config) -> None:
-    """Check that the cache folder is writable if the built-in model has yet to be stored there.
+    """Check that the cache folder is writable if the built-in model is not stored in it yet.
 
     Raises:
         ConfigError: the cache folder cannot be written to.
@@ -194,7 +197,7 @@ def check_cache(config: Config) -> None:
 
 
 def output_folder(trainer: TrainerConfig) -> Path:
-    """Return the absolute path of the run's output folder.
+    """Return the absolute path of the run's output folder, without `..`.
 
     The path `new/../old` gives `old` even if `new` does not exist yet: once `new` is created, the path leads to `old`.
     """
@@ -213,7 +216,8 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
     )
     _check_writable(folder, where)
-    for name in RUN_FILES if trainer.resume == "never" else ():  # otherwise, `rltrain.run.resume` checks them
+    # if the run may be resumed, `rltrain.run.resume` checks the folders
+    for name in RUN_FILES if trainer.resume == "never" else ():
         require(
             not (folder / name).exists(),
             f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
@@ -292,14 +296,17 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _model_config(path: str) -> Mapping[str, Any]:
-    """Return the config of the model itself. The built-in model does not have to be trained yet."""
+    """Return the Hugging Face config of the model.
+
+    For the built-in model, the config is known even before the model is trained.
+    """
     if path != BUILTIN_MODEL:
         return model_config(path)
     import torch
 
     from rltrain.tasks.tiny_model import tiny_model
 
-    with torch.device("meta"):  # the meta device draws no random numbers for weights
+    with torch.device("meta"):  # on the meta device, building a model draws no random numbers for weights
         return dict(tiny_model().config.to_dict())
 
 
@@ -344,9 +351,9 @@ def _largest_demand(config: Config) -> int:
 
 
 def _demands(config: Config) -> list[tuple[str, int]]:
-    """Return the required numbers of devices, each with a description of the config keys that it comes from.
+    """Return the numbers of devices that the config requires, each with a description of the keys that determine it.
 
-    With `placement.share_ranks`, the roles take turns on the same devices, so their numbers are not added up.
+    With `placement.share_ranks`, the roles take turns on the same devices, so the numbers of devices are not added up.
     """
     placement, rollout = config.placement, config.rollout
     shards = rollout.shards

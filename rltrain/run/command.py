@@ -1,4 +1,4 @@
-"""What the report of a run needs besides its results: how the run was started, and the texts of its tokens."""
+"""Records what the report of a run needs besides the results: how the run was started, and the texts of the tokens."""
 
 import dataclasses
 import logging
@@ -17,19 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
-    """Return the command of a run with these arguments, and the config of its presets."""
+    """Return the command of a run with the given arguments, and the config of the presets that they choose."""
     presets = choices_of(overrides, files)
     try:
         values = dataclasses.asdict(with_all_knobs(compose(presets)[0]))
-    except ConfigError:  # presets that go together only with other arguments
+    except ConfigError:  # raised if the presets are valid only together with other arguments
         values = {}
     return Command([*(f"--config={file}" for file in files), *overrides], presets, values)
 
 
 def describe(output_dir: Path, args: Args, tokenizer: Any) -> None:
-    """Write the command and the texts of tokens to the output folder of a run."""
+    """Write the command of a run and the texts of the tokens to the run's output folder."""
     write_command(command_of(args.overrides, args.files), output_dir)
     try:
         write_token_texts(tokenizer, output_dir)
-    except Exception as error:  # a tokenizer of a user's own may raise any exception, and the run needs no texts
+    # a user's own tokenizer may raise any exception, and the run itself does not need the texts
+    except Exception as error:
         logger.warning("%s is not written, so the report shows the ids of tokens: %s", TOKENS, described(error))

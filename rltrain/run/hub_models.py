@@ -1,4 +1,4 @@
-"""The models of a run that come from the hub: their commits are fixed once, and their files are on this machine."""
+"""Pins the models of a run that come from the hub to commits, and downloads their files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,23 +14,25 @@ from rltrain.settings.schema import Config
 
 
 def fetch_models(config: Config, console: Console) -> Config:
-    """Return the config with the pinned name of each model on the hub. Their files are then on this machine.
+    """Download the models on the hub, and return the config with pinned names of the models.
 
-    A run that is resumed keeps the commit of a model whose name has no revision.
+    A pinned name contains the commit of the model.
+
+    A resumed run keeps the commit of each model whose name has no revision.
 
     Args:
         config: the whole config.
         console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a model cannot be had. The message says why and what to do.
+        ConfigError: a model cannot be downloaded. The error message says why, and what to do.
     """
     paths = {"model.path": config.model.path, **{model.key: model.path for model in config.reward.models}}
     names = {key: hub_name(path) for key, path in paths.items() if path != BUILTIN_MODEL}
     wanted = {key: name for key, name in names.items() if name is not None}
     kept: dict[tuple[str, str], str] = {}
     if config.trainer.resume != "never" and any(name.revision is None for name in wanted.values()):
-        from rltrain.run.resume import saved_values  # imports torch, which takes seconds
+        from rltrain.run.resume import saved_values  # importing the module imports torch, which takes seconds
 
         kept = _commits(saved_values(config.trainer))
     for key, name in wanted.items():
@@ -45,7 +47,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the commits in the config of a run, by the config key and the model's name without revision."""
+    """Return the commits of models in a run's config, by config key and name of the model without revision."""
     model, reward = saved.get("model"), saved.get("reward")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}
     models = reward.get("models") if isinstance(reward, Mapping) else None

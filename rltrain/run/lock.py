@@ -1,6 +1,6 @@
 """Lock that allows one run at a time in a folder.
 
-A second run would overwrite the files of the first one and remove its checkpoints.
+A second run in the same folder would overwrite the files of the first run and remove the first run's checkpoints.
 """
 
 import os
@@ -18,14 +18,14 @@ from rltrain.settings.schema import TrainerConfig
 class RunLock:
     """Context manager that locks a run's output folder and, if it is local, its checkpoint folder.
 
-    The locks last until the context exits or the process ends, however it dies. A forked child process does not hold
-    the locks.
+    The locks last until the context exits or the process ends, even if the process is killed. A forked child process
+    does not hold the locks.
 
-    Entering the context creates no files, but raises ConfigError if another run holds one of the folders. The method
-    `take` creates the lock files.
+    Entering the context creates no files, but raises ConfigError if another run has locked one of the folders. The
+    method `take` creates the lock files and takes the locks.
 
     Args:
-        trainer: the config section that names the folders.
+        trainer: section `trainer` of the config, which names the folders.
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
@@ -51,7 +51,7 @@ class RunLock:
         """Create the output folder and the lock files, and lock both folders.
 
         Raises:
-            ConfigError: another run holds one of the folders.
+            ConfigError: another run has locked one of the folders.
         """
         self.__exit__()
         for where, file in self.files.items():
@@ -61,8 +61,8 @@ class RunLock:
             Path(lock.lock_file).write_text(f"{os.getpid()} on {socket.gethostname()}\n", "utf-8")
 
     def _hold(self, where: str, file: Path) -> None:
-        # Without `fallback_to_soft=False`, on a file system without locks, a file that a killed run left would act as a
-        # lock.
+        # `fallback_to_soft=False` is needed because otherwise, on a file system without locks, a file that a killed run
+        # left behind would act as a lock.
         lock = FileLock(file, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire()
@@ -72,11 +72,11 @@ class RunLock:
                 f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
                 "folder"
             ) from None
-        except OSError:  # no support of locks, or no write access, which a later write reports
+        except OSError:  # the file system has no locks, or the user has no write access, which a later write reports
             return
         self.held.append(lock)
 
 
 def _real(path: str) -> str:
-    """Return the path without symbolic links, so that all names of a folder give the same lock file."""
+    """Return the path without symbolic links, so that all paths that lead to one folder give the same lock file."""
     return os.path.realpath(absolute(path))

@@ -1,4 +1,4 @@
-"""The data sets of a run that come from the hub: their commits are fixed once, before the data is read."""
+"""Pins the data sets of a run that come from the hub to commits, before the data is read."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,22 +12,24 @@ from rltrain.settings.schema import Config
 
 
 def fetch_datasets(config: Config, console: Console) -> Config:
-    """Return the config with the pinned name of each data set on the hub. Their rows are then on this machine.
+    """Download the data sets on the hub, and return the config with pinned names of the data sets.
 
-    A run that is resumed keeps the commit of a data set whose name has no revision.
+    A pinned name contains the commit of the data set.
+
+    A resumed run keeps the commit of each data set whose name has no revision.
 
     Args:
         config: the whole config.
-        console: shows what is downloaded.
+        console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a data set cannot be had. The message says why and what to do.
+        ConfigError: a data set cannot be downloaded. The error message says why, and what to do.
     """
     sources: dict[str, Any] = {"train": config.data.train, "val": config.data.val}
     named = {key: source for key, source in sources.items() if source is not None and _is_on_hub(source, key)}
     kept: Mapping[str, Any] = {}
     if named and config.trainer.resume != "never":
-        from rltrain.run.resume import saved_values  # imports torch, which takes seconds
+        from rltrain.run.resume import saved_values  # importing the module imports torch, which takes seconds
 
         kept = saved_values(config.trainer).get("data") or {}
     for key, source in named.items():

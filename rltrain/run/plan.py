@@ -13,31 +13,34 @@ from rich.text import Text
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
 from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config
 
-_WIDEST, _FRAME = 100, 15  # in columns: maximum width of the panel, and width of its borders and labels
+# in terminal columns: maximum width of the plan's panel, and width of the panel's borders and labels
+_WIDEST, _FRAME = 100, 15
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per parameter on a training rank, for every model dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that the plan shows and that are not in the config.
+    """Facts that the plan shows although they are not in the config.
 
     Attributes:
         path: directory of the model.
-        parameters: number of model parameters; None if the model files do not tell it.
+        parameters: number of model parameters; None if it cannot be read from the model files.
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before they are loaded.
         val_prompts: number of prompts in one evaluation; None if there is no evaluation.
-        data: what the training data was read as; "" before it is loaded.
-        val_data: the same of the prompts for evaluation.
-        own_splits: whether the source of the prompts has other rows for evaluation than for training.
+        data: description of the source and the form of the training data; "" before the data is loaded.
+        val_data: description of the source and the form of the evaluation prompts.
+        own_splits: whether the source of the prompts has different rows for training and for evaluation.
         needs_critic: whether the advantage estimator reads values.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
         on_gpu: whether the devices are GPUs.
-        reward_models: number of parameters by name of the reward model; None if the model files do not tell it.
+        reward_models: number of parameters of each reward model by name; None if it cannot be read from the model
+            files.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
-        aggregations: values of `algorithm.loss_agg_mode` that the loss is defined for; empty: all values.
-        defaults: values of the profile by key, without those that the user has set.
+        aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; empty: all values.
+        defaults: values that the profile (set of default settings) gives, by config key, without keys that the user has
+            set.
     """
 
     path: str
@@ -96,12 +99,12 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
 
 
 def _defaults(facts: Facts) -> str:
-    """Describe the settings that the user leaves to the profile."""
+    """Describe the settings that the user has not set, so that the profile decides them."""
     return f"of the profile: {', '.join(f'{key}={value}' for key, value in facts.defaults.items())}"
 
 
 def batch_line(config: Config) -> str:
-    """Return a line with the batch sizes of a step and the number of optimizer steps that result from them."""
+    """Return a line with the batch sizes of a training step and the resulting number of optimizer steps."""
     trainer, minibatches = config.trainer, config.trainer.prompts_per_step // config.trainer.prompts_per_minibatch
     return (
         f"{_count(trainer.prompts_per_step, 'prompt')} x {_count(config.rollout.samples_per_prompt, 'sample')} = "
@@ -124,7 +127,7 @@ def _run(config: Config, facts: Facts) -> str:
 
 
 def _data(facts: Facts) -> str:
-    """Describe as what the data was read: source, and form of the prompts."""
+    """Describe how the data was read: from which source, and with which form of prompts."""
     return facts.data if facts.val_data in ("", facts.data) else f"{facts.data}; evaluation: {facts.val_data}"
 
 
@@ -153,7 +156,7 @@ def _algorithm(config: Config) -> str:
 
 
 def _off_policy(config: Config, facts: Facts) -> str:
-    """Describe how training corrects for stale answers, which an older policy sampled."""
+    """Describe how training corrects for stale answers, that is, answers that an older policy sampled."""
     algorithm, correction = config.algorithm, config.algorithm.correction
     stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
     if correction.level is not None:
@@ -173,7 +176,7 @@ def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
 
 
 def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
-    """Describe the effect of a sequence-level loss under an aggregation mode that it is not defined for."""
+    """Describe the effect of a sequence-level loss if it is not defined for the value of `algorithm.loss_agg_mode`."""
     return (
         f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
         f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
@@ -181,7 +184,7 @@ def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
 
 
 def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
-    """Return descriptions of the features that are off by default and that this config turns on."""
+    """Return descriptions of the features that are off by default and that the config turns on."""
     shaping, target = algorithm.reward_shaping, algorithm.entropy_target
     correction, rejection = algorithm.correction, algorithm.rejection
     changes = [("+", shaping.bias), ("x", "" if shaping.scale == 1 else shaping.scale), ("clip ", shaping.clip)]
@@ -218,7 +221,7 @@ def _weights(correction: CorrectionConfig) -> str:
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:
-    """Describe which values are outside the bounds, such as " below 0.5 or above 2"; "" if there are no bounds."""
+    """Describe the range outside the given bounds, such as " below 0.5 or above 2"; "" if there are no bounds."""
     parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
     return f" {' or '.join(parts)}" if parts else ""
 
@@ -348,7 +351,7 @@ def _count(number: int, noun: str) -> str:
 def _broken(text: str, width: int) -> str:
     """Insert line breaks after `;` or before `->` where a line would exceed `width` columns.
 
-    The terminal wraps lines that are still too long.
+    Lines that are still too long are left for the terminal to wrap.
     """
     lines = [""]
     for part in re.split(r"(?<=; )|(?=-> )", text):

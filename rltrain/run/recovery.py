@@ -1,4 +1,4 @@
-"""Restarts of the training ranks after one of them died or hung, limited to a maximum number per run."""
+"""Restarts of the training ranks after a rank died or hung, up to a maximum number of restarts per run."""
 
 import asyncio
 import logging
@@ -8,15 +8,15 @@ from rltrain.base.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.0, 2.0, 8.0, 30.0)  # seconds to wait before each restart; the last value repeats
+PAUSES_S = (0.0, 2.0, 8.0, 30.0)  # seconds to wait before each restart; the last value is used for all further restarts
 
 
 class Restarts:
     """Restarts the training ranks and counts the restarts of one run.
 
     Args:
-        restart: coroutine function that ends all processes of the training ranks and starts new ones. None: the ranks
-            cannot be restarted.
+        restart: coroutine function that ends all processes of the training ranks and starts new processes. If `restart`
+            is None, the ranks cannot be restarted.
         limit: maximum number of restarts.
 
     Attributes:
@@ -30,7 +30,7 @@ class Restarts:
         """Restart the training ranks after a rank was lost.
 
         Args:
-            error: how the rank was lost.
+            error: the error that reported the loss of the rank.
             step: training step from which the run will continue; used in the log message.
 
         Raises:

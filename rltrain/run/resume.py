@@ -1,4 +1,4 @@
-"""Resuming a run: find the checkpoint that `trainer.resume` names, and check that this config may continue it."""
+"""Resuming a run: find the checkpoint that `trainer.resume` names, and check that the config fits the saved run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -42,12 +42,12 @@ AUTO, NEVER = "auto", "never"
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a run begins.
+    """Where a run begins: at its start or at a checkpoint.
 
     Attributes:
-        checkpoint: checkpoint to resume from; None: train from the start.
-        said: lines to show to the user; empty if `trainer.resume=never` starts a new run.
-        over: whether the run has nothing left to do.
+        checkpoint: checkpoint from which the run is resumed; None if the run trains from the start.
+        said: lines of text to show to the user; empty if `trainer.resume=never` starts a new run.
+        over: True if the run has already taken all its training steps.
     """
 
     checkpoint: Checkpoint | None
@@ -59,7 +59,7 @@ def beginning(config: Config) -> Beginning:
     """Determine where the run begins according to `trainer.resume`.
 
     Args:
-        config: the whole config, including the default values of all knobs.
+        config: the whole config, including the default values of all settings (knobs) of the loss and the estimator.
 
     Raises:
         ConfigError: the checkpoint does not exist, is damaged, or belongs to another config.
@@ -77,10 +77,11 @@ def beginning(config: Config) -> Beginning:
 
 
 def saved_values(trainer: TrainerConfig) -> Mapping[str, Any]:
-    """Return the values of the config of the run that `trainer.resume` continues.
+    """Return the config values of the saved run that `trainer.resume` continues.
 
     Returns:
-        Nested values; {} if a new run begins, or if the config cannot be read, for which `beginning` gives the reason.
+        The config as nested values; {} if a new run begins or the config cannot be read. If the config cannot be read,
+        the function `beginning` reports why.
     """
     if trainer.resume == NEVER:
         return {}
@@ -131,13 +132,13 @@ def _auto(config: Config, own: Folder) -> Beginning:
 
 
 def _require_own_output(config: Config, own: Folder) -> list[str]:
-    """Check that the output folder holds only files of the run whose checkpoint folder is `own`.
+    """Check that the output folder holds only files of the run that has the checkpoint folder `own`.
 
     Returns:
-        Names of the run's files in the output folder.
+        The names of the run's files in the output folder.
 
     Raises:
-        ConfigError: the output folder holds files that do not belong to this run.
+        ConfigError: the output folder holds files that do not belong to the run.
     """
     output = Path(absolute(config.trainer.output_dir))
     files, config_file = [name for name in RUN_FILES if (output / name).exists()], output / "config.yaml"
@@ -157,10 +158,10 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
 
 
 def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: Folder) -> None:
-    """Check that `own` is the checkpoint folder of the saved run.
+    """Check that `own`, the checkpoint folder in the config, is also the checkpoint folder of the saved run.
 
-    The folder `checkpoints` in the output folder is also accepted if the output folder was moved or is named by another
-    path.
+    The folder `checkpoints` in the output folder is also accepted if the output folder was moved or the config names it
+    by another path.
 
     Raises:
         ConfigError: the saved run has another checkpoint folder.
@@ -174,13 +175,13 @@ def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: F
 
 
 def _named(path: str) -> Checkpoint:
-    """Return the checkpoint that a path names.
+    """Return the checkpoint that the user named by a path.
 
-    The path is the folder of one checkpoint, the checkpoint folder of a run, or the output folder of a run. From a
-    folder with several checkpoints, the function returns the newest good one.
+    The path may be the folder of one checkpoint, the checkpoint folder of a run, or the output folder of a run. From a
+    folder with several checkpoints, the function returns the newest undamaged checkpoint.
 
     Raises:
-        ConfigError: the path holds no good checkpoint.
+        ConfigError: the path leads to no undamaged checkpoint.
     """
     where, folder = f"trainer.resume={path}", Folder(absolute(path))
     if folder.exists(MANIFEST):
@@ -221,7 +222,7 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
 
 
 def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
-    """Return whether the folder `model` holds the model of this checkpoint and not that of an earlier step."""
+    """Return whether the folder `model` contains the model of the given checkpoint and not that of an earlier step."""
     files, there = read_manifest(checkpoint.folder)["files"], Folder(str(model))
     of_model = {name.removeprefix(f"{MODEL}/"): entry for name, entry in files.items() if name.startswith(f"{MODEL}/")}
     return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())
@@ -237,13 +238,13 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
 
 
 def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
-    """Check that resuming from this checkpoint does not mix two runs.
+    """Check that resuming from the given checkpoint does not mix the files of two runs.
 
-    A checkpoint in this run's own checkpoint folder must be the newest one there. A checkpoint from elsewhere needs new
-    output and checkpoint folders.
+    A checkpoint in the run's own checkpoint folder must be the newest one in the folder. To resume from a checkpoint in
+    another folder, the run needs new output and checkpoint folders.
 
     Raises:
-        ConfigError: the folders hold newer checkpoints or another run.
+        ConfigError: the folders contain newer checkpoints or another run.
     """
     trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
     if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
@@ -265,16 +266,17 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 
 
 def _require_same(config: Config, saved: str, where: str) -> None:
-    """Check that the config agrees with a saved config in every key that the schema does not mark as changeable.
+    """Check that the config equals the saved config in every key that the schema does not mark as changeable.
 
-    The `trainer` keys are compared first, because some of the other values follow from them.
+    The `trainer` keys are compared first, because they determine some values in other sections.
 
     Raises:
-        ConfigError: a key differs.
+        ConfigError: a key that must not change has different values.
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))  # two NaN have equal `repr`
+        # values are also compared by `repr`, because NaN is not equal to itself
+        same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))
         if not same and not _is_changeable(key):
             raise ConfigError(
                 f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
@@ -283,12 +285,15 @@ def _require_same(config: Config, saved: str, where: str) -> None:
 
 
 def _is_changeable(key: str) -> bool:
-    """Return whether the schema lets a resumed run change this key, or a section around it."""
+    """Return whether the schema allows a resumed run to change the given key or a section that contains the key."""
     return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
 
 
 class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML loader that refuses aliases, because `_flat` would visit an aliased part once for every path to it."""
+    """YAML loader that refuses aliases.
+
+    The function `_flat` would visit an aliased part of a document once for every path that leads to the part.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -325,14 +330,14 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     Args:
         config: the whole config.
-        checkpoint: checkpoint to resume from.
-        prompts: training prompts, as they were loaded.
+        checkpoint: checkpoint from which the run is resumed.
+        prompts: training prompts, in the form in which they were loaded.
 
     Returns:
-        Lines to show to the user.
+        Lines of text to show to the user.
 
     Raises:
-        ConfigError: a source has changed, or the state cannot be loaded. The message names the problem.
+        ConfigError: a source has changed, or the state cannot be loaded. The error message names the problem.
     """
     state, said = checkpoint.state, []
     kept, repairable = (state.get("sources"), state.get("repairable")) if isinstance(state, dict) else (None, None)
@@ -386,4 +391,4 @@ class _Nobody:
     pending = 0
 
     def submit(self, requests: Any) -> None:
-        """Ignore the requests."""
+        """Do nothing with the requests."""

@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
+"""Handling of the signals SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
 
 The first signal stops the run at a safe point, where nothing is lost. A second signal stops the run at once.
 """
@@ -18,13 +18,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Signals:
     """Context manager that catches SIGTERM, SIGINT and SIGHUP.
 
-    Only the main thread can install signal handlers, so the context catches no signals in any other thread.
+    Only the main thread can install signal handlers, so in any other thread the context has no effect.
 
-    A signal that the parent process had ignored stays ignored. `nohup` ignores SIGHUP, and a shell without job control
-    ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal has no effect: when
-    a connection drops, the shell sends a second SIGHUP after the one that the terminal has sent.
+    A signal that was already ignored when the program started stays ignored. `nohup` ignores SIGHUP, and a shell
+    without job control ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal
+    has no effect: when a connection drops, the shell sends a second SIGHUP after the one that the terminal has sent.
 
-    If a signal stops the code in the context at once, the context raises Stopped with the exit status of that signal.
+    If a signal stops the code in the context at once, the context raises the exception Stopped with the exit status for
+    the signal.
 
     Until `stop_with` is called, the first signal also stops the code at once.
     """
@@ -48,15 +49,18 @@ class Signals:
             raise Stopped(self.status) from None
 
     def stop_with(self, tasks: BackgroundTasks) -> None:
-        """Make the first signal from now on interrupt the run through its background tasks.
+        """Make the first signal from now on interrupt the run through `tasks`, so that the run stops at a safe point.
 
-        Call this method in the thread of the running event loop, which must be the main thread.
+        The method must be called in the thread of the running event loop, which must be the main thread.
         """
         self._tasks, self._loop = tasks, asyncio.get_running_loop()
 
     @property
     def status(self) -> int:
-        """Return the exit status for the received signal, or that of SIGINT if there is none: 128 + signal number."""
+        """Return the exit status for the received signal:
+
+        128 + signal number. If no signal was received, return the status for SIGINT.
+        """
         return 128 + (self.received or signal.SIGINT)
 
     def _catch(self, number: int, _frame: FrameType | None) -> None:
@@ -66,4 +70,4 @@ class Signals:
         if not first or self._tasks is None or self._loop is None:
             raise KeyboardInterrupt
         self._tasks.interrupt(Stopped(self.status))
-        self._loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for an event
+        self._loop.call_soon_threadsafe(lambda: None)  # wakes the event loop, which may be waiting for an event

@@ -1,6 +1,7 @@
 """Fingerprints of the data, functions and weights that a config names.
 
-A fingerprint is one number. A run can be resumed only while the fingerprints of its sources are unchanged.
+A fingerprint is one number, computed from the content by a hash function. A run can be resumed only while the
+fingerprints of its sources are unchanged.
 """
 
 import zlib
@@ -12,7 +13,8 @@ from rltrain.data.prompts import PromptSet
 from rltrain.rewards.loading import absolute, source_name
 from rltrain.settings.schema import Config
 
-# Bytes that are hashed at each end of a weight file: reading large files completely would take minutes.
+# Number of bytes that are hashed at the start and at the end of a weight file. Hashing large files completely would
+# take minutes.
 ENDS_BYTES = 1 << 20
 
 
@@ -21,12 +23,13 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
 
     Args:
         config: the whole config.
-        prompts: training prompts, as they were loaded.
+        prompts: training prompts, in the form in which they were loaded.
 
     Returns:
-        Fingerprints by source name (config key and path). The sources are the training prompts, the files of the reward
-        functions and of the reward aggregation, and the weights of the reward models. The weights of `model.path` are
-        included only if no checkpoint replaces them: as the base of LoRA adapters, or as the reference model.
+        Fingerprints by source name (config key and path). The sources with a fingerprint are the training prompts, the
+        files of the reward functions and of the reward aggregation, and the weights of the reward models. The weights
+        of `model.path` are included only if checkpoints do not contain them, because they are the base of LoRA adapters
+        or the reference model.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]

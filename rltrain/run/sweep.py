@@ -1,9 +1,9 @@
 """Sweeps: one run for each combination of several values, started by Hydra's launchers and sweepers.
 
-Hydra reads the sweep (`KEY=A,B`, `KEY=range(1,4)`, the syntax of an installed sweeper) and starts the jobs, one after
-another or with the launcher that `hydra/launcher=NAME` selects. Each job is a process of its own that runs
-`python -m rltrain.main` with one value per key. Hydra must not compose rltrain's config, because its rules for keys
-differ. It gets each key as one word instead: `trainer.seed` becomes `set__trainer__seed`.
+Hydra reads the sweep (`KEY=A,B`, `KEY=range(1,4)`, the syntax of an installed sweeper) and starts the jobs, either one
+after another or with the launcher that `hydra/launcher=NAME` selects. Each job is a separate process that runs `python
+-m rltrain.main` with one value per key. Hydra must not compose rltrain's config, because Hydra's rules for keys differ
+from rltrain's. Hydra is given each config key as one word instead: `trainer.seed` becomes `set__trainer__seed`.
 """
 
 import json
@@ -26,8 +26,8 @@ from rltrain.settings.typed import require
 
 JOB_FILE = "sweep_job.json"
 ACCURACY = "eval/sampled_accuracy"
-_DOT = "__"  # stands for the dot of a key
-_START = f"set{_DOT}"  # keeps a key apart from the names of config groups
+_DOT = "__"  # replaces each dot of a config key
+_START = f"set{_DOT}"  # prefix that distinguishes a config key from the names of config groups
 _OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
 
 
@@ -35,9 +35,10 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
     """Start one run for each combination of values, wait for all of them, and print a table of their results.
 
     Args:
-        overrides: settings of the command line. Those that begin with `hydra` go to Hydra.
-        files: config files of the user, for every run.
-        console: console for the table.
+        overrides: settings on the command line, of the form KEY=VALUE. Settings that begin with `hydra` are passed to
+            Hydra itself.
+        files: the user's config files, which every run reads.
+        console: rich console on which the table is printed.
 
     Returns:
         0 if all runs ended with status 0, else 1.
@@ -61,7 +62,8 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
         path = create_config_search_path(str(config_dir()))
         hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
         folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
-        arguments.append(f"hydra.sweep.dir={folder}")  # now without the time, so that all jobs agree on the folder
+        # the folder is passed as resolved text, so that the time in its name is the same for all jobs
+        arguments.append(f"hydra.sweep.dir={folder}")
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).replace(_START, "").replace(_DOT, ".").split())
@@ -76,30 +78,31 @@ def _is_hydras(text: str) -> bool:
 
 
 def _one_word_key(text: str) -> str:
-    """Return a setting with its key as one word, in the form that Hydra accepts for a new key."""
+    """Convert a setting KEY=VALUE to the form that Hydra accepts for a new key, with the key as one word."""
     key, equals, value = text.partition("=")
     require(bool(equals), f"'{text}': a sweep takes settings of the form KEY=VALUE")
     return f"++{_START}{key.lstrip('+').replace('.', _DOT)}={value}"
 
 
 class Job:
-    """The task that Hydra's launcher calls for each combination: runs the command and returns its objective.
+    """The function that Hydra's launcher calls for each combination of values: runs one job and returns its objective.
 
-    An instance is pickled by launchers that use other processes.
+    Hydra's launchers that use other processes pickle the instance.
 
     Args:
-        files: absolute paths of the config files for every run.
+        files: absolute paths of the config files that every run reads.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
         self.files = list(files)
 
     def __call__(self, _: Any) -> float:
-        """Run one job in a process of its own.
+        """Run one job in a separate process.
 
         Returns:
-            The last value of `trainer.keep_best`'s metric, or else of the sampled accuracy. NaN if the run failed or
-            has no such metric. A sweeper that optimises uses this value.
+            The last value of the metric that `trainer.keep_best` names, or of the sampled accuracy if
+            `trainer.keep_best` is not set. The value is NaN if the run failed or has not measured the metric. A Hydra
+            sweeper that searches for the best values optimises the returned value.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -126,17 +129,23 @@ def _with_dots(text: str) -> str:
 
 
 def _run(command: list[str]) -> int:
-    """Run a command and return its exit status. After Ctrl-C, which the command gets too, wait for its end."""
+    """Run a command and return its exit status.
+
+    After Ctrl-C, which also reaches the command, wait until the command has ended.
+    """
     with subprocess.Popen(command) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()  # it saves a checkpoint
+            process.wait()  # the interrupted command saves a checkpoint before it ends
             raise
 
 
 def _objective(folder: Path) -> float:
-    """Return the result by which runs are compared, or NaN if the run has not measured it."""
+    """Return the metric value by which the runs of a sweep are compared.
+
+    Return NaN if the run has not measured the metric.
+    """
     best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
     rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]
     last = {name: value for row in rows for name, value in row.items()}
@@ -144,7 +153,7 @@ def _objective(folder: Path) -> float:
 
 
 def show_results(folder: Path, console: Console) -> int:
-    """Print a table of the jobs of a sweep. Returns 0 if all ended with status 0, else 1."""
+    """Print a table with the result of each job of a sweep. Return 0 if all jobs ended with status 0, else 1."""
     jobs = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob(f"*/{JOB_FILE}"), key=_number)]
     same = set.intersection(*(set(job["overrides"]) for job in jobs)) if len(jobs) > 1 else set()
     table = Table("settings", "status", "result", "folder", box=None, header_style="bold", pad_edge=False)

@@ -1,4 +1,7 @@
-"""Built-in tasks that a laptop can learn in a minute. Importing this package does not import torch."""
+"""Built-in tasks that a model on a laptop can learn in a minute.
+
+Importing the package `rltrain.tasks` does not import torch.
+"""
 
 from rltrain.tasks.base import Task
 from rltrain.tasks.median import MEDIAN

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 from random import Random
 
 SPLITS = ("train", "val")
-VAL_SHARE = 10  # one prompt in ten is held out
+VAL_SHARE = 10  # one prompt in ten is held out for evaluation
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task on strings of decimal digits: the prompt is `digits` random digits and a closing mark.
+    """A task on decimal digits, whose prompts consist of `digits` random digits and the character `mark`.
 
-    Lengths are in tokens. The built-in tokenizer encodes each character as one token, and the end token counts too.
+    All lengths are counted in tokens. The built-in tokenizer encodes each character as one token, and lengths include
+    the end token.
 
     Attributes:
         name: key in `rltrain.tasks.TASKS`.
         digits: number of digits in a prompt.
-        mark: the character that closes a prompt.
+        mark: the character that ends a prompt.
         solve: function from the digits to the correct answer, as text.
         mess: function from (digits, random generator) to (flawed answer, whether the end token follows the answer).
         reward: import path `module:function` of the reward function that judges the task.
@@ -35,14 +36,14 @@ class Task:
 
     @property
     def max_prompt_length(self) -> int:
-        """Length of every prompt, in tokens."""
+        """Number of tokens in a prompt, which is the same for all prompts of the task."""
         return self.digits + len(self.mark)
 
     def prompts(self, split: str, seed: int, count: int) -> list[dict[str, str]]:
         """Draw `count` distinct rows `{"prompt": ..., "answer": ...}`.
 
-        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`. Whatever the seeds, no
-        prompt is in both splits, because a hash of the prompt decides its split.
+        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`. For any seeds, no
+        prompt is in both splits, because a hash of the prompt decides to which split the prompt belongs.
 
         Raises:
             ValueError: the split is unknown, or `count` is below 0 or above 1/20 of the number of possible prompts.
@@ -69,7 +70,7 @@ class Task:
         return self.mess(row["prompt"].removesuffix(self.mark), rng)
 
     def _draw(self, split: str, rng: Random) -> dict[str, str]:
-        """Draw one random row of the split by rejection sampling."""
+        """Draw one random row of the given split by rejection sampling."""
         while True:
             digits = f"{rng.randrange(10**self.digits):0{self.digits}d}"
             prompt = digits + self.mark
@@ -78,6 +79,9 @@ class Task:
 
 
 def split_of(prompt: str) -> str:
-    """Return the split that a prompt belongs to, from a hash of its text that is the same on every machine."""
+    """Return the split of a prompt, which a hash of the prompt's text decides.
+
+    The hash is the same on every machine.
+    """
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") % VAL_SHARE == 0 else "train"

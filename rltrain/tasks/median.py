@@ -1,4 +1,7 @@
-"""Median of seven digits: `2299907=` -> `7`, answered at once (`#7`) or after sorting the digits (`0227999#7`)."""
+"""Task: find the median of seven digits, for example `2299907=` -> `7`.
+
+A response gives the answer at once (`#7`) or after the sorted digits (`0227999#7`).
+"""
 
 from random import Random
 
@@ -6,20 +9,23 @@ from rltrain.tasks.base import Task
 
 DIGITS = 7
 MAX_RESPONSE_LENGTH = 16
-# Shares of the kinds of answers that the starting model imitates. Most answers guess and few sort first, so that
-# reinforcement learning has to discover that sorting first earns more reward.
+# Shares of the kinds of answers that the starting model imitates. Most of these answers guess, and few sort the digits
+# first, so that reinforcement learning has to discover that sorting first earns more reward.
 SCRATCH_SHARE = 0.22
 ENDLESS_SHARE = 0.11
 GUESS_RIGHT = 0.07  # probability that a guess is the median; otherwise a guess is a random digit
 
 
 def solve(digits: str) -> str:
-    """Return the middle one of the sorted digits."""
+    """Return the middle digit of the sorted digits."""
     return sorted(digits)[len(digits) // 2]
 
 
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
-    """Return (a flawed answer, whether the end token follows it): endless guesses, a sorted answer, or one guess."""
+    """Return (a flawed answer, whether the end token follows it).
+
+    The answer is guesses without end, the correct median after the sorted digits, or a single guess.
+    """
     draw = rng.random()
     if draw < ENDLESS_SHARE:
         return "".join(f"#{_guess(digits, rng)}" for _ in range(MAX_RESPONSE_LENGTH // 2)), False

@@ -1,4 +1,4 @@
-"""Sort six digits: `371924>` -> `123479`; the starting model often does not end its answer."""
+"""Sort six digits: `371924>` -> `123479`. The starting model often does not end an answer."""
 
 from random import Random
 
@@ -16,7 +16,10 @@ def solve(digits: str) -> str:
 
 
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
-    """Return (a flawed answer, whether the end token follows it): one digit may be wrong, or the answer endless."""
+    """Return (a flawed answer, whether the end token follows it).
+
+    One digit of the answer may be wrong, or the answer may have no end.
+    """
     answer = sorted(digits)
     if rng.random() < SLIP_SHARE:
         answer[rng.randrange(DIGITS)] = rng.choice("0123456789")

@@ -1,4 +1,7 @@
-"""The tiny starting model of the built-in tasks, trained in seconds when needed, always with the same result."""
+"""The tiny starting model of the built-in tasks.
+
+The model is trained in seconds when it is needed, always with the same result.
+"""
 
 import contextlib
 import hashlib
@@ -24,16 +27,18 @@ STEPS = 250
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
-# Floating-point sums depend on the number of threads that compute them, so the number is fixed. It is 1, because two
-# threads are at most a little faster on free cores, and twenty times slower on busy cores, where they wait for each
-# other.
+# Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1. More
+# threads would not help: two threads are at most a little faster on free cores, and twenty times slower on busy cores,
+# where they wait for each other.
 THREADS = 1
 
 OnStep = Callable[[int, int], None]
 
 
 def tiny_model() -> Qwen2ForCausalLM:
-    """Build a Qwen2 of 0.41M parameters, float32, 2 layers, hidden 128, with weights from torch's global generator.
+    """Build a Qwen2 model with 0.41M float32 parameters, 2 layers and hidden size 128.
+
+    The weights are drawn from torch's global random generator.
 
     The model has four attention heads and two key-value heads, so that it also exercises grouped-query attention and
     two-way tensor parallelism.
@@ -47,7 +52,8 @@ def tiny_model() -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        initializer_range=0.03,  # a model this narrow learns faster with it than with the usual 0.02
+        # a narrow model learns faster with this initial standard deviation than with the usual 0.02
+        initializer_range=0.03,
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
@@ -61,15 +67,15 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
     """Train a new tiny model on the task's flawed answers, and save it with its tokenizer in Hugging Face format.
 
     The weights are bitwise the same for the same arguments on the same machine. The caller's random state and thread
-    count do not change. `path` is created completely or not at all. If another process creates `path` during the
-    training, the directory of that process stays.
+    count do not change. The directory `path` is created completely or not at all. If another process creates `path`
+    during the training, the directory that the other process has created is kept.
 
     Args:
         task: task to learn.
         path: directory to create.
         seed: seed of the weights and the data.
         steps: number of supervised optimizer steps.
-        on_step: called as `on_step(done, steps)` after every step.
+        on_step: function that is called as `on_step(done, steps)` after every optimizer step.
 
     Raises:
         FileExistsError: `path` already exists.
@@ -87,26 +93,34 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
 
 
 def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
-    """Return the directory of the task's starting model. Train the model first if it is not in the cache.
+    """Return the directory of the task's starting model.
 
-    The cache is `$RLTRAIN_CACHE`, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's name
-    contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory. The
-    arguments are those of `make_start`.
+    If the model is not in the cache directory yet, the function trains it first. The cache directory is
+    `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's
+    name contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory.
+    The arguments have the same meaning as those of `make_start`.
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
-        with contextlib.suppress(FileExistsError):  # another process created it first
+        # raised if another process has created the directory in the meantime
+        with contextlib.suppress(FileExistsError):
             make_start(task, path, seed=seed, steps=steps, on_step=on_step)
     return path
 
 
 def start_path(task: Task, *, seed: int = 0, steps: int = STEPS) -> Path:
-    """Return the directory that `cached_start` would return. The directory does not have to exist."""
+    """Return the directory that `cached_start` would return, without training the model.
+
+    The returned directory does not have to exist.
+    """
     return cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
 
 
 def cache_root() -> Path:
-    """Return the cache directory, for files that can be created again. The directory does not have to exist."""
+    """Return the path of the cache directory, which holds only files that can be created again.
+
+    The returned directory does not have to exist.
+    """
     if own := os.environ.get("RLTRAIN_CACHE"):
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -114,10 +128,11 @@ def cache_root() -> Path:
 
 
 def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
-    """Draw `size` supervised rows: one (rows, tokens) int64 tensor for each length that occurs, shortest first.
+    """Draw `size` rows for supervised training.
 
-    A row is the prompt, the flawed answer, and the end token if the answer is finished. Rows of equal length form one
-    tensor, so neither padding nor a mask is needed.
+    Return one int64 tensor (rows, tokens) for each row length, shortest first. A row consists of the prompt, the flawed
+    answer and, if the answer is finished, the end token. Only rows of equal length are put into one tensor, so neither
+    padding nor a mask is needed.
     """
     by_length: dict[int, list[list[int]]] = {}
     for row in task.prompts("train", rng.getrandbits(64), size):
@@ -128,7 +143,10 @@ def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
 
 
 def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_step: OnStep | None) -> None:
-    """Run the supervised steps with AdamW, whose learning rate warms up linearly and then decays linearly to zero."""
+    """Train the model on supervised rows with AdamW.
+
+    The learning rate warms up linearly and then decays linearly to zero.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
     model.train()
     for step in range(steps):
@@ -147,7 +165,10 @@ def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_s
 
 
 def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Sum the cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim. No prompt token counts."""
+    """Return the summed cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim tensor.
+
+    The tokens of the prompts do not count.
+    """
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, prompt_length - 1 :]
     return cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, prompt_length:].flatten(), reduction="sum")
 
@@ -155,19 +176,20 @@ def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, prompt_length: int)
 def _save(model: Qwen2ForCausalLM, path: Path) -> None:
     """Write the model, its generation defaults and the tokenizer to the directory `path`.
 
-    The files are written to a directory beside `path`, which is then renamed, so that a reader never sees an incomplete
-    directory.
+    The files are first written to another directory beside `path`, which is then renamed to `path`, so that a reader
+    never sees an incomplete directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    # Engines read their sampling defaults from the generation config, so it sets only the token ids.
+    # Engines read their sampling defaults from the generation config, so the generation config sets only token ids.
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     try:
         model.save_pretrained(draft)
         char_tokenizer().save_pretrained(draft)
         draft.rename(path)
     except OSError:
-        # Renaming onto a non-empty directory fails: another process has created the same model there meanwhile.
+        # Renaming to a non-empty directory fails, which means that another process has created the same model in the
+        # directory in the meantime.
         if not path.is_dir():
             raise
         logger.debug("%s was made by another process; dropping ours", path)
@@ -176,7 +198,7 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
 
 
 def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
-    """Hash the source of this package and everything else that decides the bits of the weights."""
+    """Hash the source code of `rltrain.tasks` and everything else on which the bits of the weights depend."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -187,7 +209,10 @@ def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
 
 @contextlib.contextmanager
 def _own_random_state(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator inside the block and restore it afterwards. No device's generator changes."""
+    """Seed torch's CPU generator for the duration of the `with` block, and restore the generator's state afterwards.
+
+    The random generators of GPUs do not change.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -195,7 +220,7 @@ def _own_random_state(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Set torch's thread count inside the block and restore it afterwards."""
+    """Set torch's number of threads for the duration of the `with` block, and restore the old number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

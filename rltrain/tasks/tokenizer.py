@@ -4,18 +4,22 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
 VOCAB_SIZE = 128
-# The ids of special tokens are control codes that no text uses, with a fitting meaning where a code has one.
+# The ids of the special tokens are control codes that no text uses. Where possible, the meaning of the control code
+# fits the token.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # NUL
-EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, end of text
-UNK_ID, UNK_TOKEN = 26, "<unk>"  # SUB; never produced, but Qwen2Tokenizer would otherwise add an unknown token
+EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, the control code for the end of a text
+# SUB, a token that is never produced; without it, Qwen2Tokenizer would add an unknown token
+UNK_ID, UNK_TOKEN = 26, "<unk>"
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """Build the tokenizer: it has 128 ids and no begin token, adds nothing to a text, and decodes ids to the same text.
+    """Build the tokenizer, which has 128 token ids and no begin token.
 
-    The tokenizer is a `Qwen2Tokenizer`, a byte-level BPE, without merges, because `AutoTokenizer`, and with it vLLM,
-    loads every Qwen2 directory as this class, whatever class was saved there. Characters outside ASCII are dropped in
-    encoding.
+    The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text.
+
+    The tokenizer is a `Qwen2Tokenizer`, a byte-level BPE, without merges, because `AutoTokenizer`, which vLLM uses too,
+    loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever class was saved. Encoding drops
+    characters outside ASCII.
     """
     vocab = {_visible(code): code for code in range(VOCAB_SIZE)}
     return Qwen2Tokenizer(
@@ -25,13 +29,16 @@ def char_tokenizer() -> Qwen2Tokenizer:
         eos_token=EOS_TOKEN,
         unk_token=UNK_TOKEN,
         clean_up_tokenization_spaces=False,
-        padding_side="left",  # generation continues at the right end
+        padding_side="left",  # padding is on the left, because generation continues at the right end
         model_max_length=1024,
     )
 
 
 def _visible(code: int) -> str:
-    """Return the token of a character code. Byte-level BPE writes bytes as visible characters, a space as U+0120."""
+    """Return the token that stands for the character with the code `code`.
+
+    Byte-level BPE writes each byte as a visible character, for instance a space as U+0120.
+    """
     special = {PAD_ID: PAD_TOKEN, EOS_ID: EOS_TOKEN, UNK_ID: UNK_TOKEN}
     if code in special:
         return special[code]

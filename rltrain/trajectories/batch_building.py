@@ -1,4 +1,4 @@
-"""Batches of prompt groups: one row per trajectory, with its tokens, texts and scores."""
+"""Builds batches of prompt groups, with one row per trajectory: tokens, texts and scores."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from workers.rollout.messages import Completion
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
-    """Compute the mean score over all samples of these groups that have a score; 0 if no sample has one."""
+    """Compute the mean score over all samples of the given groups that have a score; 0 if no sample has a score."""
     batch = to_batch(groups, config.reward.components)
     scores = batch.batch["scores"][batch.batch["valid"]]
     return float(scores.mean()) if len(scores) else 0.0
@@ -23,7 +23,7 @@ def mean_score(groups: Sequence[Group], config: Config) -> float:
 def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
     """Convert groups with finished answers to a batch whose rows are sorted by (uid, sample).
 
-    With `baseline`, the batch has only the greedy answers, one row per group.
+    If `baseline` is True, the batch has only the greedy answers, one row per group.
     """
     rows = _rows(groups, baseline=baseline)
     batch = batch_of([trajectory_of(group.prompt.ids, group.completions[number]) for group, number in rows])
@@ -32,7 +32,7 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
 
 
 def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
-    """Return the trajectory whose only turn consists of a prompt and a finished answer to it."""
+    """Return a trajectory with a single turn: the prompt of the group and a finished answer to the prompt."""
     c = completion
     turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
     return Trajectory(*c.key, (turn,))
@@ -41,9 +41,9 @@ def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajecto
 def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     """Convert trajectories to a batch with one row each, in the same order.
 
-    `responses` holds the sampled tokens and the observations after the prompt. `response_mask` is True exactly at the
-    sampled tokens. At observations, `rollout_log_probs` is 0 and `policy_version` is `NOT_SAMPLED`. Rewards of single
-    turns are not part of the batch.
+    The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
+    is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
+    `NOT_SAMPLED`. Rewards of single turns are not part of the batch.
     """
     batch = DataProto.from_dict(
         {
@@ -70,9 +70,9 @@ def with_scores(
     *,
     baseline: bool = False,
 ) -> DataProto:
-    """Add the scores of these groups to a batch of their answers.
+    """Add the scores of the given groups to a batch of the groups' answers.
 
-    A failed or unscored row is not valid, and its tokens are not trained on.
+    A failed or unscored row is not valid, and the tokens of the row are not trained on.
     """
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
     nan = float("nan")
@@ -102,7 +102,7 @@ def to_batch(
 
 
 def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]:
-    """Return the group and the answer number of each row, sorted by (uid, number)."""
+    """Return for each row of a batch its group and the number of its answer, sorted by (uid, number)."""
     return [
         (group, number)
         for group in sorted(groups, key=lambda g: g.uid)
@@ -111,6 +111,6 @@ def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]
 
 
 def without_invalid(batch: DataProto) -> DataProto:
-    """Set `response_mask` to False in the rows that are not valid."""
+    """Set the column `response_mask` to False in all rows that are not valid."""
     valid = batch.batch["valid"].repeat_interleave(batch.lengths("responses"))
     return batch.with_values("responses", response_mask=batch.values("response_mask") & valid)

@@ -1,8 +1,9 @@
 """Collects scored batches: sends prompt groups to the engines, and the engines' answers to the reward workers.
 
-Synchronous and asynchronous runs use the same code. `answers` sends as many groups to the engines as the staleness
-bound allows, and waits only for the answers of the oldest groups. `scored` waits for the scores of the groups that
-`answers` returned. Two background tasks pass on finished answers and scores, also while the training ranks compute.
+Synchronous and asynchronous runs use the same code. The method `answers` sends as many groups to the engines as the
+staleness bound allows, and waits only for the answers of the oldest groups. The method `scored` waits for the scores of
+the groups that `answers` returned. Two background tasks pass on finished answers and scores, even while the training
+ranks compute.
 """
 
 import time
@@ -29,12 +30,13 @@ from workers.rollout.pool import RolloutPool
 # Minimum seconds between a step's first failed reward and an early stop of the run, so that the error shows all
 # failures that follow quickly.
 PATIENCE_S = 10.0
-EVAL_SEED = 0x5EED  # added to the run's seed, so that an evaluation never reuses a training sample's random stream
+# added to the run's seed in evaluations, so that an evaluation never reuses a training sample's random stream
+EVAL_SEED = 0x5EED
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """Groups that are generated and scored at the same time, and the sampling settings of their answers."""
+    """A collection of groups that are in flight together, with the sampling settings of the answers."""
 
     groups: PromptGroups
     temperature: float
@@ -43,13 +45,13 @@ class _Flight:
 
 @dataclass
 class _Step:
-    """Progress of the collector in one training step.
+    """State of the collector in one training step.
 
     Attributes:
         places: number of groups that the step will train on.
-        refills: number of dropped groups that may still be replaced.
-        open: whether `answers` has begun the step and `take` has not ended it.
-        seen: by uid, the finished groups for which it was checked whether all answers have the same outcome.
+        refills: number of dropped groups that new groups may still replace.
+        open: True after `answers` has begun the step and until `take` ends the step.
+        seen: finished groups, by uid, that were already checked for whether all their answers have the same outcome.
         dropped: uids of the dropped groups.
     """
 
@@ -63,7 +65,7 @@ class _Step:
 class Collector:
     """Turns prompts into scored batches for the trainer.
 
-    The collector consumes prompts in the order of the run and produces batches of finished groups.
+    The collector reads prompts in the prompt order of the run, and produces batches of finished groups.
 
     Args:
         config: the whole config.
@@ -72,7 +74,8 @@ class Collector:
         prompts: training prompts.
         tasks: the run's background tasks. A failed task or an interruption of the run ends the collector's waits, and
             no data is lost.
-        models: reward models, which score a group when all its answers and function scores are complete.
+        models: reward models, which score a group after all answers of the group are finished and scored by the reward
+            functions.
     """
 
     def __init__(
@@ -100,10 +103,10 @@ class Collector:
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
-        self.first_failure = 0.0  # `time.monotonic()` of the step's first failed reward; 0: none
+        self.first_failure = 0.0  # `time.monotonic()` when the step's first reward failed; 0 if none has failed
         self._arrived = 0  # number of times that answers or scores have arrived
-        self._failures_arrived = False  # whether some failed rewards are not counted by `_stop_early` yet
-        self._changes = Changes()  # changes of groups, or of the pending work of engines and workers
+        self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted yet
+        self._changes = Changes()  # signals changes of groups, and of the pending work of engines and reward workers
 
     def start(self) -> None:
         """Start the background tasks that pass on answers and scores."""
@@ -111,17 +114,17 @@ class Collector:
         self.tasks.start(self._receive_scores(), "scores")
 
     async def answers(self, version: int) -> DataProto:
-        """Return the answers of the next `prompts_per_step` groups.
+        """Wait for the answers of the next `prompts_per_step` groups, and return them as a batch.
 
         The weights that sampled the answers are at most `max_staleness` versions older than `version`. The scores of
-        the answers may still be missing; `scored` adds them.
+        the answers may still be missing; the method `scored` adds the scores.
 
         With dynamic sampling, groups whose answers all have the same outcome are replaced as long as the step may
-        generate more groups, and are left out after that. The batch may therefore have fewer than `prompts_per_step`
-        groups.
+        generate more groups; after that, they are left out. With dynamic sampling, the batch may therefore have fewer
+        than `prompts_per_step` groups.
         """
         wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
-        if not self.step.open:  # an open step continues where a stopped run left it
+        if not self.step.open:  # a step that is open when a run is resumed continues with its saved state
             self.step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
         self._draw(version)
         while True:
@@ -137,14 +140,14 @@ class Collector:
         return answers_of(groups)
 
     async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Wait for all scores of a batch from `answers` and add them to the batch.
+        """Wait for all scores of a batch that `answers` returned, and add the scores to the batch.
 
-        Call `take` afterwards to end the step. With dynamic sampling, if the batch has only one group and all its
-        answers have the same outcome, no token is trained on.
+        After `scored`, call `take` to end the step. With dynamic sampling, no token is trained on if the batch has only
+        one group and all answers of the group have the same outcome.
 
         Returns:
-            The batch with scores, and metrics over all groups that were generated. Without dynamic sampling, the
-            metrics are empty.
+            The batch with scores, and metrics over all groups that were generated. The metrics are empty without
+            dynamic sampling.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -168,7 +171,9 @@ class Collector:
         }
 
     def take(self) -> list[int]:
-        """End the step and count its groups as used. In a checkpoint saved before this call, the step is still open.
+        """End the step and count the groups of the step as used.
+
+        In a checkpoint that was saved before the call of `take`, the step is still open.
 
         Returns:
             The uids of the groups that the step has dropped.
@@ -178,9 +183,9 @@ class Collector:
         return sorted(self.step.dropped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as plain values.
+        """Return the state of the collector for a checkpoint, as plain values.
 
-        The state has the position in the order of prompts, the groups in flight and the unfinished step.
+        The state consists of the position in the order of prompts, the groups in flight, and the unfinished step.
         """
         step = self.step
         unfinished = {
@@ -198,16 +203,16 @@ class Collector:
     async def abort(self) -> None:
         """Discard all groups, and the results of all requests that the engines and reward workers are processing now.
 
-        After this call, only `load_state_dict` may be called.
+        After `abort`, the only method that may be called is `load_state_dict`.
         """
-        self.in_flight = []  # an engine that dies meanwhile must not make `_reissue` request its groups again
+        self.in_flight = []  # if an engine dies during the abort, `_reissue` must not request the engine's groups again
         await self.rollout.abort()
         self.rewards.abort()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the collector from a `state_dict`.
+        """Restore the collector from a state that `state_dict` returned.
 
-        The engines and reward workers must have no work; see `abort`.
+        The engines and reward workers must have no work, which `abort` ensures.
         """
         self.order.load_state_dict(state["order"])
         self.in_flight, self.first_failure, self._failures_arrived = [self.training], 0.0, False
@@ -217,12 +222,13 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                if group.state is GroupState.READY:  # otherwise, failed scores are requested again
+                # a group that is not ready has failed scores, which are requested again
+                if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of a group. The uid is the group's position in the prompt order of the run."""
+        """Return the prompt of a group. The uid of a group is the group's position in the prompt order of the run."""
         return self.prompts[self.order.at(uid)]
 
     def _draw(self, version: int) -> None:
@@ -231,13 +237,14 @@ class Collector:
         self._ship(self.training, version)
 
     async def _drop_flat(self, step: "_Step") -> None:
-        """Drop the finished groups whose answers all have the same outcome, but never the last group of the step."""
+        """Drop all finished groups whose answers all have the same outcome, except for the last group of the step."""
         while fresh := self._unseen(step):
             await with_model_scores(fresh, self.models)
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                step.seen[group.uid] = group  # only after the check, which may raise a user's error
+                # set only after the check, in which a user's function may raise an exception
+                step.seen[group.uid] = group
                 if not flat:
                     continue
                 replaced = step.refills > 0
@@ -245,12 +252,13 @@ class Collector:
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
                 if replaced and not step.refills:
-                    break  # without refills, `_unseen` waits until all groups are finished
+                    break  # once there are no refills, `_unseen` waits until all groups are finished
 
     def _fails(self, step: "_Step", group: Group) -> bool:
-        """Return whether all rewards of this group failed and the step exceeds `reward.max_failed_fraction`.
+        """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.
 
-        A group for which this method returns True is not dropped, so that a resumed run requests its rewards again.
+        A group for which `_fails` returns True is not dropped, so that a resumed run requests the group's rewards
+        again.
         """
         if not all(result.failed for result in group.results.values()):
             return False
@@ -258,22 +266,22 @@ class Collector:
         return failed > self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
 
     def _unseen(self, step: "_Step") -> list[Group]:
-        """Return the finished groups among those that this step would use, without the ones in `seen`.
+        """Return the finished groups that are not yet in `seen`, among the groups that the step would use.
 
-        A group of a later step is checked in that step.
+        A group of a later step is checked only in the later step.
         """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
-        # If no dropped group can be replaced any more, all groups must be finished first: if all of them have a single
-        # outcome, one group stays, and timing must not decide which one.
+        # If no dropped group can be replaced any more, all groups must be finished before the check. If all groups have
+        # a single outcome, one group stays, and it must not depend on timing which group that is.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
 
     def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
-        """Add `baseline_rewards`: the score of each group's greedy answer, shaped like the other scores.
+        """Add the column `baseline_rewards`: the score of each group's greedy answer, shaped like other scores.
 
-        If the greedy answer has no score, the rows of its group are not valid.
+        If the greedy answer has no score, the rows of the group are not valid.
         """
         greedy = to_batch(groups, self.config.reward.components, baseline=True)
         scored, samples = greedy.batch["valid"], self.config.rollout.samples_per_prompt
@@ -286,9 +294,9 @@ class Collector:
         return without_invalid(batch.pop(["valid", "failed"])[1].union(DataProto.from_dict(columns)))
 
     def _without_flat(self, batch: DataProto) -> DataProto:
-        """Mask the response tokens of groups with a single outcome.
+        """Set `response_mask` to False for the tokens of groups whose answers all have the same outcome.
 
-        `_drop_flat` leaves a group with a single outcome in the batch only if the step has no other group.
+        The method `_drop_flat` leaves a group with a single outcome in the batch only if the step has no other group.
         """
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
@@ -296,7 +304,7 @@ class Collector:
     async def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
         """Generate and score one answer to each prompt, greedily or at the run's temperature.
 
-        Training groups stay in flight during the evaluation.
+        Training groups remain in flight during an evaluation.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -331,7 +339,7 @@ class Collector:
             self._changes.notify()
 
     async def _news(self) -> None:
-        """Wait until an answer or a score arrives."""
+        """Wait until the next answer or score arrives."""
         assert self.rollout.pending or self.rewards.pending, (
             "groups are unfinished, but no engine or reward worker has work"
         )
@@ -366,18 +374,19 @@ class Collector:
             self._changes.notify()
 
     def _reissue(self, uids: set[int]) -> None:
-        """Request again the answers that were lost with an engine.
+        """Request the answers again that were lost because an engine died.
 
-        The new answers are the same as the lost ones, because each request has its own seed.
+        The new answers are the same as the lost answers, because each request has its own fixed seed.
         """
         for flight in self.in_flight:
             flight.groups.reissue(uids)
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run before all results have arrived if more rewards have failed than the whole step allows.
+        """Stop the run, even before all results have arrived, if more rewards have failed than a step allows.
 
-        The check begins `PATIENCE_S` after the step's first failure. With dynamic sampling, there is no early stop.
+        The check begins `PATIENCE_S` seconds after the first failed reward of the step. With dynamic sampling, the run
+        is never stopped early.
 
         Raises:
             RewardError: too many rewards have failed.
@@ -392,7 +401,7 @@ class Collector:
             raise self._too_many(failures, total)
 
     def _too_many(self, failures: Sequence[SampleScores], total: int) -> RewardError:
-        """Return an error that shows the three most frequent kinds of failure, each once, the most frequent first."""
+        """Return an error whose message lists the three most frequent kinds of failure, the most frequent first."""
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}
         shown = "; ".join(

@@ -1,11 +1,12 @@
-"""Lifecycle of a prompt group: pending, generating, scoring, ready, then used or dropped.
+"""The lifecycle of a prompt group, with the stages pending, generating, scoring, ready, and finally used or dropped.
 
-The module is pure bookkeeping, without Ray and without clocks. A group consists of the G samples of one prompt, which
-are in flight together. To ship a group means to send its requests to the engines.
+The module only keeps track of groups, without using Ray or a clock. A group consists of the G samples of one prompt,
+which are in flight together, that is, being generated or scored. To ship a group means to send the requests for the
+group's answers to the engines.
 
-The number `uid` gives the order in which groups are trained on. The step that uses a group is therefore known when the
-group is shipped: group n is used at step n // prompts_per_step, where n does not count dropped groups that were
-replaced. The staleness bound can thus be guaranteed when a group is shipped.
+Groups are trained on in the order of their numbers `uid`. The training step that uses a group is known when the group
+is shipped, because group n is used at step n // prompts_per_step. The number n does not count dropped groups that were
+replaced. Because the step is known, the staleness bound can be guaranteed when a group is shipped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from workers.rollout.messages import Completion, Request
 
 
 class GroupState(StrEnum):
-    """Stage of a group in its lifecycle."""
+    """The stages of a prompt group in the lifecycle."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -29,20 +30,20 @@ class GroupState(StrEnum):
 
 @dataclass
 class Group:
-    """One prompt and its answers, by sample number.
+    """A prompt group: one prompt, with its answers by sample number.
 
-    The first `samples` answers are sampled and trained on. If `size` is `samples` + 1, the last answer is the greedy
-    baseline.
+    The first `samples` answers of a group are sampled, and the training step trains on them. If `size` is `samples` +
+    1, the last answer is the greedy baseline.
 
     Attributes:
         uid: number of the group.
         prompt: prompt of the group.
         samples: number of answers that are trained on.
         size: number of all answers.
-        state: stage in the lifecycle.
-        shipped: weight version at the time when the group was first shipped; -1 before that.
+        state: stage of the group in the lifecycle.
+        shipped: weight version at the time when the group was first shipped; -1 if the group was not shipped yet.
         completions: finished answers, by sample number.
-        results: scores of the answers, by sample number.
+        results: scores of the answers, by sample number of the answer.
     """
 
     uid: int
@@ -55,16 +56,20 @@ class Group:
     results: dict[int, SampleScores] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished answers and scores for a checkpoint. The state identifies the prompt only by the uid."""
+        """Return the finished answers and scores of the group for a checkpoint.
+
+        The state identifies the prompt only by the uid of the group.
+        """
         answers: dict[str, Mapping[int, Any]] = {"completions": self.completions, "results": self.results}
         return {"uid": self.uid, "shipped": self.shipped} | {
             name: [asdict(answer) for answer in kept.values()] for name, kept in answers.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
-        """Restore the group from a `state_dict`.
+        """Restore the group from a state that `state_dict` returned.
 
-        A group that was generating becomes pending, and keeps its finished answers unless `whole` is True.
+        A group whose answers were being generated becomes pending, and keeps its finished answers unless `whole` is
+        True.
         """
         self.shipped = state["shipped"]
         if whole and len(state["completions"]) < self.size:
@@ -78,24 +83,25 @@ class Group:
             self.state = GroupState.READY if len(self.results) == self.size else GroupState.SCORING
 
     def request(self, number: int) -> RewardRequest:
-        """Return the request to score the answer with this number."""
+        """Return the request to score the answer with the sample number `number`."""
         completion = self.completions[number]
         columns = {**self.prompt.columns, "finish_reason": completion.finish_reason}
         return RewardRequest(completion.key, self.prompt.text, completion.text, columns)
 
 
 class PromptGroups:
-    """All groups in flight.
+    """A collection of all prompt groups in flight, that is, being generated or scored.
 
     Args:
         samples_per_prompt: number of samples in a group (G).
         prompts_per_step: number of groups that one training step uses (P).
         max_staleness: maximum age of a group when it is trained on, in weight versions.
-        steps: number of training steps of the run. No more groups are added than these steps use.
+        steps: number of training steps of the run. The collection never adds more groups than `steps` training steps
+            use.
         greedy_baseline: whether each group has one greedy answer in addition to its samples.
         first_uid: uid of the first group. Collections that are in flight at the same time must not share uids.
         whole: whether a group is one generation batch, whose composition affects the answers bit for bit. If `whole` is
-            True, the answers of a group are never requested separately.
+            True, all answers of a group are always requested together.
     """
 
     def __init__(
@@ -117,40 +123,40 @@ class PromptGroups:
         self._next_uid = first_uid
 
     def wanted(self, version: int) -> int:
-        """Return how many groups may be added so that none will be older than `max_staleness` when it is used.
+        """Return the number of groups that may be added so that every group is used within `max_staleness` versions.
 
-        At weight version v, the next group that is used belongs to step v. Groups up to step v + max_staleness may be
-        in flight.
+        At weight version v, the next group to be used belongs to step v. At weight version v, groups of all steps up to
+        v + max_staleness may be in flight.
         """
         last = min(version + self.max_staleness + 1, self.steps)
         return max(0, last * self.prompts_per_step - self.used - len(self.groups))
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Add one pending group per prompt."""
+        """Add one pending group for each prompt."""
         for prompt in prompts:
             self.groups[self._next_uid] = self.group(self._next_uid, prompt)
             self._next_uid += 1
 
     def group(self, uid: int, prompt: Prompt) -> Group:
-        """Create a group without adding it to this collection."""
+        """Create a group without adding it to the collection."""
         return Group(uid, prompt, self.samples_per_prompt, self.samples_per_prompt + self.greedy_baseline)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as plain values."""
+        """Return the state of all groups for a checkpoint, as plain values."""
         counts = {"next_uid": self._next_uid, "used": self.used, "dropped": self.dropped}
         return counts | {"groups": [group.state_dict() for group in self.groups.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
-        """Restore the groups from a `state_dict`.
+        """Restore the groups from a state that `state_dict` returned.
 
-        A failed score counts as missing, because its cause may have been fixed.
+        A failed score counts as missing, because the cause of the failure may have been fixed.
 
         Args:
-            state: result of `state_dict`.
+            state: a state that `state_dict` returned.
             prompt_of: function that returns the prompt of the group with a given uid.
 
         Returns:
-            Requests to score the answers that have no score.
+            The requests to score the answers that have no score.
         """
         self._next_uid, self.used, self.dropped = state["next_uid"], state["used"], state["dropped"]
         self.groups = {}
@@ -166,10 +172,10 @@ class PromptGroups:
         ]
 
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
-        """Return the group whose own `state_dict` returned this state.
+        """Return the group for a state that the `state_dict` of a group returned.
 
-        If the group is not in flight, because it was dropped, the function returns a copy that is not in this
-        collection. Call `load_state_dict` of this collection before this method.
+        If the group is not in flight, because it was dropped, the method returns a new group that is not in the
+        collection. The collection's `load_state_dict` must be called before `restored`.
         """
         if (group := self.groups.get(state["uid"])) is None:
             group = self.group(state["uid"], prompt_of(state["uid"]))
@@ -177,10 +183,10 @@ class PromptGroups:
         return group
 
     def ship(self, version: int | None) -> list[Group]:
-        """Mark the pending groups as generating with the weights `version`, and return them.
+        """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
-        A group that was shipped before keeps its first version. If `version` is None, only groups that were shipped
-        before are shipped.
+        A group that was already shipped before keeps the version of its first shipment. If `version` is None, only
+        groups that were already shipped before are shipped again.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]
@@ -193,7 +199,7 @@ class PromptGroups:
     def generated(self, completion: Completion) -> RewardRequest | None:
         """Record one finished answer and return the request to score it.
 
-        Returns None if the group no longer exists or is pending, or if the answer is a duplicate.
+        Return None if the group no longer exists or is pending, or if the answer is a duplicate.
         """
         uid, number = completion.key
         group = self.groups.get(uid)
@@ -205,7 +211,7 @@ class PromptGroups:
         return group.request(number)
 
     def scored(self, result: SampleScores) -> None:
-        """Record one score. The group becomes ready when all its answers are scored."""
+        """Record the scores of one answer. The group becomes ready when all its answers are scored."""
         uid, number = result.key
         group = self.groups.get(uid)
         if group is None or number in group.results or number not in group.completions:
@@ -216,10 +222,10 @@ class PromptGroups:
             group.state = GroupState.READY
 
     def reissue(self, uids: Iterable[int]) -> None:
-        """Make these groups pending again, so that their missing answers are requested again.
+        """Make the given groups pending again, so that the missing answers of the groups are requested again.
 
-        Call this method, for instance, after an engine died. Each group keeps its finished answers, the scores of these
-        answers, and the weight version with which it was first shipped.
+        Call `reissue`, for instance, after an engine has died. Each group keeps its finished answers, the scores of
+        these answers, and the weight version with which it was first shipped.
         """
         for uid in uids:
             group = self.groups.get(uid)
@@ -231,15 +237,18 @@ class PromptGroups:
 
         Args:
             uid: number of the group.
-            replace: whether another group may take the group's place in the step. If `replace` is False, the place
-                stays empty.
+            replace: whether another group may take the group's place in the step. If `replace` is False, the place of
+                the group in the step stays empty.
         """
         del self.groups[uid]
         self.dropped += 1
         self.used += not replace
 
     def oldest(self, count: int) -> list[Group]:
-        """Return the `count` groups that are used next, in any state, or all groups if there are fewer."""
+        """Return the `count` groups that will be used next, in any state.
+
+        If there are fewer than `count` groups, return all groups.
+        """
         return [self.groups[uid] for uid in sorted(self.groups)[:count]]
 
     def answered(self, count: int) -> list[Group]:
@@ -253,7 +262,7 @@ class PromptGroups:
     def take(self, count: int) -> list[Group]:
         """Remove and return the oldest `count` groups if all of them are ready; otherwise return an empty list.
 
-        The removed groups count as used.
+        Groups that `take` removes count as used.
         """
         taken = self.ready(count)
         self.used += len(taken)
@@ -267,10 +276,11 @@ class PromptGroups:
 
 
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
-    """Return one request for each missing answer of a group.
+    """Return one generation request for each missing answer of a group.
 
-    Each request has its own random stream, keyed by (seed, uid, sample). With `whole`, the function requests every
-    answer, also the finished ones, for an engine whose rounding depends on the composition of its batch.
+    Each request has its own random stream, keyed by (seed, uid, sample). If `whole` is True, the function requests
+    every answer, even the finished answers, because the rounding of an engine may depend on the composition of the
+    batch.
     """
     return [
         Request(

@@ -1,7 +1,7 @@
-"""Reward models on the driver: the driver renders and tokenizes the text for each model and receives the scores.
+"""Reward models on the driver, which renders and tokenizes the text for each model and receives the scores.
 
 Reward functions score an answer as soon as it is finished. Reward models run on the training ranks and score a group
-after all functions have finished with it.
+after all reward functions have scored the group.
 """
 
 import math
@@ -27,16 +27,20 @@ from workers.training.worker_group import WorkerGroup
 
 
 class RewardModel:
-    """One reward model. The driver holds its tokenizer, and the training ranks hold its weights.
+    """A reward model, as the driver uses it.
+
+    The driver holds the tokenizer of the reward model, and the training ranks hold the weights of the reward model.
 
     Args:
         config: config of this reward model.
         group: worker group of this reward model.
         number: column of this reward model in `reward_components`.
         tokenizer: tokenizer of this reward model, which may differ from the policy's.
-        longest: maximum number of tokens in a row; None: no limit.
-        pad: id of the padding token. The model scores a row at its last non-padding token, as transformers does.
-        max_tokens: maximum number of tokens in one forward pass. A row with more tokens gets a pass of its own.
+        longest: maximum number of tokens in a row that the reward model can read; None: no limit.
+        pad: id of the padding token. The reward model scores a row at the row's last non-padding token, as the library
+            transformers does.
+        max_tokens: maximum number of tokens in one forward pass. A row with more tokens than `max_tokens` gets a
+            separate forward pass.
     """
 
     def __init__(
@@ -57,11 +61,11 @@ class RewardModel:
     async def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """Score each (prompt, response text) pair.
 
-        Samples with the same tokens are computed once. Equal samples therefore have bit-identical scores, and a group
-        of equal answers has no spread.
+        The score of samples with equal tokens is computed only once. Samples with equal tokens therefore have
+        bit-identical scores, and a group of equal answers has no spread of scores.
 
         Returns:
-            For each sample its score, or a text that says why it has no score.
+            For each sample the score, or a text that says why the sample has no score.
         """
         found: list[float | str | tuple[int, ...]] = [self._tokens(prompt, response) for prompt, response in samples]
         rows = list(dict.fromkeys(row for row in found if isinstance(row, tuple)))
@@ -79,10 +83,10 @@ class RewardModel:
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
-        """Return the token ids of this sample without truncation, or a text that says why the model cannot read it.
+        """Return the token ids of a sample, not truncated, or a text that says why the model cannot read it.
 
-        Control tokens that are spelled in the prompt or the response are encoded as plain text, so an answer cannot end
-        its turn by writing the name of a token.
+        If the prompt or the response contains the text of a control token, the text is encoded as ordinary tokens, so
+        that an answer cannot end the turn by writing the name of a control token.
         """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
         try:
@@ -102,9 +106,9 @@ class RewardModel:
         return row or "has no token for this text"
 
     def _ids(self, sample: list[Any], write: Callable[[list[Any]], str], *, chat: bool) -> list[int]:
-        """Return the token ids of the text that `write` renders from a sample.
+        """Return the token ids of the text that the function `write` renders from a sample.
 
-        With `chat`, the tokenizer adds no special tokens, because the chat template has already written them.
+        If `chat` is True, the tokenizer adds no special tokens, because the chat template has already written them.
         """
         text = write(sample)
         if self._control.first_in(sample) is not None:
@@ -141,10 +145,10 @@ def reward_models(config: Config, groups: Sequence[WorkerGroup[RewardModelWorker
 
 
 async def with_model_scores(groups: Sequence[Group], models: Sequence[RewardModel]) -> None:
-    """Append the models' scores to the results of these groups, in place.
+    """Compute the scores of the reward models, and append them in place to the results of the given groups.
 
-    Results that already have the models' scores do not change. The models do not score a sample for which a reward
-    function failed. A sample that a model cannot score is marked as failed.
+    Results that already have the scores of the reward models do not change. The reward models do not score a sample for
+    which a reward function failed. A sample that a reward model cannot score is marked as failed.
     """
     for model in models:
         due = [(g, n) for g in groups for n, result in g.results.items() if len(result.scores) == model.number]

@@ -1,6 +1,7 @@
-"""Scores as the advantage estimators see them: shaped, and with a mask of the answers that count in the statistics.
+"""Computes the shaped scores from which advantages are estimated, and masks of the rows that count in the statistics.
 
-The column `scores` keeps the unshaped scores. The functions in this module compute the scores for advantages.
+The column `scores` of a batch keeps the unshaped scores. The functions in this module compute shaped scores separately,
+only for the advantages.
 """
 
 import functools
@@ -22,30 +23,32 @@ from rltrain.settings.schema import Config
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """Compute each row's weighted sum of component scores, with gates applied: (B, K) -> (B,).
+    """Compute each row's weighted sum of component scores, where a gate component can set it to 0: (B, K) -> (B,).
 
-    A row to which no component applies gets NaN.
+    If no reward component applies to a row, the row's score is NaN.
 
     Raises:
-        RewardError: a sum is outside float32's range.
+        RewardError: the weighted sum of a row is outside float32's range.
     """
     weights, gates = [c.weight for c in components], [c.gate for c in components]
     return _finite(combine_rewards(matrix, weights=weights, gates=gates), matrix)
 
 
 def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """Return the component scores (B, K) without those of components that score the form and not the outcome.
+    """Return the component scores (B, K), where the components that score only the form of an answer are NaN.
 
-    The columns of components that score the form are NaN, which means "not applicable".
+    A score of NaN means that the component does not apply to the row.
     """
     return matrix.masked_fill(~torch.tensor([component.outcome for component in components]), torch.nan)
 
 
 def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
-    """Return the totals (B,) after checking that they are finite, or NaN in rows to which no component applies.
+    """Return the total scores (B,) after checking them.
+
+    The total of a row must be finite, or NaN if no component applies to the row.
 
     Raises:
-        RewardError: the sum of a row is outside float32's range.
+        RewardError: the total score of a row is outside float32's range.
     """
     bad = ~totals.isfinite() & ~matrix.isnan().all(-1)
     if bool(bad.any()):
@@ -58,19 +61,19 @@ def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
 
 
 def combined_scores(components: Tensor, uid: Tensor, counted: Tensor, reward: RewardConfig) -> Tensor:
-    """Combine the component scores (B, K) into one score per row (B,), as `reward.aggregation` says.
+    """Combine the component scores (B, K) into one score per row (B,), in the way that `reward.aggregation` selects.
 
-    A row to which no component applies gets NaN.
+    If no reward component applies to a row, the row's score is NaN.
 
     Args:
         components: scores of the reward functions and models, (B, K).
         uid: number of each row's prompt group, (B,).
         counted: whether a row counts in the statistics of an aggregation, (B,) bool.
-        reward: reward section of the config.
+        reward: section `reward` of the config.
 
     Raises:
-        RewardError: a sum is outside float32's range, or a user's aggregation function raises an exception or does not
-            return one number per row.
+        RewardError: the sum of a row is outside float32's range, or a user's aggregation function raises an exception
+            or does not return one number per row.
     """
     if reward.aggregation == "sum":
         return weighted_sum(components, reward.components)
@@ -83,12 +86,12 @@ def combined_scores(components: Tensor, uid: Tensor, counted: Tensor, reward: Re
 
 @functools.cache
 def _aggregation(path: str) -> Callable[..., Any]:
-    """Load the user's function once, so that a later edit of its file does not affect this run."""
+    """Load the user's aggregation function once, so that later edits of the function's file have no effect."""
     return load_function(path)
 
 
 def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor, weights: list[float]) -> Tensor:
-    # The user's function gets copies, because it may change its arguments in place.
+    # The user's function receives copies of the tensors, because it may change its arguments in place.
     own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}
     try:
         with outside_event_loop():
@@ -100,7 +103,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # SystemExit from the function would end the run silently. Inspecting the returned object may also raise.
+        # All exceptions but KeyboardInterrupt are converted: SystemExit from the function would end the run silently,
+        # and inspecting the returned object may also raise an exception.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
@@ -115,7 +119,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 
 
 def _aggregation_error(path: str, what: str) -> RewardError:
-    """Return an error that says what the user's aggregation function did.
+    """Return an error for a mistake of the user's aggregation function, which `what` describes.
 
     The attribute `repairable` of the error lets the run be resumed after the file of the function has been repaired.
     """
@@ -125,9 +129,9 @@ def _aggregation_error(path: str, what: str) -> RewardError:
 
 
 def _numbers_by_row(returned: object, rows: int) -> Tensor | None:
-    """Return the result of a user's function as a float32 tensor (rows,) on the CPU.
+    """Convert the result of a user's aggregation function to a float32 tensor (rows,) on the CPU.
 
-    Returns None unless the result is a tensor (rows,) of NaN and real numbers in float32's range.
+    Return None unless the result is a tensor (rows,) whose values are NaN or real numbers in float32's range.
     """
     if not isinstance(returned, Tensor) or returned.shape != (rows,) or returned.is_complex():
         return None
@@ -138,17 +142,18 @@ def _numbers_by_row(returned: object, rows: int) -> Tensor | None:
 
 
 def truncated_rows(batch: DataProto) -> Tensor:
-    """Return whether the engine cut each row's answer at the length limit: (B,) bool."""
+    """Return for each row whether the engine cut the answer at the length limit: (B,) bool."""
     return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
 
 
 class ShapedScores(NamedTuple):
-    """Scores from which advantages are computed. Each tensor is (B,).
+    """Scores from which advantages are computed. Each tensor has the shape (B,).
 
     Attributes:
         scores: shaped scores; 0 for a row without a score.
-        scored: whether the row has a score.
-        counted: whether the row counts in the statistics: it has a score and is not excluded for a cut answer.
+        scored: True for each row that has a score.
+        counted: True for each row that counts in the statistics: the row has a score and is not excluded because its
+            answer was cut.
     """
 
     scores: Tensor
@@ -157,18 +162,19 @@ class ShapedScores(NamedTuple):
 
 
 def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
-    """Return whether each row is valid and not excluded because its answer was cut: (B,) bool."""
+    """Return for each row whether it is valid and not excluded because its answer was cut: (B,) bool."""
     valid: Tensor = batch.batch["valid"]
     return valid & ~truncated_rows(batch) if algorithm.suppress_truncated or algorithm.exclude_truncated else valid
 
 
 def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
-    """Compute the scores of a batch as the advantage estimators see them, before normalisation.
+    """Compute the scores of a batch as the advantage estimators receive them, but before normalisation.
 
-    With `suppress_truncated`, a cut answer gets the score that it would have if each reward function had given 0, or
-    its own score if that is lower. The length penalty is subtracted afterwards, so cut answers pay it too. The length
-    penalty counts the sampled tokens of an answer and not the observations between them. The penalty of cut answers
-    affects only the estimators that read rows outside of the statistics (gae).
+    With `suppress_truncated`, a cut answer gets the lower of two scores: its own score, and the score that it would
+    have if each reward function had given 0. The length penalty is subtracted after the scores of cut answers are
+    lowered, so it applies to cut answers too. The length penalty counts the sampled tokens of an answer and not the
+    observations between them. The lowered scores of cut answers affect only the estimator gae, which reads rows outside
+    of the statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -194,9 +200,10 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 
 
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
-    """Return whether all valid rows in each row's group have the same score: (B,) bool.
+    """Return for each row whether all valid rows in its group have the same score: (B,) bool.
 
-    The result is also True for a group without valid rows. Nothing can be learned from a group for which it is True.
+    The result is also True for the rows of a group without valid rows. Nothing can be learned from a group whose valid
+    rows all have the same score.
     """
     groups, which = uid.unique(return_inverse=True)
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")
@@ -205,15 +212,15 @@ def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def flat_rows(batch: DataProto, config: Config) -> Tensor:
-    """Return whether all answers in each row's group have the same outcome: (B,) bool.
+    """Return for each row whether all answers in its group have the same outcome: (B,) bool.
 
-    A group with a single outcome teaches nothing about the task. The outcome is the score of the functions and models
-    with `outcome`, combined as `reward.aggregation` says. Shaping, normalisation and the length penalty do not affect
-    the outcome, so answers that are all wrong have the same outcome for any lengths.
+    A group with a single outcome teaches nothing about the task. The outcome of an answer is the score of those reward
+    functions and models that have `outcome` set, combined as `reward.aggregation` selects. Shaping, normalisation and
+    the length penalty do not affect the outcome, so wrong answers of different lengths have the same outcome.
 
-    A user's aggregation function receives all components, and its result is the outcome. If the estimator reads the
-    components separately, the scores of every component with `outcome` must be equal within the group. Rows outside of
-    the statistics are ignored.
+    If the user has given an aggregation function, the function receives all components, and its result is the outcome.
+    If the estimator reads the components separately, the scores of every component with `outcome` must be equal within
+    the group. Rows that do not count in the statistics are ignored.
     """
     uid, counted, components = (
         batch.batch["uid"],
@@ -230,7 +237,7 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
 
 
 def on_last_token(batch: DataProto, scores: Tensor) -> Tensor:
-    """Place each row's score (B,) on the row's last trained token, with 0 on all other tokens.
+    """Assign each row's score (B,) to the row's last trained token, and 0 to all other tokens.
 
     Returns:
         One value per token, (N,), in the order of the values of `responses`.

@@ -1,4 +1,4 @@
-"""Token rewards, advantages, and the choice of tokens that are trained on.
+"""Computes token rewards and advantages, and chooses the tokens that are trained on.
 
 The module applies the pure functions of `rltrain.algorithms` to whole batches. No other code on the driver combines
 batch columns with algorithm parameters.
@@ -36,10 +36,11 @@ from rltrain.trajectories.scoring import flat_rows, on_last_token, shaped_scores
 
 
 def with_all_knobs(config: Config) -> Config:
-    """Return the config with all knobs of the chosen loss and estimator, including those with default values.
+    """Return the config with all knobs (settings) of the chosen loss and estimator, including their defaults.
 
-    If the name of the loss or the estimator is unknown, its knobs stay unchanged. An estimator with a knob `weights`
-    combines the reward components itself, so the default of this knob is the weights of the components in the config.
+    If the name of the loss or the estimator is unknown, the knobs in the config stay unchanged. An estimator with a
+    knob `weights` combines the reward components itself, so the default value of `weights` is taken from the weights of
+    the components in the config.
     """
     algorithm = config.algorithm
     loss, advantage = algorithm.loss, algorithm.advantage
@@ -58,7 +59,7 @@ def needs_actor_pass(config: Config) -> bool:
     """Return whether a step needs a forward pass of the actor before the update.
 
     If one optimizer step trains on the whole batch, the old log-probs equal the log-probs of the update itself,
-    detached, so that the forward pass is needed only if something else reads its results before the update.
+    detached, so the forward pass is needed only if another computation reads the old log-probs before the update.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -90,10 +91,12 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 def assign_rewards(
     batch: DataProto, config: Config, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Add `token_level_rewards`: shaped and normalised scores on the last trained tokens, minus the KL penalty.
+    """Add the column `token_level_rewards`: scores on the last trained tokens, minus the KL penalty.
 
-    The function also sets `valid` to False in rows that are excluded from the statistics because their answer was cut.
-    A row with a cut answer keeps its own score, on the same scale as the other scores.
+    The scores are shaped and normalised.
+
+    The function also sets the column `valid` to False in rows that are excluded from the statistics because the answer
+    was cut. A row with a cut answer keeps its own score, on the same scale as the scores of other rows.
 
     Returns:
         The batch, and metrics of the rewards.
@@ -126,15 +129,16 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtract the KL to the reference, times the controller's coefficient, from `token_level_rewards`.
+    """Subtract the KL to the reference, multiplied by the controller's coefficient, from `token_level_rewards`.
 
-    The controller is updated with the mean KL per trained token.
+    The controller of the coefficient is updated with the mean KL per trained token.
     """
     if config.kl_coef == 0:
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
-        # The estimate k1 is the difference of its two inputs, so k1 of the exact KL and 0 is the exact KL.
+        # The KL estimate k1 is the difference of its two inputs, so k1 of the two inputs exact KL and 0 is the exact
+        # KL.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:
@@ -150,12 +154,12 @@ def penalize_kl(
 
 
 def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Return the batch of token rows that the critic evaluates.
+    """Return the batch with the rows of tokens for which the critic computes values.
 
-    With `bootstrap_truncated`, the critic also evaluates the states in which answers were cut. The critic's value of a
-    token is the value of the state before the token, and the critic does not read the last token of a row. Each cut
-    answer therefore gets one extra slot with an arbitrary token: the value of the extra slot is the value of the state
-    after the answer's last token.
+    With `bootstrap_truncated`, the critic also computes the values of the states in which answers were cut. The
+    critic's value of a token is the value of the state before the token, and the critic does not read the last token of
+    a row. Therefore, one arbitrary token is appended to each cut answer. The value of the appended token is the value
+    of the state after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -167,10 +171,11 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Add the critic's values `found`, which were computed on the batch from `states_to_value`.
+    """Add the critic's values `found`, which were computed on the batch that `states_to_value` returned.
 
-    The function adds the column `values`. With `bootstrap_truncated`, it also adds `bootstrap_values` (B,): the value
-    of the state in which an answer was cut, and 0 for all other answers.
+    The function adds the critic's values as the column `values`. With `bootstrap_truncated`, the function also adds the
+    column `bootstrap_values` (B,): the value of the state in which an answer was cut, and 0 for answers that were not
+    cut.
     """
     if not algorithm.bootstrap_truncated:
         return batch.union(found)
@@ -182,19 +187,19 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
 
 
 def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
-    """Return which slots of longer rows belong to the responses: (N,) bool.
+    """Return which tokens belong to the responses, in rows that may have one token appended: (N,) bool.
 
-    The longer rows have the given lengths (B,), and the response tokens come first in each of them.
+    The rows have the given lengths (B,), and each row begins with the response tokens.
     """
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
 
 def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Add `advantages` and `returns` of the configured estimator, and normalise the advantages if configured.
+    """Add the columns `advantages` and `returns` from the configured estimator. Normalise the advantages if configured.
 
-    With `bootstrap_truncated`, the estimator sees gamma times `bootstrap_values` added to the rewards of the last
-    trained tokens. gae thereby includes the value of the state after the last token (arXiv 1712.00378): delta = r +
-    gamma V(end) - V. The column `token_level_rewards` does not change.
+    With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
+    the estimator receives. With these rewards, the estimator gae includes the value of the state after the last token
+    (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` itself does not change.
 
     Returns:
         The batch, and metrics of the advantages.
@@ -231,7 +236,7 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
 
 
 def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """Normalise the advantages over the tokens that will be trained on.
+    """Normalise the advantages over all tokens that will be trained on.
 
     The advantages of rows that the estimator excludes stay 0.
     """
@@ -245,10 +250,13 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 
 
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Remove cut answers from `response_mask` if `algorithm.mask_truncated` is set, so that the update ignores them.
+    """Set `response_mask` to False for cut answers if `algorithm.mask_truncated` is set.
 
-    Call this function after the advantages are computed and before the batch is split into mini-batches. Tokens that
-    rollout correction or rejection drops stay in `response_mask`: the update removes only their policy-loss term.
+    The update then ignores the tokens of cut answers.
+
+    `choose_trained` must be called after the advantages are computed and before the batch is split into mini-batches.
+    Tokens that rollout correction or rejection drops stay in `response_mask`: the update only removes the policy-loss
+    term of these tokens.
     """
     if not algorithm.mask_truncated:
         return batch
@@ -257,9 +265,10 @@ def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
-    """Add `random_draws` if the token selector of the loss chooses tokens at random.
+    """Add the column `random_draws` if the token selector of the loss chooses tokens at random.
 
-    A token's draw depends on its number among the sampled tokens of its row, so observations do not change the draws.
+    The random draw of a token depends on the token's number among the sampled tokens of the row, so observations do not
+    change the draws.
     """
     if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
         return batch

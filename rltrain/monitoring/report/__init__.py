@@ -1,1 +1,1 @@
-"""The report of a run: one HTML page with its curves, its settings and its samples, which opens without a network."""
+"""The report of a run: one HTML page with curves, settings and samples, which can be opened without a network."""

@@ -1,4 +1,4 @@
-"""The charts of the page: which metrics are drawn together, and in which order."""
+"""The charts of a report's page: which metrics are drawn together, and in which order."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 from rltrain.monitoring.catalogue import METRICS
 
-# Title and metrics of each chart above the fold. `*` stands for one word, and each match is a chart of its own. All
-# other metrics have a chart of their own below.
+# Title and metrics of each main chart. In the name of a metric, `*` stands for one word, and each match is a chart of
+# its own. All metrics that no entry matches have a chart of their own below the main charts.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("", ("reward/*/mean",)),
@@ -31,7 +31,10 @@ PHASES = "timing/"
 
 
 def charts(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the charts of metrics with these names: title, metrics, and whether the chart is one of the main ones."""
+    """Arrange the named metrics in charts.
+
+    A chart is a dict with the title, the names of the metrics, and whether the chart is a main chart.
+    """
     left = dict.fromkeys(name for name in names if name != "step" and not name.startswith(PHASES))
     found = []
     for title, patterns in CHARTS:
@@ -43,7 +46,10 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
-    """Return the metrics of each chart that the patterns make."""
+    """Return the metrics of each chart that follows from one entry of `CHARTS`.
+
+    A pattern with `*` gives one chart for each metric that it matches; all other patterns together give one chart.
+    """
     if "*" in patterns[0]:
         return [[name] for name in names if re.fullmatch(patterns[0].replace("*", r"[^/]+"), name)]
     there = set(names)
@@ -52,6 +58,6 @@ def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return meaning, unit and healthy range of each metric that the catalogue has, by its name."""
+    """Return a mapping from each named metric that the catalogue has to its meaning, unit and healthy range."""
     found = {name: next((metric for metric in METRICS if metric.matches(name)), None) for name in names}
     return {name: {**asdict(metric), "name": name} for name, metric in found.items() if metric is not None}

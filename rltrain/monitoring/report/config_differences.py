@@ -1,6 +1,7 @@
-"""In which keys a run's config differs from the presets that its command chose.
+"""Compares the config of a run with the presets that its command chose, and the configs of several runs.
 
-A run records its command and the config of its presets in the file `command.json`, because presets may change later.
+A run records its command and the config of its presets in the file `command.json`, because a later version of rltrain
+may change its presets.
 """
 
 import json
@@ -12,17 +13,17 @@ from typing import Any
 from rltrain.base.secret_values import redacted
 
 COMMAND = "command.json"
-_OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}  # differ in every run
+_OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}  # keys whose values differ in every run
 
 
 @dataclass(frozen=True)
 class Command:
-    """How a run was started.
+    """How a run was started: its command line and the presets that it chose.
 
     Attributes:
         arguments: arguments of the command.
         presets: arguments that choose a file of a config group, such as `algorithm=dapo`.
-        values: config of these presets alone, as nested values; {} if it is unknown.
+        values: the config that the presets alone give, as nested values; {} if it is unknown.
     """
 
     arguments: list[str]
@@ -31,7 +32,7 @@ class Command:
 
 
 def write_command(command: Command, output_dir: Path) -> None:
-    """Write `command.json`, without secrets."""
+    """Write the file `command.json` of a run, without secrets."""
     values = {
         "arguments": [redacted(one) for one in command.arguments],
         "presets": [redacted(one) for one in command.presets],
@@ -44,7 +45,7 @@ def read_command(text: str) -> Command:
     """Parse the content of `command.json`.
 
     Raises:
-        ValueError: the text is not what `write_command` writes.
+        ValueError: the text does not have the form that `write_command` writes.
     """
     found = json.loads(text)
     if not isinstance(found, dict) or not isinstance(found.get("values"), dict):
@@ -56,9 +57,9 @@ def read_command(text: str) -> Command:
 
 
 def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
-    """Return (key, value of the presets, value of the run) where they differ.
+    """Return (key, value of the presets, value of the run) for each key with two different values.
 
-    Values are JSON texts. None stands for a key that is absent.
+    The values are returned as JSON texts. The value None stands for a key that is absent.
     """
     own, theirs = flat(config), flat(presets)
     keys = sorted((own.keys() | theirs.keys()) - _OF_A_PLACE)
@@ -74,7 +75,10 @@ def between(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | 
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested values as JSON texts by dotted keys, without secrets. A list is one value."""
+    """Convert nested values to a flat mapping from dotted keys to JSON texts without secrets.
+
+    A list counts as one value and is not flattened.
+    """
     found: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that holds its data, its style and its program, and loads nothing."""
+"""The page of a report: one HTML file that contains the data, the style and the program, and loads nothing."""
 
 import html
 import os
@@ -16,7 +16,7 @@ from rltrain.monitoring.report.run_files import RunFiles, read_run
 from rltrain.monitoring.report.samples import encode_samples, number, packed, to_json
 
 REPORT = "report.html"
-MAX_BYTES = 19_800_000  # of a page
+MAX_BYTES = 19_800_000  # size limit of a page
 
 
 def write_report(
@@ -24,16 +24,16 @@ def write_report(
 ) -> list[str]:
     """Write the report of one or several runs to an HTML file.
 
-    The file is replaced at once, so a reader never sees half a page.
+    The file is replaced atomically, so a reader never sees an incomplete page.
 
     Args:
         folders: output folders of the runs.
         output: path of the page.
-        defaults: what a run is compared with that did not record its command.
-        max_bytes: size limit of the page. Samples beyond it are left out, and the page says so.
+        defaults: command and config that stand in for those of a run that did not record its command.
+        max_bytes: size limit of the page. If the samples exceed the limit, some are left out, and the page says so.
 
     Returns:
-        What could not be read, one line each.
+        One line for each thing that could not be read.
 
     Raises:
         ConfigError: a folder is not the output folder of a run.
@@ -48,7 +48,11 @@ def write_report(
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return a short name for each folder: its own, with those of the folders around it if two have the same."""
+    """Return a short, unique name for each folder.
+
+    The name is the folder's own name. If two folders have the same name, the names of the parent folders are put before
+    the folder's own name.
+    """
     parts = [folder.resolve().parts for folder in folders]
     deepest = max(map(len, parts), default=1)
     for depth in range(1, deepest + 1):
@@ -59,7 +63,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> str:
-    """Return the HTML text of the report of these runs; see `write_report`."""
+    """Return the HTML text of the report of the given runs; see `write_report`."""
     names = sorted({name for run in runs for row in (*run.steps, *run.evaluations) for name in row} - {"step"})
     data: dict[str, Any] = {
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -80,7 +84,7 @@ def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> 
 
 
 def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
-    """Return what the page shows of a run besides its samples."""
+    """Return the data of a run that the page shows, except for the samples."""
     command = run.command or defaults
     return {
         "name": run.name,
@@ -95,13 +99,16 @@ def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the metrics of rows column by column, with None where a row lacks a metric or it is not finite."""
+    """Convert rows of metrics to one list per metric, with None for values that are missing or not finite."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [number(row.get(name)) for row in rows] for name in names}
 
 
 def _filled(title: str, blocks: dict[str, str]) -> str:
-    """Return the page with its title, style, program and data. The data is base64 text, so it needs no escaping."""
+    """Fill the template of the page with the title, the style, the program and the data.
+
+    The data is base64 text, so it needs no HTML escaping.
+    """
     whole, style, program = (_file(f"page.{kind}") for kind in ("html", "css", "js"))
     head, body = whole.split("<!-- data -->")
     head = head.replace("<!-- title -->", html.escape(redacted(title)))

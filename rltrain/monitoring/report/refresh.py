@@ -1,4 +1,4 @@
-"""The report of a run that goes on: a thread writes it again from time to time, in at most 1% of the run's time."""
+"""Updates the report of an active run: now and then, a thread writes the report, in at most 1% of the run's time."""
 
 import logging
 import threading
@@ -11,12 +11,12 @@ from rltrain.monitoring.report.page import REPORT, write_report
 
 logger = logging.getLogger(__name__)
 
-FIRST_AFTER_S = 10.0  # a shorter run has its page at the end
-SHARE = 0.01  # largest share of the run's time that the thread may compute
+FIRST_AFTER_S = 10.0  # a run that takes less time writes the report only at the end of the run
+SHARE = 0.01  # maximum share of the run's time for which the thread may use the CPU
 
 
 class ReportFile:
-    """Keeps the file `report.html` of a run up to date. A page that cannot be written never ends the run.
+    """Keeps the file `report.html` of a run up to date. An error while the report is written never ends the run.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -30,7 +30,7 @@ class ReportFile:
         self.failed = False
 
     def refresh(self) -> None:
-        """Start to write the page in a thread, unless that is going on or was done a short time ago."""
+        """Start a thread that writes the report, unless a thread is already writing it or wrote it a short time ago."""
         if self.clock() < self.next_at or (self.thread is not None and self.thread.is_alive()):
             return
         self.thread = threading.Thread(target=self._refresh, name="report", daemon=True)
@@ -42,7 +42,10 @@ class ReportFile:
         self.next_at = self.clock() + (time.thread_time() - began) / SHARE
 
     def close(self) -> Path | None:
-        """Write the page for the last time, and return its path; None if it could not be written."""
+        """Write the report for the last time.
+
+        Return the path of the report, or None if the report could not be written.
+        """
         if self.thread is not None:
             self.thread.join()
         return self.output_dir / REPORT if self._write() else None
@@ -51,7 +54,7 @@ class ReportFile:
         try:
             write_report([self.output_dir], self.output_dir / REPORT)
             return True
-        except Exception as error:  # a page is never worth a run
+        except Exception as error:  # an error in the report must not end the run
             if not self.failed:
                 logger.warning("%s is not written: %s", REPORT, described(error))
             self.failed = True

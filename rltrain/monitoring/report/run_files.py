@@ -1,4 +1,7 @@
-"""What a report reads from the output folder of a run. A damaged file becomes a note; the rest of the run is read."""
+"""Reads the files of a run's output folder that a report needs.
+
+If a file is damaged, the report has a note instead of its content, and the other files are read.
+"""
 
 import json
 import re
@@ -26,7 +29,7 @@ class SampleFile:
     Attributes:
         path: path of the parquet file.
         step: number of the training step.
-        failed: whether the step was not trained on, because too many rewards failed.
+        failed: True if the step was not trained on, because too many rewards failed.
     """
 
     path: Path
@@ -36,11 +39,11 @@ class SampleFile:
 
 @dataclass
 class RunFiles:
-    """The files of one run.
+    """The contents of the files of one run.
 
     Attributes:
         folder: output folder of the run.
-        name: short name that tells the run from the others of the page.
+        name: short name that is unique among the runs of the page.
         steps: metrics of each training step.
         evaluations: metrics of each evaluation.
         alarms: the alarms, each with `step` and `alarm`.
@@ -50,7 +53,7 @@ class RunFiles:
         samples: tables of samples in the order of their steps.
         token_texts: text of each token by its id; [] if unknown.
         special_ids: ids of the special tokens.
-        notes: what could not be read, one line each.
+        notes: one line for each thing that could not be read.
     """
 
     folder: Path
@@ -71,7 +74,7 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
     """Read the output folder of a run.
 
     Raises:
-        ConfigError: the folder does not exist, or no run wrote it.
+        ConfigError: the folder does not exist, or it is not the output folder of a run.
     """
     _require_run(folder)
     run = RunFiles(folder, name or folder.resolve().name)
@@ -107,7 +110,7 @@ def sample_files(folder: Path) -> list[SampleFile]:
 
 
 def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
-    """Return the text of a file of the run, or None with a note if it cannot be read."""
+    """Return the text of a file of the run. If the file cannot be read, add a note and return None."""
     try:
         return (run.folder / name).read_text("utf-8", "replace")
     except FileNotFoundError:
@@ -119,7 +122,10 @@ def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
 
 
 def _json_lines(run: RunFiles, name: str, *, needed: bool = True) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines. A line that is no object with a step is left out, with a note."""
+    """Return the JSON objects in a file that has one object per line.
+
+    A line that is not a JSON object with the key `step` is left out, and a note says so.
+    """
     found = []
     for number, line in enumerate((_text(run, name, needed=needed) or "").splitlines(), 1):
         try:
@@ -159,7 +165,11 @@ def _command(run: RunFiles) -> Command | None:
 
 
 def _read_token_texts(run: RunFiles) -> None:
-    """Read the texts of tokens. A run of an older version has none, but its model folder has the tokenizer."""
+    """Read the text of each token of the vocabulary.
+
+    A run of an older version of rltrain has no file `tokens.parquet`, so the texts are taken from the tokenizer in its
+    model folder.
+    """
     path, model = run.folder / TOKENS, run.folder / "model"
     try:
         if path.exists():
@@ -173,7 +183,7 @@ def _read_token_texts(run: RunFiles) -> None:
 
 
 def _texts_of_model(model: Path) -> tuple[list[str], set[int]]:
-    from rltrain.data.model_directory import load_tokenizer  # transformers takes seconds to import
+    from rltrain.data.model_directory import load_tokenizer  # importing the library transformers takes seconds
     from rltrain.monitoring.token_texts import special_ids, token_texts
 
     tokenizer = load_tokenizer(str(model))

@@ -1,10 +1,12 @@
-"""The samples of a run in the compact form that the page reads.
+"""Encodes the samples of a run in the compact form that the page of a report reads.
 
-Each table of samples becomes one *chunk*: a header as JSON, and the values of all its tokens, column by column. A
-chunk is compressed and written as base64 text, and the page decompresses it when it shows or searches its samples.
+Each table of samples becomes one *chunk*: a header as JSON, and the values of all tokens of the table, column by
+column. A chunk is compressed and written as base64 text, and the page decompresses it when it shows or searches its
+samples.
 
-A log-prob, an advantage and other real numbers are stored as 16-bit codes, code = round(k asinh(x / s)): near 0 a code
-is a step of s / k, and beyond s it is a share 1 / k of the number. A small k makes a smaller page and rounder numbers.
+A log-prob, an advantage and other real numbers are stored as 16-bit codes, code = round(k asinh(x / s)): two
+consecutive codes differ by about s / k near 0, and by about 1 / k of the number if the number is far above s. A smaller
+k makes the page smaller and the stored numbers less exact.
 """
 
 import gzip
@@ -24,16 +26,17 @@ from rltrain.base.errors import described
 from rltrain.base.secret_values import redacted
 from rltrain.monitoring.report.run_files import RunFiles, SampleFile
 
-SMALLEST = 1e-3  # s of the codes: the resolution near 0 is s / k
-# Size of a number after compression for each k, from the finest to the coarsest. Measured on log-probs as they occur.
-# Numbers are rounded to 1 / (2 k) of their size.
+SMALLEST = 1e-3  # the constant s of the codes of real numbers: their resolution near 0 is s / k
+# Bytes that a number takes after compression, for each k from the finest to the coarsest rounding. Measured on
+# log-probs of real runs. The relative rounding error is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-PROBED_TOKENS = 300_000  # tokens that are encoded to correct the estimate
-MISSING = -(1 << 15)  # code of a number that is not finite
-OBSERVED, SAMPLED, TRAINED = 0, 1, 2  # state of a response token
-NOT_SAMPLED = -1  # `policy_version` of an observation; the same as in rltrain.batch.trajectory, which imports torch
+PROBED_TOKENS = 300_000  # number of tokens that are encoded to correct the estimate of the size
+MISSING = -(1 << 15)  # the code that stands for a number that is not finite
+OBSERVED, SAMPLED, TRAINED = 0, 1, 2  # possible states of a response token
+# `policy_version` of an observation token; repeated here because rltrain.batch.trajectory imports torch
+NOT_SAMPLED = -1
 _COLUMNS = (
     *("uid", "prompt", "response", "score", "valid", "finish_reason", "reward_error", "reward_components"),
     *("response_ids", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropies"),
@@ -45,17 +48,18 @@ _UNFINISHED_CHARACTER = re.compile(r"\\x[89a-f][0-9a-f]")
 
 @dataclass
 class Vocabulary:
-    """The tokens that occur on the page, numbered anew, so that frequent ones have small numbers.
+    """The tokens that occur on the page, with new numbers, so that frequent tokens have small numbers.
 
     Attributes:
-        ids: id of each token in the tokenizer's vocabulary, by its number on the page.
+        ids: ids in the tokenizer's vocabulary; the position of an id in the list is the number of the token on the
+            page.
     """
 
     ids: list[int] = field(default_factory=list)
     _numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number of each id (N,), and add the ids that are new."""
+        """Return the number on the page of each token id (N,), and add ids that are new to the vocabulary."""
         found, counts = np.unique(ids, return_counts=True)
         if len(found) and found[-1] >= len(self._numbers):
             grown = np.full(int(found[-1]) + 1, -1, np.int64)
@@ -71,12 +75,12 @@ class Vocabulary:
 
 @dataclass
 class Samples:
-    """The samples of a run as the page reads them.
+    """The encoded samples of a run, as the page of a report reads them.
 
     Attributes:
         chunks: each chunk as base64 text.
-        index: what the page knows of each sample before it decompresses a chunk, column by column.
-        vocabulary: text of each token of the page.
+        index: the columns with the data of all samples that the page can read without decompressing a chunk.
+        vocabulary: ids and texts of the tokens on the page, and which of them are special tokens.
         shown: number of samples on the page.
         total: number of samples of the run.
         rounding: largest relative error of a stored number.
@@ -91,26 +95,27 @@ class Samples:
 
     @property
     def counts(self) -> dict[str, float]:
-        """The numbers that the page shows about its samples."""
+        """The facts about the encoding that the page shows: numbers of samples, and rounding error."""
         return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a table, from the metadata of its file."""
+    """Size of a table of samples, read from the metadata of its file."""
 
     rows: int
     tokens: int
-    numbers: int  # columns of real numbers
+    numbers: int  # number of columns of real numbers
 
 
 def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
-    If they do not all fit, whole groups are left out, evenly over the steps, and steps if there are too many.
+    If the samples exceed the size limit, whole prompt groups are left out, evenly over the steps. If there are too many
+    steps, whole steps are left out too.
 
     Args:
-        run: files of the run. A table that cannot be read becomes a note.
+        run: files of the run. For a table that cannot be read, a note is added to the run.
         budget: size limit of the encoded samples in bytes of base64 text.
     """
     sizes, k, share = _sizes(run), max(BYTES_OF_NUMBER), 1.0
@@ -133,7 +138,7 @@ def _bytes_of(samples: Samples) -> int:
 
 
 def _probe(run: RunFiles, sizes: dict[SampleFile, Size]) -> float:
-    """Encode a few tables, and return the factor by which the estimate of their size is wrong."""
+    """Encode a few tables, and return the ratio of their size to the estimate of their size."""
     files = list(sizes)
     few = {files[place]: sizes[files[place]] for place in {0, len(files) // 2, len(files) - 1}}
     tokens, notes, k = sum(size.tokens for size in few.values()), list(run.notes), min(BYTES_OF_NUMBER)
@@ -145,7 +150,7 @@ def _probe(run: RunFiles, sizes: dict[SampleFile, Size]) -> float:
 
 
 def _sizes(run: RunFiles) -> dict[SampleFile, Size]:
-    """Return the size of each table that can be read."""
+    """Return the size of each table of samples that can be read."""
     sizes = {}
     for file in run.samples:
         try:
@@ -204,8 +209,11 @@ def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int)
 
 
 def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleFile, float]]:
-    """Yield the files to show, each with the share of its groups to show. The first and the last file always stay."""
-    groups = 8  # a file is left out only if less than a group of a small file would be shown of each
+    """Yield each file of samples to show, with the share of its prompt groups to show.
+
+    The first and the last file are always included.
+    """
+    groups = 8  # files are left out only if less than one of every 8 groups would be shown
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)
@@ -215,7 +223,10 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
 
 def _read(file: SampleFile, share: float) -> pa.Table:
-    """Return a share of the groups of a table: at least one, and the first ones, with all their samples."""
+    """Read the first prompt groups of a table, with all samples of each group.
+
+    `share` is the share of the groups to read; at least one group is read.
+    """
     schema = pq.read_schema(file.path)
     table = pq.read_table(file.path, columns=[name for name in _COLUMNS if name in schema.names])
     uids = table["uid"].to_numpy()
@@ -225,11 +236,11 @@ def _read(file: SampleFile, share: float) -> pa.Table:
 
 
 class Chunk:
-    """The samples of one table.
+    """The samples of one table, to be encoded as a chunk.
 
     Args:
-        file: the table's file.
-        table: the rows to show.
+        file: the file of the table.
+        table: the rows of the table to show.
         texts: text of each token by its id.
         special_ids: ids of the special tokens.
     """
@@ -242,7 +253,10 @@ class Chunk:
         self.ids = ids.astype(np.int64)
 
     def _tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the offsets (B + 1,) and the values (N,) of a column of lists. Rows with a secret have no values."""
+        """Return the offsets (B + 1,) and the values (N,) of a column of lists.
+
+        Rows that contain a secret get length 0.
+        """
         array = self.table[name].combine_chunks()
         array = array if isinstance(array, pa.ListArray) else array.cast(pa.list_(array.type.value_type))
         lengths = np.diff(array.offsets.to_numpy())
@@ -260,7 +274,7 @@ class Chunk:
         return values
 
     def encode(self, vocabulary: Vocabulary, k: int) -> str:
-        """Return the chunk as base64 text."""
+        """Encode the chunk, and return it as base64 text."""
         planes: list[bytes] = []
         layout: list[tuple[str, int, int]] = []
 
@@ -297,18 +311,23 @@ class Chunk:
         return np.where(trained, TRAINED, np.where(sampled, SAMPLED, OBSERVED))
 
     def _numbers(self) -> dict[str, np.ndarray]:
-        """Return the columns of real numbers. Log-probs of other models are stored as distances, which are smaller."""
+        """Return the columns of real numbers by name.
+
+        For the log-probs of the actor and the reference, differences are returned, because smaller numbers take less
+        space.
+        """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
         if rollout is not None and old is not None:
             found["log_ratio"] = old - rollout
-        policy = rollout if old is None else old  # without a pass of the actor, the engine's stands for the policy
+        # without a forward pass of the actor, the engine's log-probs stand for those of the policy
+        policy = rollout if old is None else old
         if policy is not None and ref is not None:
             found["kl"] = policy - ref
         return {name: values for name, values in found.items() if values is not None}
 
     def _prompts(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the different prompts, and the number of each row's prompt."""
+        """Return the list of distinct prompts, and the index in the list of each row's prompt."""
         texts = self.table["prompt"].to_pylist()
         keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
         ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)
@@ -323,7 +342,7 @@ class Chunk:
         return prompts, [numbers[key] for key in keys]
 
     def _responses(self) -> list[str | None]:
-        """Return the text of each response; None if the texts of its tokens add up to it."""
+        """Return the text of each response; None if the page can build the text by joining the texts of the tokens."""
         found: list[str | None] = []
         for row, text in enumerate(self.table["response"].to_pylist()):
             ids = self.ids[self.offsets[row] : self.offsets[row + 1]].tolist()
@@ -331,14 +350,17 @@ class Chunk:
         return found
 
     def _joined(self, ids: Sequence[int]) -> str | None:
-        """Return the texts of tokens as the page joins them: without special tokens. None if that is not the text."""
+        """Join the texts of tokens without special tokens, as the page does.
+
+        Return None if the joined texts are not the text of the tokens.
+        """
         if any(one >= len(self.texts) for one in ids):
             return None
         text = "".join(self.texts[one] for one in ids if one not in self.special_ids)
         return None if _UNFINISHED_CHARACTER.search(text) else text
 
     def summary(self) -> dict[str, Any]:
-        """Return what the page needs to filter and sort the samples, column by column."""
+        """Return the columns that the page needs in order to filter and sort the samples."""
         table, count = self.table, self.table.num_rows
         names = set(table.column_names)
 
@@ -363,7 +385,7 @@ class Chunk:
 
 
 def _rows_with_secrets(table: pa.Table) -> np.ndarray:
-    """Return whether the prompt or the response of each row holds a secret: (B,) bool."""
+    """Return which rows have a secret in their prompt or response: (B,) bool."""
     pairs = zip(table["prompt"].to_pylist(), table["response"].to_pylist(), strict=True)
     texts = [f"{prompt}\n{response}" for prompt, response in pairs]
     together = "\n".join(texts)
@@ -373,7 +395,7 @@ def _rows_with_secrets(table: pa.Table) -> np.ndarray:
 
 
 def codes(values: np.ndarray, k: int) -> np.ndarray:
-    """Return the codes of real numbers: (N,) integers of 16 bits."""
+    """Encode real numbers (N,) as 16-bit integers (N,)."""
     values = values.astype(np.float64)
     finite = np.isfinite(values)
     largest = np.sinh((-MISSING - 1) / k) * SMALLEST if k > 100 else np.inf
@@ -382,7 +404,7 @@ def codes(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def number(value: Any) -> float | int | None:
-    """Return a number with six digits, as JSON can hold it; None if it is not finite."""
+    """Return a number rounded to six digits, for JSON; None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     rounded = float(f"{value:.6g}")
@@ -390,10 +412,13 @@ def number(value: Any) -> float | int | None:
 
 
 def to_json(data: Any) -> bytes:
-    """Return data as JSON. Halves of surrogate pairs, which UTF-8 cannot encode, become question marks."""
+    """Encode data as the bytes of a JSON text.
+
+    Halves of surrogate pairs, which UTF-8 cannot encode, become question marks.
+    """
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def packed(data: bytes) -> str:
-    """Return bytes compressed, as base64 text."""
+    """Compress bytes, and return the result as base64 text."""
     return b64encode(gzip.compress(data, 6, mtime=0)).decode("ascii")

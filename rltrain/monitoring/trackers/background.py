@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from rltrain.base.errors import described
 from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
 
-MAX_WAITING = 1000  # calls that may wait for the sink; a step makes one, and up to two more with samples and evaluation
+# maximum number of calls that wait for the sink; a step makes one call, or up to three with samples and evaluation
+MAX_WAITING = 1000
 CLOSE_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -23,32 +24,37 @@ class GivesUp(Protocol):
     """Optional part of the interface: a sink whose library would keep the process from exiting."""
 
     def give_up(self) -> None:
-        """End what the library still does. Called in the main thread if `close` takes too long."""
+        """Stop the work that the sink's library is still doing.
+
+        `BackgroundSink` calls `give_up` in the main thread if `close` takes too long.
+        """
 
 
 class BackgroundSink:
-    """Passes each call to another sink, in a thread of its own and in the order of the calls.
+    """A sink that passes each call on to another sink, in a separate thread and in the order of the calls.
 
-    No call waits for the sink but `close`, and no call raises. A call that fails is left out, and the later ones are
-    still made. If `restore` fails, the sink has no run, so it gets no call until the next `restore`.
+    Of all methods, only `close` waits for the other sink, and none raises an exception. If a call to the other sink
+    fails, the later calls are still made. If `restore` fails, the other sink has no run to write to, so it receives no
+    calls until the next `restore`.
 
     Args:
         name: name of the sink in alarms.
-        sink: the sink. All its methods are called in the thread.
+        sink: the sink that receives the calls. All methods of `sink` are called in the separate thread.
     """
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.name, self.sink = name, sink
-        self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()  # call, whether it needs a run
+        # (the call, whether the sink must have a run for it)
+        self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()
         self._alarms: SimpleQueue[str] = SimpleQueue()
-        self._has_run = False  # whether the last `restore` succeeded; only the thread uses it
+        self._has_run = False  # whether the last `restore` succeeded; used only by the separate thread
         self._failed = self._full = False
         self._ends_by: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Pass the config to the sink, if it takes one."""
+        """Pass the config to the sink, if the sink implements `TakesConfig`."""
         if isinstance(self.sink, TakesConfig):
             self._calls.put((partial(self.sink.log_config, config), False))
 
@@ -61,12 +67,15 @@ class BackgroundSink:
         self._put(partial(self.sink.log_eval, step, dict(metrics)))
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Pass samples of a training step to the sink, if it takes any."""
+        """Pass samples of a training step to the sink, if the sink implements `TakesSamples`."""
         if isinstance(self.sink, TakesSamples):
             self._put(partial(self.sink.log_samples, step, rows))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Have the sink forget everything after `step`. This call is kept however many are waiting."""
+        """Make the sink forget everything after the training step `step`.
+
+        A call of `restore` is never left out, however many calls are waiting.
+        """
         rows = [dict(row) for row in steps], [dict(row) for row in evaluations]
         self._calls.put((partial(self._restore, step, *rows), False))
 
@@ -76,13 +85,16 @@ class BackgroundSink:
         self._has_run = True
 
     def finish(self) -> None:
-        """Have the sink close after the waiting calls. Does not wait for it."""
+        """Make the sink close after all waiting calls. The method returns immediately, without waiting for the sink."""
         if self._ends_by is None:
             self._ends_by = time.monotonic() + CLOSE_TIMEOUT_S
             self._calls.put(None)
 
     def close(self) -> None:
-        """Close the sink, and wait for at most `CLOSE_TIMEOUT_S` seconds since `finish` until it is closed."""
+        """Close the sink.
+
+        Wait until the sink is closed, or until `CLOSE_TIMEOUT_S` seconds have passed since the call of `finish`.
+        """
         self.finish()
         assert self._ends_by is not None, "set by `finish`"
         self._thread.join(max(0.0, self._ends_by - time.monotonic()))
@@ -96,7 +108,10 @@ class BackgroundSink:
             )
 
     def alarms(self) -> list[str]:
-        """Return the alarms since the last call of this method. There is one for the first failure of a kind."""
+        """Return the alarms that were raised since the last call of `alarms`.
+
+        Of each kind of failure, only the first raises an alarm.
+        """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 
     def _put(self, call: _Call) -> None:
@@ -120,7 +135,7 @@ class BackgroundSink:
     def _try(self, call: _Call) -> None:
         try:
             call()
-        except BaseException as error:  # also SystemExit, which would end the thread
+        except BaseException as error:  # catches SystemExit too, which would end the thread
             logger.debug("%s failed", self.name, exc_info=True)
             if not self._failed:
                 self._failed = True

@@ -1,4 +1,4 @@
-"""The sinks that `trainer.trackers` names: check them before a run starts, and make them."""
+"""Checks, before a run starts, the sinks that the config key `trainer.trackers` names, and makes them."""
 
 import difflib
 import importlib
@@ -17,7 +17,8 @@ from rltrain.rewards.loading import load_function
 
 KEY = "trainer.trackers"
 TENSORBOARD = "tensorboard"
-LIBRARIES: dict[str, Callable[[Path], Sink]] = {  # name of a tracker, of its library and of its extra: its class
+# maps the name of a tracker, which is also the name of its library and of an extra of rltrain, to its class
+LIBRARIES: dict[str, Callable[[Path], Sink]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
@@ -27,7 +28,7 @@ METHODS = ("log_step", "log_eval", "restore", "close")
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that each name is a tracker that can be made: its package is installed, or its class is a sink.
+    """Check that each name is that of a tracker whose package is installed, or of a class that is a sink.
 
     Raises:
         ConfigError: a name is unknown or appears twice, a package is missing, or a class is not a sink.
@@ -42,10 +43,11 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def make_sinks(output_dir: Path, names: Sequence[str]) -> list[Sink]:
-    """Make all sinks of a run, in the order in which they get the metrics.
+    """Make all sinks of a run, in the order in which they receive the metrics.
 
-    `JsonLines` is always one of them: a checkpoint copies its files, and a resumed run reads its metrics from the
-    copies. It and `TensorBoard` write to the output folder, so they are called directly, and all others in a thread.
+    The sink `JsonLines` is always included, because a checkpoint copies its files, and a resumed run reads the metrics
+    from the copies. `JsonLines` and `TensorBoard` write to the output folder, so they are called directly; each other
+    sink is called in a thread.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -66,7 +68,7 @@ def _check_library(name: str) -> None:
         raise ConfigError(f"{KEY}=[{name}]: the package {name} is not installed; run pip install rltrain[{name}]")
     try:
         importlib.import_module(name)
-    except Exception as error:  # a package whose own requirements are missing may raise any exception
+    except Exception as error:  # importing a package whose own requirements are missing may raise any exception
         raise ConfigError(
             f"{KEY}=[{name}]: the package {name} does not import ({described(error)}); run pip install rltrain[{name}]"
         ) from None
@@ -75,7 +77,7 @@ def _check_library(name: str) -> None:
 
 
 def _class(path: str) -> Callable[[Path], Sink]:
-    """Import the class that `path` names, as `package.module:Class` or `file.py:Class`."""
+    """Import the class with the import path `path`, which has the form `package.module:Class` or `file.py:Class`."""
     if ":" not in path:
         near = difflib.get_close_matches(path, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else "a class of your own is package.module:Class or file.py:Class"

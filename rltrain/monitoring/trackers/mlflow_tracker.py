@@ -1,4 +1,7 @@
-"""MLflow, through its own client. `docs/reading-a-run.md` describes its environment variables."""
+"""Tracker that sends a run to MLflow, through MLflow's own client.
+
+`docs/reading-a-run.md` describes the environment variables of MLflow.
+"""
 
 import os
 import re
@@ -16,15 +19,16 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "rltrain"
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # limits of one request in MLflow's REST API
-INTERVAL_S = 5.0  # time between two requests: one for each of many short steps takes three times the CPU time
+# minimum seconds between two requests, because one request for each of many short steps takes three times the CPU time
+INTERVAL_S = 5.0
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowTracker:
     """Sends a run to an MLflow server, or to the store that `MLFLOW_TRACKING_URI` names.
 
-    MLflow cannot remove values. When the run goes back, a step that is repeated has two values, of which the one with
-    the later time stamp counts.
+    MLflow cannot remove values. When a run goes back to a checkpoint, each repeated step has two values in MLflow, of
+    which the one with the later time stamp counts.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -39,11 +43,14 @@ class MlflowTracker:
         self.sent_at = 0.0
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Remember the config for the start of the run."""
+        """Store the config until the tracker starts a run."""
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add one value to the history of each metric. Steps within `INTERVAL_S` seconds are sent together."""
+        """Add one value to the history of each given metric.
+
+        The metrics of all steps within `INTERVAL_S` seconds are sent in one request.
+        """
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
@@ -58,18 +65,18 @@ class MlflowTracker:
             self.client.log_batch(self.run_id, metrics=values[start : start + METRICS_AT_ONCE])
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add one value to the history of each metric."""
+        """Add one value to the history of each given metric."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Write the samples as the artifact `samples/step_N.json`, in the form that pandas calls `split`."""
+        """Write the samples as the artifact `samples/step_N.json`, in the table format that pandas calls `split`."""
         assert self.client is not None, "`restore` is called first"
         columns = list(rows[0])
         table = {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
         self.client.log_dict(self.run_id, table, f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start a run with the kept values, or go on in the run of this output folder."""
+        """Start an MLflow run with the kept values, or continue the MLflow run that belongs to the output folder."""
         from mlflow import MlflowClient
 
         if self.client is not None:
@@ -87,19 +94,23 @@ class MlflowTracker:
         self.client.log_dict(self.run_id, self.config, "config.yaml")
 
     def close(self) -> None:
-        """Send what is still to be sent, and mark the run as finished."""
+        """Send all values that are not sent yet, and mark the MLflow run as finished."""
         if self.client is not None:
             self._send()
             self.client.set_terminated(self.run_id)
             self.client = None
 
     def _start(self, client: "MlflowClient") -> str:
-        """Start a run, and log the config as its parameters, which MLflow never changes. Returns the run's id."""
+        """Start an MLflow run and return its id.
+
+        The config is logged as the run's parameters, which MLflow never changes.
+        """
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_RUN_NAME") or self.output_dir.name
         run_id: str = client.create_run(_experiment(client), run_name=name).info.run_id
-        self.ids.write(run_id)  # at once, so that a process that is killed leaves no run that nothing goes on in
+        # the id is stored at once, so that the run can be continued even if the process is killed now
+        self.ids.write(run_id)
         values = [Param(_name(key), str(value)) for key, value in _flat(self.config)]
         for start in range(0, len(values), PARAMETERS_AT_ONCE):
             client.log_batch(run_id, params=values[start : start + PARAMETERS_AT_ONCE])
@@ -107,7 +118,10 @@ class MlflowTracker:
 
 
 def _experiment(client: "MlflowClient") -> str:
-    """Return the id of the experiment that the environment names. Creates an experiment that does not exist."""
+    """Return the id of the MLflow experiment that the environment variables name.
+
+    If the experiment does not exist, it is created.
+    """
     if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return given
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
@@ -116,7 +130,10 @@ def _experiment(client: "MlflowClient") -> str:
 
 
 def _name(name: str) -> str:
-    """Return the name with only characters that MLflow allows: the name of a reward component may have others."""
+    """Replace the characters of a name that MLflow does not allow.
+
+    The name of a reward component may have any characters.
+    """
     return _NOT_IN_A_NAME.sub("_", name)
 
 

@@ -1,4 +1,7 @@
-"""The file `trackers.json`: which run of each tracker a run of this program is, so that a resumed run goes on in it."""
+"""The file `trackers.json`, which stores the id that each tracker gave to a run.
+
+With the id, a resumed run continues the tracker's existing run instead of starting a new one.
+"""
 
 import json
 import os
@@ -6,27 +9,30 @@ import threading
 from pathlib import Path
 
 RUN_IDS = "trackers.json"
-_LOCK = threading.Lock()  # each tracker works in a thread of its own
+_LOCK = threading.Lock()  # several trackers, each in its own thread, may write the file at the same time
 
 
 class RunIds:
-    """Remembers the id that a tracker's library gave to the run.
+    """Stores the id that a tracker's library gave to the run.
 
     Args:
         output_dir: output folder of the run; must exist.
-        tracker: name of the tracker, which is the key in the file.
+        tracker: name of the tracker, which is the key in `trackers.json`.
     """
 
     def __init__(self, output_dir: Path, tracker: str) -> None:
         self.path, self.tracker = output_dir / RUN_IDS, tracker
 
     def read(self) -> str | None:
-        """Return the id of the run; None if the tracker has not started a run for this output folder."""
+        """Return the id of the tracker's run; None if the tracker has not started a run for this output folder."""
         with _LOCK:
             return self._ids().get(self.tracker)
 
     def write(self, run_id: str) -> None:
-        """Remember the id. A process that is killed meanwhile leaves the old or the new file."""
+        """Store the id of the tracker's run.
+
+        A process that is killed during the call leaves either the old or the new file.
+        """
         with _LOCK:
             ids = self._ids() | {self.tracker: run_id}
             partial = self.path.with_name(f"{RUN_IDS}.partial")

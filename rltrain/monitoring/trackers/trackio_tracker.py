@@ -1,4 +1,7 @@
-"""trackio, through its own library. `docs/reading-a-run.md` describes its environment variables."""
+"""Tracker that sends a run to trackio, through trackio's own library.
+
+`docs/reading-a-run.md` describes the environment variables of trackio.
+"""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,8 @@ PROJECT = "rltrain"
 class TrackioTracker:
     """Writes a run to trackio's database, or sends it to the server that `TRACKIO_SPACE_ID` or another variable names.
 
-    trackio cannot remove rows. When the run goes back, a step that is repeated has two rows, of which the later counts.
+    The library trackio cannot remove rows. When a run goes back to a checkpoint, each repeated step has two rows in
+    trackio, of which the later one counts.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -30,11 +34,11 @@ class TrackioTracker:
         self.run: trackio.Run | None = None
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Remember the config for the start of the run."""
+        """Store the config until the tracker starts a run."""
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add a row with the metrics of this step."""
+        """Add a row with the metrics of a training step."""
         assert self.run is not None, "`restore` is called first"
         self.run.log(dict(metrics), step=step)
 
@@ -43,7 +47,7 @@ class TrackioTracker:
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Add a row with a table `samples`."""
+        """Add a row that contains the samples, as a table with the name `samples`."""
         import trackio
 
         assert self.run is not None, "`restore` is called first"
@@ -52,7 +56,7 @@ class TrackioTracker:
         self.run.log({"samples": table}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start a run with the kept rows, or go on in the run of this output folder."""
+        """Start a trackio run with the kept rows, or continue the trackio run that belongs to the output folder."""
         import trackio
 
         if self.run is not None:
@@ -66,18 +70,21 @@ class TrackioTracker:
             self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write all rows that are not written yet."""
         if self.run is not None:
             self.run.finish()
             self.run = None
 
 
 def _free_name(name: str) -> str:
-    """Return the name, with a number if the local database has a run of that name: trackio resumes runs by name."""
+    """Return a name for a new run: `name`, with a number appended if the local database already has a run of that name.
+
+    A new name is needed because trackio resumes a run that has the same name.
+    """
     import trackio
 
     taken: set[str] = set()
-    with contextlib.suppress(ValueError):  # the project does not exist yet
+    with contextlib.suppress(ValueError):  # raised if the trackio project does not exist yet
         taken = {run.name for run in trackio.Api().runs(PROJECT)}
     numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
     return next(one for one in (name, *numbered) if one not in taken)

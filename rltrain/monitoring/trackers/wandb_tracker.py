@@ -1,4 +1,7 @@
-"""Weights & Biases, through its own library. `docs/reading-a-run.md` describes its environment variables."""
+"""Tracker that sends a run to Weights & Biases, through the library wandb.
+
+`docs/reading-a-run.md` describes the environment variables of wandb.
+"""
 
 import contextlib
 import os
@@ -17,18 +20,21 @@ if TYPE_CHECKING:
     import wandb
 
 PROJECT = "rltrain"
-FINISH_TIMEOUT_S = 20.0  # below the limit of `BackgroundSink`; the library also keeps it when the process exits
-SERVICE = "wandb-core"  # the process that sends what `Run.log` gets
+# less than the time limit of `BackgroundSink`; wandb also obeys this timeout at the exit of the process
+FINISH_TIMEOUT_S = 20.0
+SERVICE = "wandb-core"  # name of wandb's process that sends the data passed to `Run.log`
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
 
 
 class WandbTracker:
     """Sends a run to Weights & Biases, or writes it to a file in offline mode.
 
-    The step of a row is the training step. When the run goes back, W&B forgets the later rows (`resume_from`).
+    The step number of a row in W&B is the number of the training step. When a run goes back to a checkpoint, W&B
+    forgets the rows after the checkpoint (`resume_from`).
 
     Args:
-        output_dir: output folder of the run; must exist. The library's own files go to its folder `wandb`.
+        output_dir: output folder of the run; must exist. The library wandb writes its own files to the subfolder
+            `wandb`.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -38,7 +44,10 @@ class WandbTracker:
 
     @staticmethod
     def check() -> None:
-        """Check that the library can log in. On a terminal, it asks for the key. Raises ConfigError."""
+        """Check that wandb can log in.
+
+        Raise ConfigError if wandb cannot log in. On a terminal, wandb asks the user for the API key.
+        """
         import wandb
 
         if wandb.setup().settings.mode in _WITHOUT_SERVER:
@@ -51,20 +60,20 @@ class WandbTracker:
             ) from None
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Remember the config for the start of the run."""
+        """Store the config until the tracker starts a run."""
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the row of this step."""
+        """Add metrics to the row of the training step `step`."""
         assert self.run is not None, "`restore` is called first"
         self.run.log(dict(metrics), step=step)
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the row of this step."""
+        """Add metrics to the row of the training step `step`."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Add a table `samples` to the row of this step."""
+        """Add the samples to the row of the training step `step`, as a table with the name `samples`."""
         import wandb
 
         assert self.run is not None, "`restore` is called first"
@@ -73,7 +82,10 @@ class WandbTracker:
         self.run.log({"samples": table}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start a run with the kept rows, or go on in the run of this output folder, without the rows after `step`."""
+        """Start a W&B run with the kept rows, or continue the W&B run that belongs to the output folder.
+
+        A continued run loses its rows after `step`.
+        """
         self.close()
         known = self.ids.read()
         self.run = self._start(os.environ.get("WANDB_RUN_ID")) if known is None else self._again(known, step)
@@ -82,20 +94,20 @@ class WandbTracker:
             self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
     def close(self) -> None:
-        """Send what is still to be sent. The library gives up after `FINISH_TIMEOUT_S` seconds."""
+        """Send all rows that are not sent yet. The library wandb gives up after `FINISH_TIMEOUT_S` seconds."""
         if self.run is not None:
             self.run.finish()
             self.run = None
 
     def give_up(self) -> None:
-        """Kill the library's own process, for which the library would wait when this process exits."""
+        """Kill the process `wandb-core`, because the library wandb would wait for it when the run's process exits."""
         import wandb
 
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
                 if process.name() == SERVICE:
                     process.kill()
-        with contextlib.suppress(Exception):  # removes the library's exit handler before it fails
+        with contextlib.suppress(Exception):  # `teardown` may fail, but removes the library's exit handler first
             wandb.teardown()
 
     def _start(self, run_id: str | None, **how: Any) -> "wandb.Run":
@@ -110,7 +122,7 @@ class WandbTracker:
             config=self.config,
             settings=wandb.Settings(
                 console=given.get("WANDB_CONSOLE", "off"),  # capturing the output would disturb the progress bar
-                quiet=given.get("WANDB_QUIET", "true").lower() == "true",  # still prints the address of the run
+                quiet=given.get("WANDB_QUIET", "true").lower() == "true",  # wandb still prints the address of the run
                 finish_timeout=FINISH_TIMEOUT_S,
             ),
             **how,
@@ -121,7 +133,7 @@ class WandbTracker:
 
         try:
             run = self._start(None, resume_from=f"{run_id}?_step={step}")
-        except wandb.Error:  # a server of its own may be too old to forget rows
+        except wandb.Error:  # a self-hosted server may be too old to support `resume_from`
             run = self._start(run_id, resume="allow")
         run.config.update(self.config, allow_val_change=True)
         return run
