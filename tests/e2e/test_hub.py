@@ -14,6 +14,7 @@ from tests.hub_server import Hub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 QUICK = [
+    "profile=demo",
     "placement=inprocess", "rollout=hf", "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=2",
     "rollout.samples_per_prompt=4", "data.val=null", "algorithm.kl_loss.kl_loss_coef=0.1",
 ]  # fmt: skip
