@@ -349,7 +349,7 @@ def _own_token() -> Iterator[None]:
     try:
         yield
     finally:
-        if own:  # a cluster that this process joins later has another token
+        if own:  # a cluster that this process joins later has an authentication token of its own
             del os.environ[_TOKEN]
 
 

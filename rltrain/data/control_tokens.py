@@ -137,7 +137,7 @@ class ControlTokens:
             raise ControlTokenError("the tokenizer reads the text around it in a way that cannot be kept")
         ids = encode(named.restored())
         if self._control(ids) != self._control(ordinary):
-            raise ControlTokenError("the tokenizer's vocabulary holds it as a word as well")
+            raise ControlTokenError("the tokenizer's vocabulary also contains it as an ordinary token")
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:

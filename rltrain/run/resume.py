@@ -324,7 +324,9 @@ def _shown(value: Any) -> str:
 
 
 def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> list[str]:
-    """Check, before any worker starts, that the sources are unchanged and that the checkpoint's state can be loaded.
+    """Check, before any worker starts, that a run can continue from a checkpoint.
+
+    The files of data, models and rewards must be unchanged, and the checkpoint's state must be loadable.
 
     If an error in a user's function ended the run, the file of that function may have changed.
 

@@ -92,7 +92,7 @@ class _Call:
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
-        """Record the next result of this call. Return whether the result has the key of the call's next request."""
+        """Store the next result of this call. Return whether its key is that of the request whose result was due."""
         if self.whole < len(self.results):
             self.results.pop()
         self.results.append(result)

@@ -207,7 +207,7 @@ class RolloutPool:
         await self.changes.until(lambda: not self.asleep)
 
     def deliver(self, answers: Sequence[Completion]) -> None:
-        """Store finished answers of a replica, which `poll` will return."""
+        """Store the finished answers of a replica until `poll` returns them."""
         if answers:
             self._deaths = 0
             self._answers += answers

@@ -131,7 +131,7 @@ def test_a_template_that_looks_at_what_is_spelled_is_not_guessed_at():
 @pytest.mark.parametrize(
     ("kind", "flags", "text", "said"),
     [
-        ("unigram", {}, "a</s>b", "vocabulary holds it as a word as well"),
+        ("unigram", {}, "a</s>b", "vocabulary also contains it as an ordinary token"),
         ("byte_level", {"single_word": True}, "a </s> b<s>", "in a way that cannot be kept"),
         ("byte_level", {}, "a</s>\U000f0000", "characters of private use"),
         ("word_piece", {"normalized": True}, "a </S> b", "normalisation makes </s> of other text"),
