@@ -43,7 +43,7 @@ NAMES = (
         "actor.lr_warmup_steps",
         "warmup_steps",
         "actor_rollout_ref.actor.optim.lr_warmup_steps",
-        "lr_warmup_steps",
+        "lr_warmup_ratio",
         "a number of optimizer steps",
     ),
     Name("actor.weight_decay", "weight_decay", "actor_rollout_ref.actor.optim.weight_decay", "l2"),
