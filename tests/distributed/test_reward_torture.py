@@ -23,7 +23,7 @@ SPEC = importlib.util.spec_from_file_location("torture_rewards", FILE)
 TORTURE = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(TORTURE)
 LIMIT_S = 1.0
-GRACE_S = 4.0  # to kill and to start a process twice, on a busy machine
+GRACE_S = 20.0  # to kill and to start a process twice, on a busy machine
 
 
 @pytest.fixture(scope="module")
