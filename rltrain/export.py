@@ -4,10 +4,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rltrain.base.errors import CheckpointError, ConfigError, RLTrainError, described, one_line
+from rltrain.base.errors import CheckpointError
+from rltrain.base.small_program import run_program
 from rltrain.settings.typed import require
 
-LONGEST = 1000  # maximum length of a printed error message, in characters
 USAGE = (
     "usage: python -m rltrain.export CHECKPOINT OUT_DIR (the folder of a checkpoint, such as run/checkpoints/step_8)"
 )
@@ -18,28 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Errors are printed as one line on stderr.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words in (["--help"], ["-h"]):
-        print(USAGE)  # noqa: T201
-        return 0
-    try:
-        require(len(words) == 2 and all(words), USAGE)
-        count = export(*words)
-    except RLTrainError as error:
-        return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
-    except OSError as error:
-        return _fail(f"{error.strerror or error}; choose another OUT_DIR", 1)
-    except Exception as error:  # a file system driver may raise any exception
-        return _fail(f"unexpected {described(error, LONGEST)}", 1)
-    except KeyboardInterrupt:
-        return 130
-    print(f"{count} files in {words[1]}")  # noqa: T201
-    return 0
+    return run_program(_export, USAGE, argv, remedy=lambda error: f"{error.strerror or error}; choose another OUT_DIR")
 
 
-def _fail(message: str, status: int) -> int:
-    print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
-    return status
+def _export(words: list[str]) -> None:
+    require(len(words) == 2 and all(words), USAGE)
+    print(f"{export(*words)} files in {words[1]}")  # noqa: T201
 
 
 def export(checkpoint: str, out: str) -> int:

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
+from rltrain.base.errors import one_line
+from rltrain.base.small_program import LONGEST, run_program
 from rltrain.settings.typed import require
 
-LONGEST = 1000  # maximum length of a printed line, in characters
 USAGE = "usage: python -m rltrain.report RUN_DIR [RUN_DIR ...] [--output FILE] (the output folders of runs)"
 
 
@@ -18,25 +18,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Errors are printed as one line on stderr.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words in (["--help"], ["-h"]):
-        print(USAGE)  # noqa: T201
-        return 0
+    return run_program(_report, USAGE, argv, remedy=_remedy)
+
+
+def _report(words: list[str]) -> None:
+    folders, output = parse(words)
     try:
-        folders, output = parse(words)
         notes = write(folders, output)
-    except RLTrainError as error:
-        return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
-        return _fail(f"{error.filename or output}: {error.strerror or error}; name another file with --output", 1)
-    except Exception as error:  # the reader of a damaged file may raise any exception
-        return _fail(f"unexpected {described(error, LONGEST)}", 1)
-    except KeyboardInterrupt:
-        return 130
+        error.filename = error.filename or str(output)  # a full disk is reported without a file
+        raise
     for note in notes:
         print(f"note: {one_line(note, LONGEST)}", file=sys.stderr)  # noqa: T201
     print(output)  # noqa: T201
-    return 0
+
+
+def _remedy(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror or error}; name another file with --output"
 
 
 def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
@@ -67,11 +65,6 @@ def write(folders: Sequence[Path], output: Path) -> list[str]:
     require(not output.is_dir(), f"--output={output}: is a folder; give the path of the page, such as report.html")
     older = any(not (folder / COMMAND).exists() for folder in folders)
     return write_report(folders, output, defaults=command_of([]) if older else None)
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
-    return status
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The sink `JsonLines` is always present, and the config key `trainer.trackers` na
 `docs/reading-a-run.md` explains how to add a sink.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -101,6 +101,23 @@ class TakesSamples(Protocol):
         """
 
 
+def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
+    """Send kept metrics to a sink that lacks them.
+
+    Args:
+        sink: sink that gets each row by `log_step`.
+        rows: metrics of training steps and evaluations. The key `step` has the number of the step.
+    """
+    for row in rows:
+        sink.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+
+
+def table_of(rows: Rows) -> dict[str, list[Any]]:
+    """Return samples as the names of the columns (`columns`) and a list of values for each sample (`data`)."""
+    columns = list(rows[0])
+    return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
+
+
 class JsonLines:
     """Writes one JSON object per line: training steps to `metrics.jsonl`, and evaluations to `evaluations.jsonl`.
 
@@ -167,8 +184,7 @@ class TensorBoard:
             self.writer = self._open(step + 1)
             return
         self.writer = self._open(None)
-        for row in (*steps, *evaluations):
-            self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        replay(self, (*steps, *evaluations))
 
     def close(self) -> None:
         """Write the remaining events and close the event file."""

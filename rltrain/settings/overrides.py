@@ -23,7 +23,7 @@ from rltrain.base.errors import ConfigError, one_line
 from rltrain.settings.config_groups import choices, group_names
 from rltrain.settings.key import text_keys
 from rltrain.settings.other_names import name_here
-from rltrain.settings.schema import Config
+from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, require, unknown_key
 
 # Maps each section of knobs (function parameters) to the key that selects the function.
@@ -218,18 +218,11 @@ def _check_key(key: str, text: str) -> None:
 
 
 def _keys_of_optional() -> list[str]:
-    from rltrain.settings.schema import LoRAConfig
-
     return [f"{OPTIONAL}.{name}" for name in keys(LoRAConfig)]
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names)
-
-
-def is_mapping_key(key: str) -> bool:
-    """Return whether setting the given key replaces a whole mapping."""
-    return key in KNOBS or key == OPTIONAL
 
 
 def apply(items: list[Item], composed: Any) -> None:

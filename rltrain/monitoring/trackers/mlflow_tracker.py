@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.monitoring.sinks import Metrics, Rows
+from rltrain.monitoring.sinks import Metrics, Rows, replay, table_of
 from rltrain.monitoring.trackers.run_ids import RunIds
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class MlflowTracker:
     def log_samples(self, step: int, rows: Rows) -> None:
         """Write the samples as the artifact `samples/step_N.json`, in the table format that pandas calls `split`."""
         assert self.client is not None, "`restore` is called first"
-        columns = list(rows[0])
-        table = {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
-        self.client.log_dict(self.run_id, table, f"samples/step_{step:06d}.json")
+        self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Start an MLflow run with the kept values, or continue the MLflow run that belongs to the output folder."""
@@ -89,8 +87,7 @@ class MlflowTracker:
             self.client.update_run(known, status="RUNNING")
         else:
             self.run_id = self._start(self.client)
-            for row in (*steps, *evaluations):
-                self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+            replay(self, (*steps, *evaluations))
         self.client.log_dict(self.run_id, self.config, "config.yaml")
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.monitoring.sinks import Metrics, Rows
+from rltrain.monitoring.sinks import Metrics, Rows, replay, table_of
 from rltrain.monitoring.trackers.run_ids import RunIds
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ class TrackioTracker:
         import trackio
 
         assert self.run is not None, "`restore` is called first"
-        columns = list(rows[0])
-        table = trackio.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
-        self.run.log({"samples": table}, step=step)
+        self.run.log({"samples": trackio.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Start a trackio run with the kept rows, or continue the trackio run that belongs to the output folder."""
@@ -66,8 +64,8 @@ class TrackioTracker:
         how = "never" if known is None else "allow"
         self.run = trackio.init(project=PROJECT, name=name, config=self.config, resume=how, embed=False)
         self.ids.write(name)
-        for row in sorted([*steps, *evaluations], key=itemgetter("step")) if known is None else ():
-            self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        if known is None:
+            replay(self, sorted([*steps, *evaluations], key=itemgetter("step")))
 
     def close(self) -> None:
         """Write all rows that are not written yet."""

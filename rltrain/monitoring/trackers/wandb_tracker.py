@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rltrain.base.errors import ConfigError, described
-from rltrain.monitoring.sinks import Metrics, Rows
+from rltrain.monitoring.sinks import Metrics, Rows, replay, table_of
 from rltrain.monitoring.trackers.run_ids import RunIds
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ class WandbTracker:
         import wandb
 
         assert self.run is not None, "`restore` is called first"
-        columns = list(rows[0])
-        table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
-        self.run.log({"samples": table}, step=step)
+        self.run.log({"samples": wandb.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Start a W&B run with the kept rows, or continue the W&B run that belongs to the output folder.
@@ -90,8 +88,8 @@ class WandbTracker:
         known = self.ids.read()
         self.run = self._start(os.environ.get("WANDB_RUN_ID")) if known is None else self._again(known, step)
         self.ids.write(self.run.id)
-        for row in sorted([*steps, *evaluations], key=itemgetter("step")) if known is None else ():
-            self.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        if known is None:
+            replay(self, sorted([*steps, *evaluations], key=itemgetter("step")))
 
     def close(self) -> None:
         """Send all rows that are not sent yet. The library wandb gives up after `FINISH_TIMEOUT_S` seconds."""

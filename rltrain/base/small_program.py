@@ -1,0 +1,44 @@
+"""What the small programs `rltrain.export` and `rltrain.report` share: usage, errors as one line, and exit statuses."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
+
+LONGEST = 1000  # maximum length of a printed line, in characters
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
+
+
+def run_program(
+    program: Callable[[list[str]], None], usage: str, argv: Sequence[str] | None, *, remedy: Callable[[OSError], str]
+) -> int:
+    """Run a program with command-line arguments, and return the exit status.
+
+    Errors are printed as one line on stderr. `--help` alone prints the usage.
+
+    Args:
+        program: function that gets the arguments, and prints its results.
+        usage: text of `--help`.
+        argv: the arguments; None stands for those of the process.
+        remedy: returns the error message for an error of the operating system.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words in (["--help"], ["-h"]):
+        print(usage)  # noqa: T201
+        return 0
+    try:
+        program(words)
+        return 0
+    except RLTrainError as error:
+        return _fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED)
+    except OSError as error:
+        return _fail(remedy(error), FAILED)
+    except Exception as error:  # a file system driver, or the reader of a damaged file, may raise any exception
+        return _fail(f"unexpected {described(error, LONGEST)}", FAILED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {one_line(' '.join(message.split()), LONGEST)}", file=sys.stderr)  # noqa: T201
+    return status
