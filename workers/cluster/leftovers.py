@@ -5,6 +5,7 @@ this module, must start in milliseconds.
 """
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Collection, Iterable
@@ -16,6 +17,7 @@ MARK = "RLTRAIN_RUN_MARK"  # environment variable that all processes of a local 
 SHARED = Path("/dev/shm")
 # File name prefixes of Python's SharedMemory (vLLM's message queues) and of the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
+WEIGHTS_PREFIX = "rltrain-weights-"  # file name prefix of the files through which processes exchange weights
 _ROUND_S = 0.3  # seconds between two searches for processes; the second finds those that started during the first
 _LIMIT_S = 10.0
 
@@ -80,10 +82,27 @@ def remove(files: Iterable[Path]) -> None:
             path.unlink()
 
 
+def remove_unlocked(files: Iterable[Path]) -> None:
+    """Remove the files that belong to this user, that are not empty, and on which no process holds a lock.
+
+    A file is empty for a moment after its creation, before the process that created it locks it.
+    """
+    for path in files:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid() and os.fstat(descriptor).st_size:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
 def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
     """Kill the processes that `marked` finds, and remove their shared-memory files.
 
-    Neither this process nor the process with the pid `spare` is killed.
+    Neither this process nor the process with the pid `spare` is killed. Weight files that no process uses any more are
+    removed too, whichever run created them.
     """
     deadline, files, quiet = time.monotonic() + _LIMIT_S, set[Path](), 0
     while quiet < 2 and time.monotonic() < deadline:
@@ -97,3 +116,4 @@ def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
         if not processes:
             time.sleep(_ROUND_S)
     remove(files)
+    remove_unlocked(SHARED.glob(f"{WEIGHTS_PREFIX}*"))

@@ -2,9 +2,9 @@
 
 Only the user who runs the process can access a shared file. A shared file is removed as soon as all processes have
 opened it, or when the sync ends, even if the sync fails. If every process that knows a shared file is killed before the
-file is removed, a file of the size of two buckets remains. The next sync on the host removes files that remained from
-killed processes. A process holds a lock on each shared file that it has mapped, to show that the file is in use. The
-lock ends when the process ends.
+file is removed, a file of the size of two buckets remains. The guard process of a local run removes such files when the
+run ends. On a cluster, the next sync on the host removes them. A process holds a lock on each shared file that it has
+mapped, to show that the file is in use. The lock ends when the process ends.
 
 Python's `SharedMemory` is not used, because it does not preallocate memory: if the folder is full, writing would kill
 the process. The filelock library is not used, because it cannot take a shared lock on an open file.
@@ -23,10 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from rltrain.base.errors import SyncError
+from workers.cluster import leftovers
 from workers.sync.buckets import Bucket
 
 FOLDER = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
-PREFIX = "rltrain-weights-"
+PREFIX = leftovers.WEIGHTS_PREFIX
 
 
 def new_path() -> str:
@@ -137,17 +138,5 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
 
 
 def remove_stale() -> None:
-    """Remove the files of syncs whose processes have died.
-
-    A file is removed if its name starts with `PREFIX`, it belongs to this user, it is not empty, and no process holds a
-    lock on it.
-    """
-    for path in FOLDER.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if os.fstat(descriptor).st_uid == os.getuid() and os.fstat(descriptor).st_size:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-            finally:
-                os.close(descriptor)
+    """Remove this user's shared files that no process has mapped, because the processes that used them have died."""
+    leftovers.remove_unlocked(FOLDER.glob(f"{PREFIX}*"))

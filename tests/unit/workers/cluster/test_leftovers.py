@@ -31,6 +31,12 @@ for path in sys.argv[1:]:
 print("mapped", flush=True)
 time.sleep(1000)
 """
+LOCKER = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_SH)
+print("locked", flush=True)
+time.sleep(1000)
+"""
 
 
 @pytest.fixture
@@ -97,3 +103,11 @@ def test_pythons_shared_memory_has_the_name_that_is_looked_for():
         memory.close()
         memory.unlink()
     assert leftovers.shared_files([os.getpid()]) == set()
+
+
+def test_weight_files_of_killed_processes_are_removed_and_those_in_use_are_kept(started, shared):
+    abandoned, used, empty = shared("rltrain-weights-"), shared("rltrain-weights-"), shared("rltrain-weights-")
+    empty.write_bytes(b"")  # its creator has not locked it yet
+    started(LOCKER, str(used))
+    leftovers.end_marked(secrets.token_hex(8))
+    assert [path.exists() for path in (abandoned, used, empty)] == [False, True, True]
