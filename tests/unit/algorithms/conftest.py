@@ -1,4 +1,4 @@
-"""One batch with every column that an algorithm may ask for, so that a matrix covers whatever is registered."""
+"""Build a batch with every column that an algorithm may ask for, so that tests cover every registered function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor
 from rltrain.algorithms import columns_of
 
 Batch = dict[str, Tensor]
-UID = [5, 9, 5, 9, 5, 9, 5, 7]  # groups of 4, 3 and 1, interleaved
+UID = [5, 9, 5, 9, 5, 9, 5, 7]  # group ids: interleaved groups of 4, 3 and 1 rows
 VALID = [True, True, True, True, True, True, False, True]
 
 
 def build_batch(seed: int = 0, *, length: int = 9, spread: float = 0.8) -> Batch:
-    """8 rows in float64: holes (tool tokens) in the masks, and row 3 with no trained token at all."""
+    """Build 8 rows in float64, with gaps (tool tokens) in the masks and no trained token at all in row 3."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -11,7 +11,7 @@ rloo = ADVANTAGE_ESTIMATORS.get("rloo")
 
 
 def gae_oracle(rewards, mask, values, gamma, lam):
-    """The textbook's recursion, one trained token after another, from the last."""
+    """Compute GAE with the textbook's recursion, one trained token at a time, from the last to the first."""
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for row in range(rewards.shape[0]):
         advantage = next_value = 0.0
@@ -26,7 +26,7 @@ def gae_oracle(rewards, mask, values, gamma, lam):
 
 
 def gae_loop(rewards, mask, values, gamma, lam):
-    """The same over columns: what the parallel form has to beat."""
+    """Compute GAE with a loop over columns, which the parallel form has to outrun."""
     advantage, next_value = torch.zeros(rewards.shape[0]), torch.zeros(rewards.shape[0])
     advantages = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -76,7 +76,7 @@ def test_gae_on_a_case_worked_by_hand():
 def test_gae_equals_the_recursion_over_trained_tokens(gamma, lam, length, make_batch):
     batch = make_batch(seed=length, length=length)
     if length == 100:
-        batch["response_mask"][1, 10:90] = False  # a long tool answer
+        batch["response_mask"][1, 10:90] = False  # a long tool output inside the response
     columns = batch["token_level_rewards"], batch["response_mask"], batch["values"]
     for actual, wanted in zip(gae(*columns, gamma=gamma, lam=lam), gae_oracle(*columns, gamma, lam), strict=True):
         assert (actual - wanted).abs().max() <= 1e-12 * wanted.abs().max().clamp(min=1)
@@ -103,7 +103,7 @@ def test_gae_is_five_times_as_fast_as_a_loop_over_steps_and_equal():
 
 
 def timed(function):
-    """Result and seconds of processor time, all threads together: a busy machine does not lengthen it much."""
+    """Return the result and the processor time in seconds of all threads, which a busy machine hardly lengthens."""
     started = time.process_time()
     result = function()
     return result, time.process_time() - started
@@ -117,7 +117,7 @@ def test_gae_refuses_a_discount_outside_0_to_1(gamma, lam, complaint):
 
 def test_grpo_on_a_case_worked_by_hand():
     columns = groups([1, 4, 3, 0], [7, 2, 7, 2])
-    # group 7: (1, 3), mean 2, std sqrt 2; group 2: (4, 0), mean 2, std 2 sqrt 2: both sides are 1/sqrt 2 away
+    # group 7: (1, 3), mean 2, std sqrt 2; group 2: (4, 0), mean 2, std 2 sqrt 2: every score is 1/sqrt 2 stds away
     away = 2**-0.5
     wanted = torch.tensor([-away, away, away, -away], dtype=torch.float64)[:, None].expand(4, 3)
     advantages, returns = grpo(*columns)

@@ -1,19 +1,19 @@
-"""A reward that is no number must not pass for one that teaches nothing."""
+"""A reward that is not a number must not be mistaken for a reward without a training signal."""
 
 import pytest
 import torch
 
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of, required_columns
 
-ROW, PEERS = 2, [0, 2, 4]  # the rows of its group that are valid
+ROW, PEERS = 2, [0, 2, 4]  # PEERS are the valid rows in the group of ROW
 
 
 def broken(make_batch, scores, name):
-    """Scores on the first token, which is trained in every row but one; that of ROW is no number."""
+    """Put scores on the first token, which is trained in all rows but one; the score of ROW is not a number."""
     batch, scores = make_batch(), torch.tensor(scores, dtype=torch.float64)
     rewards = torch.zeros_like(batch["token_level_rewards"])
     if "reward_components" in columns_of(ADVANTAGE_ESTIMATORS.get(name)):
-        scores[ROW] = torch.inf  # a NaN there says that the function does not apply
+        scores[ROW] = torch.inf  # a NaN component would mean that the reward function does not apply
     else:
         scores[ROW] = torch.nan
     rewards[:, 0] = scores

@@ -1,4 +1,4 @@
-"""Gradients that are summed up chunk by chunk are those of the whole product."""
+"""Gradients summed chunk by chunk equal the gradients of the whole product."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Algorithms together: estimators with normalisations, estimators and losses with the gradient that comes of them."""
+"""Combinations of algorithms: estimators with normalisations, and the gradients of estimators with losses."""
 
 import itertools
 
@@ -23,7 +23,7 @@ INVALID = 6
 
 
 def scored(batch, scores):
-    """The batch with these scores on a trained token of each row, a penalty on each token, and as components."""
+    """Put the scores on one trained token of each row and in the components, with a small penalty on every token."""
     mask = batch["response_mask"].clone()
     mask[mask.any(-1), LAST] = True
     rewards = 0.01 * batch["token_level_rewards"]
@@ -34,7 +34,7 @@ def scored(batch, scores):
 
 
 def estimate(name, batch, call, reward_levels, advantage_levels):
-    """Scores to normalised advantages; a row that an estimator gives 0 for being invalid stays out of the second."""
+    """Return normalised advantages; a row that the estimator sets to 0 as invalid stays out of their statistics."""
     mean, std = reward_levels
     scores = normalize_rewards(batch["scores"], batch["uid"], batch["valid"], mean_level=mean, std_level=std)
     batch, function = scored(batch, scores), ADVANTAGE_ESTIMATORS.get(name)
@@ -68,13 +68,13 @@ def test_C1_C4_C7_every_estimator_under_every_normalisation(name, make_batch, ca
 
 
 def loss_inputs(estimator, batch, call):
-    """The batch as a loss sees it: advantages estimated once on all rows, and new log-probs to differentiate by."""
+    """Return the batch as a loss sees it, with advantages estimated once over all rows."""
     advantages, _ = call(ADVANTAGE_ESTIMATORS.get(estimator), batch)
     return {**batch, "advantages": advantages}
 
 
 def gradient_of(loss, mode, batch, parts, call, take_rows):
-    """Gradient by the log-probs of the rows, summed over micro-batches."""
+    """Return the gradient with respect to the log-probs of all rows, summed over micro-batches."""
     log_probs, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
     counts = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum(), "max_response_length": 16}
     for rows in torch.arange(ROWS).chunk(parts):

@@ -37,7 +37,8 @@ def test_the_adaptive_kl_controller_moves_in_proportion_clipped_to_a_fifth(kl, f
 def test_the_adaptive_kl_controller_brings_a_responding_kl_to_its_target():
     controller = AdaptiveKLController(0.01, target=2.0, horizon=100)
     for _ in range(500):
-        controller.update(1 / controller.value, 50)  # a policy whose KL is inverse to the coefficient
+        # models a policy whose KL is inversely proportional to the coefficient
+        controller.update(1 / controller.value, 50)
     assert 1 / controller.value == pytest.approx(2.0, rel=1e-3)
 
 
@@ -94,17 +95,17 @@ def test_the_fixed_entropy_controller_stays():
     assert FixedEntropyController(0).value == 0.0
 
 
-# entropy measured against a target of 0.5, starting at 0.25 with step 0.125: coefficient after, and what multiplies
+# target entropy 0.5, start 0.25, step 0.125: measured entropy, coefficient afterwards, applied coefficient
 ENTROPY_STEPS = [
-    (0.4, 0.375, 0.375),  # below: up, and on
+    (0.4, 0.375, 0.375),  # entropy below the target: the coefficient rises, and the bonus is on
     (0.4, 0.5, 0.5),
-    (0.5, 0.5, 0.5),  # at the target: stays, and on
-    (0.6, 0.375, 0.0),  # above: down, and off
-    (0.5, 0.375, 0.375),  # on again where it was left
-    (torch.tensor(9.0), 0.25, 0.0),  # by one step however far
+    (0.5, 0.5, 0.5),  # entropy at the target: the coefficient stays, and the bonus is on
+    (0.6, 0.375, 0.0),  # entropy above the target: the coefficient falls, and the bonus is off
+    (0.5, 0.375, 0.375),  # the bonus resumes with the coefficient that it had
+    (torch.tensor(9.0), 0.25, 0.0),  # the coefficient moves by one step, however far the entropy is from the target
     (9.0, 0.125, 0.0),
     (9.0, 0.0, 0.0),
-    (9.0, 0.0, 0.0),  # never below 0
+    (9.0, 0.0, 0.0),  # the coefficient never falls below 0
     (0.0, 0.125, 0.125),
 ]
 
@@ -121,7 +122,7 @@ def test_the_entropy_bonus_grows_while_entropy_is_low_and_is_off_while_it_is_hig
 def test_the_adaptive_entropy_controller_keeps_a_responding_entropy_from_collapsing():
     controller, entropy, lowest = AdaptiveEntropyController(0.0, target=1.0, step=0.005, maximum=0.1), 3.0, math.inf
     for step in range(2000):
-        entropy *= 0.98  # what training does by itself
+        entropy *= 0.98  # training alone lowers the entropy
         entropy += controller.value
         controller.update(entropy)
         if step > 500:

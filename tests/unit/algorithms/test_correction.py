@@ -79,7 +79,7 @@ def test_D8_weights_are_detached_bounded_and_finite(level, mode, one_sided):
 
 
 def test_D8_behaviour_is_the_policy_that_sampled():
-    """The truncated weights turn samples of the rollout policy into an estimate under the trainer's, by enumeration."""
+    """By enumeration, truncated weights turn samples of the rollout policy into an estimate under the trained policy."""
     rollout, trainer = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
     weights, _, _ = rollout_correction(
         trainer.log()[None], rollout.log()[None], torch.ones(1, 3), level="token", mode="truncate", lower=0, upper=None
@@ -117,17 +117,18 @@ def test_with_advantages_only_bad_tokens_are_dropped():
         assert torch.equal(correct(advantages=0 * advantages, mode=mode)[1], MASK == 1)
 
 
-#  Two answers of four tokens; what is dropped: half of each answer, one answer, two tokens of the eight.
+# Each case is a mask over two answers of four tokens: it drops half of each answer, one answer, or two of eight tokens.
 HALVES = [[1, 1, 0, 0], [1, 1, 0, 0]]
 ONE_ROW = [[1, 1, 1, 1], [0, 0, 0, 0]]
 TWO_TOKENS = [[1, 1, 1, 0], [1, 1, 1, 0]]
-DENOMINATORS = {  # of a token: 8 tokens, none, 2 answers, 2 answers of 4 tokens, 2 answers of at most 16
+# one token's share: of 8 tokens, undivided, of 2 answers, of 2 answers x 4 tokens, of 2 answers x at most 16
+DENOMINATORS = {
     "token-mean": 8, "token-sum": 1, "seq-mean-token-sum": 2, "seq-mean-token-mean": 8, "seq-mean-token-sum-norm": 32,
 }  # fmt: skip
 
 
 def kept_gradient(drop, agg_mode):
-    """The gradient to log pi, A = 1 and ratio 1, when `drop` says which tokens keep their policy term."""
+    """Return the gradient to log pi at A = 1 and ratio 1, where `drop` masks the policy terms of tokens."""
     log_probs = torch.full((2, 4), -1.0, dtype=torch.float64, requires_grad=True)
     everything = torch.ones(2, 4)
     losses, _ = POLICY_LOSSES.get("vanilla")(log_probs, log_probs.detach(), everything, everything)
@@ -138,7 +139,7 @@ def kept_gradient(drop, agg_mode):
 
 
 def far_where(kept):
-    """Log-ratios, engine over actor, that are 0 where kept and 2 elsewhere."""
+    """Return log-ratios (rollout engine over actor) that are 0 for kept tokens and 2 for all others."""
     return 2.0 * (1 - torch.tensor(kept, dtype=torch.float64))
 
 
@@ -161,12 +162,13 @@ def test_A4_a_rejected_token_leaves_every_count_as_it_was(level, kept, agg_mode)
         found, _ = rollout_rejection(log_probs, log_probs + far_where(kept), mask, **bounds)
         return torch.ones_like(log_probs), found, None
 
-    expected = torch.tensor(kept) * (level != "max") / -DENOMINATORS[agg_mode]  # a far token in each row
+    # with level "max", one distant token drops its whole row
+    expected = torch.tensor(kept) * (level != "max") / -DENOMINATORS[agg_mode]
     assert torch.allclose(kept_gradient(drop, agg_mode), expected.double(), rtol=1e-12)
 
 
 def test_a_weight_of_a_whole_row_is_the_product_over_tokens_that_are_dropped_too():
-    """Sequence-masked TIS: rejection drops tokens, and the row's weight is that of all its trained tokens."""
+    """In sequence-masked TIS, rejection drops tokens, but the row's weight still covers all its trained tokens."""
     weights, _, _ = correct(level="sequence", mode="truncate", upper=None)
     kept, _ = rollout_rejection(
         RATIOS.log() - 2, torch.full_like(RATIOS, -2), MASK, kl_estimator="abs", level="token", upper=0.5
@@ -200,7 +202,8 @@ def test_a_ratio_on_the_bound_is_inside(level):
 
 
 def test_D8_the_decoupled_objective_has_the_gradient_of_samples_from_the_policy_itself():
-    """arXiv 2110.00641, 2505.24298: behaviour mu sampled, pi_old is proximal, pi is trained. By enumeration,
+    """arXiv 2110.00641, 2505.24298: the behaviour policy mu samples, pi_old is the proximal policy, and pi is trained.
+    By enumeration,
 
     E_mu[(pi_old / mu) (pi / pi_old) A grad log pi] = E_pi[A grad log pi] where nothing is clipped.
     """
@@ -208,20 +211,20 @@ def test_D8_the_decoupled_objective_has_the_gradient_of_samples_from_the_policy_
     mu, old, noise, advantages = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(4))
     mu, old, theta = mu.log_softmax(-1), old.log_softmax(-1), (old + 0.05 * noise).requires_grad_()
     pi = theta.log_softmax(-1)
-    ones = torch.ones(6, 1)  # a row of one token for each word
+    ones = torch.ones(6, 1)  # one row of a single token for each word of the vocabulary
     weights, mask, _ = rollout_correction(
         old[:, None], mu[:, None], ones, level="token", mode="truncate", lower=None, upper=None
     )
     losses, metrics = POLICY_LOSSES.get("vanilla")(pi[:, None], old[:, None], advantages[:, None], mask)
     assert metrics["clip_fraction"].item() == 0
-    assert (weights - 1).abs().max() > 0.5  # mu is another policy
-    assert (pi - old).abs().max() > 0.01  # and so is pi_old
+    assert (weights - 1).abs().max() > 0.5  # mu differs from pi_old
+    assert (pi - old).abs().max() > 0.01  # pi_old differs from pi
     (decoupled,) = torch.autograd.grad((mu.exp() * (weights * losses)[:, 0]).sum(), theta, retain_graph=True)
     (on_policy,) = torch.autograd.grad(-(pi.detach().exp() * advantages * pi).sum(), theta)
     assert (decoupled - on_policy).abs().max() <= 1e-10 * on_policy.abs().max()
 
 
-ESTIMATORS = {  # of d = log pi_rollout - log pi_old
+ESTIMATORS = {  # KL estimators as functions of d = log pi_rollout - log pi_old
     "k1": lambda d: d,
     "k2": lambda d: d * d / 2,
     "k3": lambda d: math.exp(-d) - 1 + d,
@@ -242,18 +245,18 @@ def reject(distances=DISTANCES, mask=TRAINED, advantages=None, **knobs):
 REJECTIONS = [
     ("k1", "token", {"upper": 0.4}, [[0, 1, 1], [0, 1, 1], [1, 1, 0], NONE]),
     ("k1", "token", {"lower": -0.4}, [[1, 0, 1], ALL, [0, 0, 0], NONE]),
-    ("k1", "sequence", {"upper": 0.4}, [ALL, NONE, [1, 1, 0], NONE]),  # means 0, .5, -1
+    ("k1", "sequence", {"upper": 0.4}, [ALL, NONE, [1, 1, 0], NONE]),  # the rows' means of k1 are 0, .5, -1
     ("k1", "sequence", {"lower": -0.4, "upper": 0.6}, [ALL, ALL, NONE, NONE]),
     ("k1", "max", {"upper": 1.0}, [ALL, NONE, [1, 1, 0], NONE]),
     ("k1", "max", {"lower": -0.6, "upper": 2.0}, [ALL, ALL, NONE, NONE]),
     ("k2", "token", {"upper": 0.3}, [ALL, [0, 1, 1], NONE, NONE]),
-    ("k2", "sequence", {"upper": 0.4}, [ALL, ALL, NONE, NONE]),  # means .083, .375, .5
+    ("k2", "sequence", {"upper": 0.4}, [ALL, ALL, NONE, NONE]),  # the rows' means of k2 are .083, .375, .5
     ("k2", "max", {"upper": 1.0}, [ALL, NONE, [1, 1, 0], NONE]),
     ("k3", "token", {"upper": 0.72}, [ALL, [0, 1, 1], [1, 1, 0], NONE]),
-    ("k3", "sequence", {"upper": 0.3}, [ALL, ALL, NONE, NONE]),  # means .085, .241, .718
+    ("k3", "sequence", {"upper": 0.3}, [ALL, ALL, NONE, NONE]),  # the rows' means of k3 are .085, .241, .718
     ("k3", "max", {"upper": 0.72}, [ALL, NONE, [1, 1, 0], NONE]),
     ("abs", "token", {"upper": 0.4}, [[0, 0, 1], [0, 1, 1], NONE, NONE]),
-    ("abs", "sequence", {"upper": 0.4}, [ALL, NONE, NONE, NONE]),  # means .333, .5, 1
+    ("abs", "sequence", {"upper": 0.4}, [ALL, NONE, NONE, NONE]),  # the rows' means of |d| are .333, .5, 1
     ("abs", "max", {"upper": 1.2}, [ALL, NONE, [1, 1, 0], NONE]),
 ]
 
@@ -287,13 +290,13 @@ def test_D8_where_engine_and_actor_agree_even_bounds_of_zero_reject_nothing(kl_e
     assert all(value.item() == 0 for value in metrics.values())
 
 
-#  row 1 is far; its mean advantage decides, and a masked slot's does not
+# row 1 exceeds the bound; its mean advantage over unmasked tokens decides whether it is dropped
 @pytest.mark.parametrize(
     ("advantages", "by_row", "by_token"),
     [
-        ([-1.0, 2.0, -2.0], NONE, [0, 1, 1]),  # mean -1/3; the far token is bad
+        ([-1.0, 2.0, -2.0], NONE, [0, 1, 1]),  # mean advantage -1/3; the distant token has a negative advantage
         ([-1.0, 2.0, 0.0], ALL, [0, 1, 1]),  # mean 1/3
-        ([2.0, -1.0, -2.0], NONE, ALL),  # mean -1/3; the far token is good
+        ([2.0, -1.0, -2.0], NONE, ALL),  # mean advantage -1/3; the distant token has a positive advantage
         ([0.0, 0.0, 0.0], ALL, ALL),
     ],
 )
@@ -303,7 +306,8 @@ def test_with_advantages_only_what_is_bad_is_rejected(advantages, by_row, by_tok
         upper = 0.4 if level == "sequence" else 1.0
         mask, metrics = reject(advantages=columns, kl_estimator="k1", level=level, lower=-0.6, upper=upper)
         assert mask.int().tolist() == [ALL, expected, [1, 1, 0], NONE]
-        assert metrics["outside_fraction"].item() == (3 if level == "token" else 5)  # rows 1 and 2, kept or not
+        # rows 1 and 2 are outside the bound, whether or not they are kept
+        assert metrics["outside_fraction"].item() == (3 if level == "token" else 5)
         assert metrics["dropped_fraction"].item() == 3 - sum(expected)
 
 
@@ -429,11 +433,12 @@ def test_B2_D9_the_diagnostics_are_finite_detached_and_blind_to_masked_slots(dty
 
 
 def test_the_effective_sample_size_by_hand():
-    assert effective_sample_size(4.0, 10.0, 2) == pytest.approx(0.8)  # weights 1 and 3
-    assert effective_sample_size(1.0, 1.0, 4) == 0.25  # one sample counts, three do not
-    assert effective_sample_size(7.0, 7.0, 7) == 1  # all weights 1
-    assert effective_sample_size(0.0, 0.0, 0) == 1  # no sample at all
-    assert effective_sample_size(3.0, 3.0, 1) == 1  # what rounding could not do is cut as well
+    assert effective_sample_size(4.0, 10.0, 2) == pytest.approx(0.8)  # the two weights are 1 and 3
+    assert effective_sample_size(1.0, 1.0, 4) == 0.25  # one sample has all the weight, and three have none
+    assert effective_sample_size(7.0, 7.0, 7) == 1  # all seven weights are 1
+    assert effective_sample_size(0.0, 0.0, 0) == 1  # there is no sample at all
+    # an impossible value is clipped to 1 too, although rounding could not cause it
+    assert effective_sample_size(3.0, 3.0, 1) == 1
     four, ten = torch.tensor(4.0, dtype=torch.float64), torch.tensor(10.0, dtype=torch.float64)
     assert effective_sample_size(four, ten, torch.tensor(2)).item() == pytest.approx(0.8)
     assert effective_sample_size(0 * four, 0 * ten, torch.tensor(0)) == 1

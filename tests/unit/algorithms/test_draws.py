@@ -3,12 +3,12 @@ import torch
 from rltrain.algorithms import uniform_draws
 from rltrain.algorithms.draws import stream_draws
 
-# The first output of SplitMix64 from state 0, as its authors' program prints it.
+# The first output of SplitMix64 from state 0, as printed by its authors' reference program.
 FIRST_OUTPUT = 0xE220A8397B1DCDAF
 
 
 def splitmix(state):
-    """SplitMix64's output from `state`, in Python's own integers."""
+    """Return SplitMix64's output for `state`, computed with Python integers."""
     state = (state + 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
@@ -62,7 +62,7 @@ def test_a_draw_does_not_depend_on_the_lengths_of_other_rows():
 
 def test_a_draw_depends_on_each_of_its_four_keys():
     here = draws(4, 4, seed=5, step=6)
-    assert len(set(here.tolist())) == 8  # by row and by token
+    assert len(set(here.tolist())) == 8  # draws differ between rows and between tokens
     for other in (draws(4, 4, seed=6, step=6), draws(4, 4, seed=5, step=7), draws(4, 4, seed=6, step=5)):
         assert not set(here.tolist()) & set(other.tolist())
 
@@ -78,10 +78,11 @@ def test_draws_are_uniform_and_neighbours_by_any_key_are_independent():
     field = draws(*[tokens] * rows).view(rows, tokens)
     assert field.min() >= 0
     assert field.max() < 1
-    assert 50 < chi_square(field.flatten()) < 160  # 99 degrees of freedom: mean 99, standard deviation 14
+    # chi-square with 99 degrees of freedom: mean 99, standard deviation 14
+    assert 50 < chi_square(field.flatten()) < 160
     later = draws(*[tokens] * rows, step=1).view(rows, tokens)
     other = draws(*[tokens] * rows, seed=1).view(rows, tokens)
     for one, two in ((field[1:], field[:-1]), (field[:, 1:], field[:, :-1]), (field, later), (field, other)):
         correlation = torch.corrcoef(torch.stack([one.flatten(), two.flatten()]))[0, 1]
-        assert correlation.abs() < 0.015  # standard deviation 1 / sqrt(100 000) = 0.003
+        assert correlation.abs() < 0.015  # the correlation's standard deviation is 1 / sqrt(100 000) = 0.003
         assert 50 < chi_square((one + two).remainder(1).flatten()) < 160

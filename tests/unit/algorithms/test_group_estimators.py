@@ -17,7 +17,7 @@ def tensor(*values):
 
 
 def rows(scores, uid, valid=None, lengths=None):
-    """Columns of an outcome estimator: each row's score on its last trained token."""
+    """Return the columns of an outcome estimator, with each row's score on its last trained token."""
     lengths = lengths or [3] * len(scores)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rewards = torch.full(mask.shape, torch.nan, dtype=torch.float64).masked_fill(mask, 0)
@@ -30,7 +30,7 @@ def per_row(function, *columns, **knobs):
 
 
 def parts(batch):
-    """Scores, lengths and peers of each row that counts, written out."""
+    """Return the scores, lengths and group peers of the rows that count, from plain loops."""
     mask, uid = batch["response_mask"], batch["uid"].tolist()
     counted = [bool(batch["valid"][i] and mask[i].any()) for i in range(8)]
     scores = [float(batch["token_level_rewards"][i][mask[i]].sum()) for i in range(8)]
@@ -49,7 +49,7 @@ def outcome_columns(batch):
 
 def test_opo_on_a_case_worked_by_hand():
     columns = rows([1.0, 5.0, 9.0, 2.0], [0, 0, 3, 0], [True, True, True, False], lengths=[3, 1, 2, 2])
-    # group 0: (3 * 1 + 1 * 5) / 4 = 2; row 2 is alone, row 3 does not count
+    # group 0 has the baseline (3 * 1 + 1 * 5) / 4 = 2; row 2 is alone in its group, and row 3 does not count
     assert torch.equal(per_row(opo, *columns), tensor(-1, 3, 0, 0))
 
 
@@ -71,7 +71,7 @@ def test_opo_with_equal_lengths_is_the_deviation_from_the_mean():
 
 def test_gpg_on_a_case_worked_by_hand():
     columns = rows([1, 3, 4, 4, 4, 7, 100], [0, 0, 1, 1, 1, 2, 0], [True] * 6 + [False])
-    # six rows count, and two of them are in a group that varies: alpha 3
+    # of six counted rows, two are in a group with differing scores, so alpha = 6 / 2 = 3
     assert torch.equal(per_row(gpg, *columns), tensor(-3, 3, 0, 0, 0, 0, 0))
     assert torch.equal(per_row(gpg, *columns, norm_factor=2.0), tensor(-1.5, 1.5, 0, 0, 0, 0, 0))
 
@@ -90,7 +90,7 @@ def test_the_gradient_of_gpg_does_not_shrink_with_groups_that_teach_nothing():
     alone = per_row(gpg, *rows([1, 3], [0, 0]))
     beside = per_row(gpg, *rows([1, 3, 4, 4], [0, 0, 1, 1]))
     assert beside.sum() == alone.sum() == 0
-    assert torch.equal(beside[:2] / 4, alone / 2)  # a mean over the rows
+    assert torch.equal(beside[:2] / 4, alone / 2)  # the loss is a mean over rows, of which there are twice as many
 
 
 @pytest.mark.parametrize("norm_factor", [0.0, -1.0, NAN, torch.inf])
@@ -103,7 +103,8 @@ def test_grpo_passk_on_a_case_worked_by_hand():
     columns = rows([1, 2, 5, 4, 4, 9, 50, -3, -1], [0, 0, 0, 1, 1, 2, 0, 3, 3], [True] * 6 + [False] + [True] * 2)
     raw = per_row(grpo_passk, *columns, norm_by_std=False)
     assert torch.equal(raw, tensor(0, 0, 3, 0, 0, 0, 0, 0, 2))
-    stds = [(13 / 3) ** 0.5, 2**0.5]  # 1, 2, 5 about 8/3: (25 + 4 + 49) / 9 / 2; -3, -1 about -2: 2 / 1
+    # variances: 1, 2, 5 around 8/3 have (25 + 4 + 49) / 9 / 2; -3, -1 around -2 have 2 / 1
+    stds = [(13 / 3) ** 0.5, 2**0.5]
     wanted = tensor(0, 0, 3 / (stds[0] + 1e-6), 0, 0, 0, 0, 0, 2 / (stds[1] + 1e-6))
     assert torch.allclose(per_row(grpo_passk, *columns), wanted, rtol=1e-12)
 
@@ -133,11 +134,11 @@ def gdpo_columns(components, uid, valid=None):
 
 
 def test_gdpo_on_a_case_worked_by_hand():
-    # each component of a pair is 1/sqrt 2 away from its mean in std, whatever its scale
+    # in a pair, each component is 1/sqrt 2 stds away from its mean, whatever its scale
     columns = gdpo_columns([[0, 10], [1, 30], [5, 7], [5, 6], [99, 99]], [0, 0, 1, 1, 0], [True] * 4 + [False])
     away = [0.5 / (0.5**0.5 + 1e-6), 10 / (200**0.5 + 1e-6), 0.5 / (0.5**0.5 + 1e-6)]
     sums = tensor(-away[0] - away[1], away[0] + away[1], away[2], -away[2])
-    std = (sums.square().sum() / 3).sqrt()  # their mean is 0
+    std = (sums.square().sum() / 3).sqrt()  # the sums have mean 0
     wanted = torch.cat([sums / (std + 1e-6), torch.zeros(1)])
     assert torch.allclose(per_row(gdpo, *columns), wanted, rtol=1e-12)
 

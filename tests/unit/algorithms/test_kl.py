@@ -30,7 +30,8 @@ def reverse(pi, ref):
 DIVERGENCES = {
     "reverse": reverse,
     "forward": lambda pi, ref: reverse(ref, pi),
-    "variation": lambda pi, ref: (pi.exp() - ref.exp()).abs().sum(),  # twice the total variation
+    # the L1 distance, which is twice the total variation
+    "variation": lambda pi, ref: (pi.exp() - ref.exp()).abs().sum(),
     "mean k2": lambda pi, ref: (pi.exp() * (pi - ref).square() / 2).sum(),
     "mean abs": lambda pi, ref: (pi.exp() * (pi - ref).abs()).sum(),
 }
@@ -45,7 +46,7 @@ FROM_OLD = {
 
 
 def expected_gradient(name, theta, ref, old=None):
-    """Mean of the gradient of the estimator over every token, drawn from `old` if given, else from pi itself."""
+    """Return the estimator's gradient averaged over all tokens drawn from `old` if given, else from pi itself."""
     pi = theta.log_softmax(-1)
     estimate = kl_estimate(pi, ref, name, old_log_probs=old)
     sampler = pi if old is None else old
@@ -57,7 +58,7 @@ def test_each_estimator_on_a_case_worked_by_hand(name):
     pi = torch.tensor([[0.25, 0.5]], dtype=torch.float64).log()
     ref = torch.tensor([[0.5, 0.25]], dtype=torch.float64).log()
     assert kl_estimate(pi, ref, name).tolist()[0] == pytest.approx(VALUES[name.rstrip("+")], rel=1e-12)
-    old = torch.tensor([[0.125, 0.5]], dtype=torch.float64).log()  # ratios 2 and 1
+    old = torch.tensor([[0.125, 0.5]], dtype=torch.float64).log()  # pi / pi_old is 2 and 1
     weighted = kl_estimate(pi, ref, name, old_log_probs=old).tolist()[0]
     first, second = VALUES[name.rstrip("+")]
     assert weighted == pytest.approx([2 * first, second], rel=1e-12)
@@ -94,7 +95,7 @@ def test_D6_times_the_ratio_it_is_that_of_samples_from_an_older_policy(name, see
     ("name", "weighted"), [*((name, False) for name in FROM_PI), *((name, True) for name in FROM_OLD)]
 )
 def test_D4_a_step_lowers_the_divergence_that_the_docstring_names(name, weighted):
-    """Every estimator but k1 alone, which names none."""
+    """Each estimator names the divergence that its gradient lowers, except k1 without importance weights."""
     theta, ref = logits(0).requires_grad_(), logits(1).log_softmax(-1)
     old = logits(2).log_softmax(-1) if weighted else None
     divergence = DIVERGENCES[(FROM_OLD if weighted else FROM_PI)[name]]
@@ -128,7 +129,8 @@ def test_gradients_of_the_plain_estimators_pass_gradcheck(name, make_batch):
     batch = make_batch()
     log_probs = batch["log_probs"].requires_grad_()
     ref, old = batch["ref_log_probs"], batch["old_log_probs"]
-    ref = log_probs.detach() + (ref - log_probs.detach()).clamp(-2.5, 2.5)  # at the bound of k3 there is no gradient
+    # distances are clamped, since k3 has no gradient at its bound
+    ref = log_probs.detach() + (ref - log_probs.detach()).clamp(-2.5, 2.5)
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name), log_probs)
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name, old_log_probs=old), log_probs)
 
@@ -164,7 +166,7 @@ def test_where_an_input_is_broken_the_estimate_is_nan_and_no_gradient_goes_back(
     estimate = kl_estimate(new, ref - 0.5, "k1", old_log_probs=old)
     (gradient,) = torch.autograd.grad(estimate.nansum(), new)
     assert estimate.isnan().tolist() == [[False, True]]
-    assert gradient.tolist() == [[1.5, 0.0]]  # (r d)' = r (1 + d)
+    assert gradient.tolist() == [[1.5, 0.0]]  # with the importance ratio r, (r d)' = r (1 + d)
 
 
 def test_the_reference_and_the_old_policy_get_no_gradient():
@@ -207,12 +209,12 @@ def test_D5_the_coefficient_in_the_loss_acts_in_proportion(name, weighted, make_
 
 
 def one_step_of_grpo(name, kl_coef):
-    """Loss, its gradient, and the parts, on policy with two whole groups, rows of 3, 1, 2 and 4 tokens."""
+    """Return loss, gradient and inputs of one on-policy step on two whole groups, with rows of 3, 1, 2 and 4 tokens."""
     mask = torch.arange(4) < torch.tensor([[3], [1], [2], [4]])
     generator = torch.Generator().manual_seed(0)
     old, ref = (-torch.rand(4, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     scores = torch.zeros(4, 4, dtype=torch.float64)
-    scores[:, 0] = torch.tensor([1.0, 0.0, 0.3, 2.0])  # groups {0, 2} and {1, 3}
+    scores[:, 0] = torch.tensor([1.0, 0.0, 0.3, 2.0])  # the groups are rows {0, 2} and {1, 3}
     uid, valid = torch.tensor([7, 3, 7, 3]), torch.ones(4, dtype=torch.bool)
     advantages, _ = ADVANTAGE_ESTIMATORS.get("grpo")(scores, mask, uid, valid)
     log_probs = old.clone().requires_grad_()
@@ -227,12 +229,12 @@ def one_step_of_grpo(name, kl_coef):
 def test_D7_on_policy_grpo_with_whole_groups_has_the_loss_beta_times_kl(name):
     loss, _, advantages, old, ref, mask = one_step_of_grpo(name, 0.04)
     per_row = [kl_estimate(old[i], ref[i], name)[mask[i]].mean().item() for i in range(4)]
-    assert advantages.abs().max() > 0.5  # the advantages are there, and cancel
+    assert advantages.abs().max() > 0.5  # advantages are not 0, but their losses cancel
     assert loss == pytest.approx(0.04 * sum(per_row) / 4, rel=1e-10)
 
 
 def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
-    """arXiv 2402.03300: -(A + beta (pi_ref / pi - 1)) grad log pi, over the row's tokens and the rows."""
+    """arXiv 2402.03300: the gradient is the mean of -(A + beta (pi_ref / pi - 1)) grad log pi over tokens, then rows."""
     _, gradient, advantages, old, ref, mask = one_step_of_grpo("k3", 0.04)
     for i, t in mask.nonzero().tolist():
         push = advantages[i, t].item() + 0.04 * (math.exp(ref[i, t] - old[i, t]) - 1)
@@ -240,7 +242,7 @@ def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
     assert (gradient[~mask] == 0).all()
 
 
-# d = log pi - log ref, k3 and its gradient 1 - e^-d: below the bound of 10 as it is, from there on 10 and 0
+# d = log pi - log ref, k3, its gradient 1 - e^-d: exact while k3 is below 10, then 10 and 0
 BOUNDED_K3 = [
     (-1000.0, 10.0, 0.0),
     (-12.0, 10.0, 0.0),
@@ -274,7 +276,10 @@ def test_k3_plus_reports_at_most_10_and_keeps_the_gradient_of_k2(distance, value
 def test_k3_times_the_ratio_has_no_gradient_through_the_ratio_either_where_k3_is_at_its_bound(
     distance, value, gradient
 ):
-    """With r = 2 the gradient is r d. At the bound r times 10 would drive log pi away from the reference."""
+    """The importance ratio is r = 2, and the gradient is r d with d = log pi - log ref.
+
+    At k3's bound of 10, a gradient of the ratio r times 10 would drive log pi away from the reference.
+    """
     log_probs = torch.tensor([distance], dtype=torch.float64, requires_grad=True)
     old = log_probs.detach() - LOG2
     estimate = kl_estimate(log_probs, torch.zeros(1, dtype=torch.float64), "k3", old_log_probs=old)

@@ -1,4 +1,4 @@
-"""H1: every knob of everything that is registered acts."""
+"""H1: every knob of every registered function has an effect."""
 
 import pytest
 import torch
@@ -23,16 +23,17 @@ CASES = [
 
 
 def another(default):
-    """Another value for a knob, of its default's type."""
+    """Return a value of the default's type that differs from the default."""
     if isinstance(default, tuple):
-        return (1.0, 3.0)  # a weight for each of the two components
+        return (1.0, 3.0)  # one weight for each of the two reward components
     return (not default) if isinstance(default, bool) else 0.8 * default
 
 
 @pytest.mark.parametrize(("registry", "name", "knob"), CASES, ids=[f"{n}-{k}" for _, n, k in CASES])
 def test_H1_every_knob_of_every_registered_function_changes_its_output(registry, name, knob, make_batch, call):
     function, batch = registry.get(name), make_batch(length=64, spread=1.0)
-    batch["log_probs"][::2] = batch["old_log_probs"][::2] + 1e-2 * batch["values"][::2]  # rows near the old policy too
+    # every second row is near the old policy
+    batch["log_probs"][::2] = batch["old_log_probs"][::2] + 1e-2 * batch["values"][::2]
     before, _ = call(function, batch)
     after, _ = call(function, batch, **{knob: another(knobs_of(function)[knob])})
     assert not torch.allclose(before, after, rtol=1e-9, atol=1e-12)

@@ -9,7 +9,7 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 vanilla = POLICY_LOSSES.get("vanilla")
 gspo = POLICY_LOSSES.get("gspo")
 
-# What a loss does with its column `selected` -> what the column must hold for the loss to be the whole gradient, why
+# Use of the column `selected` -> the values with which the loss is the whole gradient, and the reason
 SELECTED = {
     None: (True, "no column"),
     "dropped": (False, "selects nothing, for it drops what it selects"),
@@ -28,7 +28,7 @@ LOSSES = [
 
 
 def columns(ratios, advantages, mask=None):
-    """log_probs (a leaf), old_log_probs, advantages, mask for the given ratios (B, T)."""
+    """Return log_probs (a leaf), old_log_probs, advantages and mask for the given ratios (B, T)."""
     ratios, advantages = (torch.tensor(values, dtype=torch.float64) for values in (ratios, advantages))
     old = torch.full_like(ratios, -2.0)
     mask = torch.ones_like(ratios) if mask is None else torch.tensor(mask)
@@ -48,7 +48,7 @@ def test_a_loss_says_whether_its_gradient_depends_on_the_old_policy(name, make_b
     assert same is not POLICY_LOSSES.metadata(name).get("uses_ratio", True)
 
 
-# ratio, advantage, loss, gradient with respect to log pi, counted in clip_fraction, in clip_fraction_c
+# vanilla cases: ratio, advantage, loss, gradient with respect to log pi, counts in clip_fraction and clip_fraction_c
 VANILLA = [
     (1.0, 2.0, -2.0, -2.0, 0, 0),
     (1.1, 2.0, -2.2, -2.2, 0, 0),
@@ -69,7 +69,7 @@ def test_D2_the_clipped_loss_and_its_gradient_by_hand(ratio, advantage, loss, gr
     losses, metrics = vanilla(*args, clip_ratio_low=0.1, clip_ratio_high=0.28, clip_ratio_c=4.0)
     (actual,) = torch.autograd.grad(losses.sum(), args[0])
     assert losses.item() == pytest.approx(loss, rel=1e-12, abs=1e-15)
-    assert actual.item() == pytest.approx(gradient, rel=1e-12, abs=0)  # where it is 0 it is exactly 0
+    assert actual.item() == pytest.approx(gradient, rel=1e-12, abs=0)  # a gradient of 0 is exactly 0
     assert metrics["clip_fraction"].item() == clipped
     assert metrics["clip_fraction_c"].item() == clipped_c
     assert metrics["ratio_mean"].item() == pytest.approx(ratio)
@@ -85,7 +85,7 @@ def test_metrics_are_sums_over_trained_tokens():
 
 
 def paper_ppo(log_probs, old, advantages, low, high, c):
-    """Equation by equation, one token at a time."""
+    """Compute PPO's loss equation by equation, one token at a time."""
     losses = torch.empty_like(log_probs)
     for index in torch.cartesian_prod(*map(torch.arange, log_probs.shape)):
         i = tuple(index)
@@ -118,7 +118,7 @@ def test_a_dual_clip_that_acts_at_ratio_one_is_refused(c):
 
 
 def test_gspo_on_a_case_worked_by_hand():
-    # row 0: ratios 2 and 8 have the geometric mean 4; row 1: 2 alone, its second token is masked
+    # row 0: ratios 2 and 8 have the geometric mean 4; row 1: the mean is 2, since its second token is masked
     args = columns([[2.0, 8.0], [2.0, 50.0]], [[-1.0, -1.0], [1.0, 1.0]], [[1, 1], [1, 0]])
     losses, metrics = gspo(*args, clip_ratio_low=0.5, clip_ratio_high=0.5)
     (gradient,) = torch.autograd.grad(losses.sum(), args[0])
@@ -147,8 +147,8 @@ def test_D3_the_token_form_of_gspo_is_the_sequence_form_times_the_length_for_lus
     assert token_loss.item() == pytest.approx(sequence_loss.item(), rel=1e-12)
     assert torch.allclose(token_gradient, gradient, rtol=1e-10, atol=1e-14)
     zero = (gradient == 0).all(-1)
-    assert zero[mask.any(-1)].any()  # some row is clipped
-    assert not zero.all()  # and some is not
+    assert zero[mask.any(-1)].any()  # at least one row is clipped
+    assert not zero.all()  # at least one row is not clipped
 
 
 def test_D2_gspo_with_token_advantages_has_the_gradient_of_its_token_form(make_batch):
@@ -248,5 +248,6 @@ def test_D9_one_token_far_away_leaves_the_gradient_of_its_gspo_row_to_the_others
     log_probs = torch.tensor([[1e3, -1.0, -20.0]], dtype=torch.float64, requires_grad=True)
     losses, _ = gspo(log_probs, torch.zeros(1, 3).double(), -torch.ones(1, 3).double(), torch.ones(1, 3))
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
-    assert gradient[0, 0].item() == 0  # its log-ratio counts as 20
-    assert losses[0].tolist() == pytest.approx([1 - 3e-4] * 3)  # exp((20 - 1 - 20) / 3) is clipped from below
+    assert gradient[0, 0].item() == 0  # the token's log-ratio is clamped to 20
+    # the geometric mean exp((20 - 1 - 20) / 3) is clipped from below
+    assert losses[0].tolist() == pytest.approx([1 - 3e-4] * 3)

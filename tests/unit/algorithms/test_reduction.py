@@ -1,4 +1,4 @@
-"""A: what a mini-batch's gradient may not depend on, for every loss x aggregation mode x term."""
+"""A: changes that must not affect a mini-batch's gradient, for every loss x aggregation mode x loss term."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ VOCABULARY = 5
 
 @pytest.fixture
 def batch(make_batch):
-    """The columns, and logits whose chosen tokens' log-probs a loss sees."""
+    """Return the columns, with logits whose log-probs at the chosen tokens are the input of a loss."""
     batch = make_batch(seed=1)
     generator = torch.Generator().manual_seed(2)
     batch["logits"] = torch.randn(*batch["response_mask"].shape, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -32,7 +32,7 @@ def chosen(logits, responses):
 
 
 def token_terms(term, batch, call):
-    """Token losses and metrics of one term, from `batch["logits"]` (which stand in for values too)."""
+    """Return token losses and metrics of one term, computed from `batch["logits"]`, which also replace the values."""
     kind, _, name = term.partition(":")
     batch = {**batch, "log_probs": chosen(batch["logits"], batch["responses"])}
     if kind == "policy":
@@ -49,7 +49,7 @@ def token_terms(term, batch, call):
 
 
 def gradient_and_metrics(term, mode, batch, parts, call, take_rows):
-    """Sum over micro-batches `parts` (index tensors) of the gradient to all logits, and of the metrics."""
+    """Return the gradient to all logits and the metrics, summed over the micro-batches `parts` (index tensors)."""
     logits = batch["logits"].clone().requires_grad_()
     mask = batch["response_mask"]
     counts = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum(), "max_response_length": 16}
@@ -64,7 +64,7 @@ def gradient_and_metrics(term, mode, batch, parts, call, take_rows):
 
 
 def assert_equal(actual, expected):
-    assert expected.abs().max() > 1e-3  # or the comparison would say nothing
+    assert expected.abs().max() > 1e-3  # guards against comparing gradients that are all near 0
     assert (actual - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
@@ -72,7 +72,7 @@ def partitions(rows):
     yield from (torch.arange(rows).split(size) for size in range(1, rows))
     yield torch.arange(rows).split([1, 4, 3])
     yield torch.randperm(rows, generator=torch.Generator().manual_seed(0)).split([2, 5, 1])
-    yield (torch.arange(rows), torch.arange(0))  # a rank that got no rows
+    yield (torch.arange(rows), torch.arange(0))  # the second rank got no rows
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -92,7 +92,7 @@ def test_A1_any_partition_gives_the_gradient_and_the_metrics_of_the_whole(term, 
 def test_A4_rows_taken_out_of_the_mask_leave_numerator_and_denominator(term, mode, batch, call, take_rows):
     keep = torch.tensor([0, 2, 4, 5, 7])
     masked = {**batch, "response_mask": batch["response_mask"].clone()}
-    masked["response_mask"][[1, 6]] = False  # row 3 has no token anyway
+    masked["response_mask"][[1, 6]] = False  # row 3 has no trained token from the start
     alone = take_rows(batch, keep)
     with_masked, _ = gradient_and_metrics(term, mode, masked, [torch.arange(8)], call, take_rows)
     without, _ = gradient_and_metrics(term, mode, alone, [torch.arange(5)], call, take_rows)

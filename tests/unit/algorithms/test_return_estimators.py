@@ -1,4 +1,4 @@
-"""Estimators that follow the return of each token: REINFORCE, REINFORCE++ and ReMax."""
+"""Estimators based on the return of each token: REINFORCE, REINFORCE++ and ReMax."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def tensor(*values):
 
 
 def returns_oracle(rewards, mask, valid, gamma):
-    """One trained token after another, from the last."""
+    """Compute returns one trained token at a time, from the last to the first."""
     returns = torch.zeros_like(rewards)
     for row in range(len(rewards)):
         later = 0.0
@@ -32,7 +32,7 @@ def returns_oracle(rewards, mask, valid, gamma):
 
 
 def whitened_oracle(values, counted):
-    """(x - mean) / (std + 1e-6) with the sums written out, over the tokens that count."""
+    """Return (x - mean) / (std + 1e-6) over the tokens that count, with the sums written out."""
     kept = [float(x) for x, keep in zip(values.flatten(), counted.flatten(), strict=True) if keep]
     mean = sum(kept) / len(kept)
     std = (sum((x - mean) ** 2 for x in kept) / (len(kept) - 1)) ** 0.5
@@ -66,7 +66,7 @@ def test_a_discount_outside_0_to_1_is_refused(function, gamma):
 
 
 def test_reinforce_plus_plus_on_a_case_worked_by_hand():
-    # returns 1, 1, 6, 4: mean 3, squares 4 + 4 + 9 + 1 = 18, over n - 1 = 3
+    # returns 1, 1, 6, 4: mean 3, squared deviations 4 + 4 + 9 + 1 = 18, divided by n - 1 = 3
     std = 6**0.5 + 1e-6
     advantages, returns = reinforce_plus_plus(REWARDS, MASK, VALID)
     assert torch.allclose(advantages, tensor([-2 / std, 0, -2 / std], [3 / std, 1 / std, 0]), rtol=1e-12)
@@ -84,7 +84,7 @@ def test_reinforce_plus_plus_with_baseline_on_a_case_worked_by_hand():
     rewards = tensor([1.0, 0, 0], [0, 0, 3], [5.0, 0, 0])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
     advantages, returns = reinforce_plus_plus_baseline(rewards, mask, torch.tensor([4, 4, 7]), torch.ones(3))
-    # group 4: -1 on one token, +1 on three; group 7, a group of one: 0 on two. Mean 2/6, squares 4 - 4/6, over 5
+    # group 4: -1 on one token, +1 on three; group 7 (one row): 0 on two. Mean 2/6, squared deviations 4 - 4/6, over 5
     mean, std = 1 / 3, (2 / 3) ** 0.5 + 1e-6
     wanted = tensor([-1 - mean, 0, 0], [1 - mean] * 3, [-mean, -mean, 0]) / std
     assert torch.allclose(advantages, wanted, rtol=1e-12)

@@ -93,18 +93,18 @@ def test_C9_a_suppressed_row_scores_what_earning_nothing_would_and_no_more_than_
     scores, truncated = tensor(3, 3, -2, NAN), torch.tensor([False, True, True, True], dtype=dtype)
     assert suppress_truncated(scores, truncated, torch.zeros(4))[:3].tolist() == [3, 0, -2]
     assert suppress_truncated(scores, truncated, tensor(0, -0.5, -0.5, 0))[:3].tolist() == [3, -0.5, -2]
-    assert suppress_truncated(scores, truncated, torch.zeros(4))[3].isnan()  # a row without a score gets none
+    assert suppress_truncated(scores, truncated, torch.zeros(4))[3].isnan()  # a row without a score stays without one
 
 
 def suppressed(score, *, others=()):
-    """Scores [1, score, others...] of one group, and which are valid, after row 1 was truncated and suppressed."""
+    """Return scores [1, score, others...] of one group after row 1 was truncated and suppressed, and the valid rows."""
     scores = tensor(1.0, score, *others)
     truncated = torch.arange(len(scores)) == 1
     return suppress_truncated(scores, truncated, torch.zeros_like(scores)), ~truncated
 
 
 def as_batch(batch, scores, valid):
-    """The columns for a group of so many rows, whose token rewards and components are these scores."""
+    """Return the columns of one group with these scores as token rewards and components."""
     rows = len(scores)
     rewards = torch.zeros(rows, 9, dtype=torch.float64)
     rewards[:, 4] = scores
@@ -118,7 +118,7 @@ def as_batch(batch, scores, valid):
     }
 
 
-OTHERS = [(), (3.0, 0.0)]  # the contract's two rows, and two more so that something is left to compare
+OTHERS = [(), (3.0, 0.0)]  # the invariant's two rows alone, and with two more rows to normalise against
 
 
 @pytest.mark.parametrize("others", OTHERS)
@@ -142,7 +142,8 @@ def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_normalisation(
         uid = torch.zeros_like(scores).long()
         tokens = torch.ones(len(scores), 3, dtype=torch.bool)
         by_row = normalize_rewards(scores, uid, torch.ones_like(valid), counted=valid, **levels)
-        unsuppressed = tensor(1.0, score, *others)[:, None].expand(-1, 3)  # gae gives an excluded row its own credit
+        # gae keeps the own advantage of an excluded row
+        unsuppressed = tensor(1.0, score, *others)[:, None].expand(-1, 3)
         by_token = normalize_advantages(unsuppressed, tokens, uid, valid, **levels)
         results.append(torch.cat([by_row[:, None], by_token], -1)[valid])
     assert torch.equal(*results)

@@ -5,13 +5,13 @@ import torch
 
 from rltrain.algorithms import value_loss
 
-# value, old value, return, loss, gradient, counted as clipped; with a clip range of .5
+# value, old value, return, loss, gradient, counted as clipped (clip range .5)
 CASES = [
     (1.0, 1.0, 3.0, 2.0, -2.0, 0),
     (1.2, 1.0, 3.0, 1.62, -1.8, 0),
-    (2.0, 1.0, 3.0, 1.125, 0.0, 1),  # moved too far towards the return: (1.5 - 3)^2 is larger than (2 - 3)^2
-    (0.0, 1.0, 3.0, 4.5, -3.0, 0),  # moved away from it: its own error is the larger
-    (5.0, 1.0, 3.0, 2.0, 2.0, 0),  # beyond it: (5 - 3)^2 against (1.5 - 3)^2
+    (2.0, 1.0, 3.0, 1.125, 0.0, 1),  # the value moved too far towards the return: (1.5 - 3)^2 is larger than (2 - 3)^2
+    (0.0, 1.0, 3.0, 4.5, -3.0, 0),  # the value moved away from the return, so its unclipped error is larger
+    (5.0, 1.0, 3.0, 2.0, 2.0, 0),  # the value overshot the return: (5 - 3)^2 exceeds (1.5 - 3)^2
 ]
 
 

@@ -1,4 +1,4 @@
-"""Tasks beside the main coroutine, waits that end with them, and conditions on a state that changes."""
+"""Background tasks, waits that end when a task fails, and waits for a change of state."""
 
 import asyncio
 import contextvars
@@ -22,12 +22,12 @@ async def value(found):
 
 
 async def turns(count=10):
-    """Let all other tasks run until each of them waits for something that nobody does here."""
+    """Let all other tasks run until each waits for an event that only the test could cause."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-# Waits of the main coroutine
+# Waits in the main coroutine
 
 
 async def test_a_wait_returns_the_result_though_tasks_run_beside_it(tasks):
@@ -53,7 +53,7 @@ async def test_the_failure_of_a_task_ends_the_wait_and_cancels_what_was_waited_f
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # what was waited for may clean up before the error is raised
+            await asyncio.sleep(0)  # the awaited coroutine may clean up before the error is raised
             ends.append("cancelled")
 
     async def main():
@@ -138,7 +138,7 @@ async def test_a_wait_leaves_no_task_behind(tasks):
     assert asyncio.all_tasks() == before
 
 
-# The life of the tasks
+# Lifetime of the tasks
 
 
 async def test_a_task_has_its_name_and_one_that_ends_or_is_cancelled_is_no_failure(tasks):
@@ -217,7 +217,7 @@ async def test_all_who_wait_check_again_and_each_goes_on_only_when_its_own_condi
     assert log == []
     state["a"] = 1
     await turns()
-    assert log == []  # nobody has said so
+    assert log == []  # no change was announced yet
     changes.notify()
     await turns()
     assert log == [("a", 1), ("a", 1)]
@@ -235,7 +235,7 @@ async def test_a_condition_that_holds_is_not_waited_for():
     changes = Changes()
     waiting = changes.until(lambda: "there")
     with pytest.raises(StopIteration) as returned:
-        waiting.send(None)  # the first step of the coroutine is its last one
+        waiting.send(None)  # the coroutine finishes in its first step, without waiting
     assert returned.value.value == "there"
 
 
@@ -253,7 +253,7 @@ async def test_one_who_is_cancelled_takes_nothing_from_the_others():
 
 
 async def test_a_change_between_the_check_and_the_wait_is_not_missed():
-    """A signal handler can run between any two instructions, also in between."""
+    """A signal handler can run between any two instructions, also between the check and the wait."""
     changes, state = Changes(), []
 
     def checked_just_before_the_change():
@@ -275,7 +275,7 @@ async def test_changes_that_follow_each_other_before_anybody_runs_are_all_seen()
             seen.append(queue.pop(0))
 
     consumers = [asyncio.create_task(consume()) for _ in range(3)]
-    for number in range(102):  # each consumer may hold on to one more
+    for number in range(102):  # besides the queue's items, each consumer may hold one item
         queue.append(number)
         changes.notify()
         if number % 7 == 0:

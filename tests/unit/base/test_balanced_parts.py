@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rltrain.base.balanced_parts import least_largest_sum, partition, refined
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7)
-OF_A_PLAN = 1.05  # how far the largest may be above a bound below which none can be
+OF_A_PLAN = 1.05  # allowed ratio of the largest load to a lower bound on every plan
 
 
 def largest(weights, parts):
@@ -16,16 +16,16 @@ def largest(weights, parts):
 
 
 def best(weights, parts):
-    """The slow oracle: every way to give each number a part."""
+    """The slow oracle tries every assignment of the numbers to parts."""
     ways = itertools.product(range(parts), repeat=len(weights))
     return min(max(sum(w for w, p in zip(weights, way, strict=True) if p == k) for k in range(parts)) for way in ways)
 
 
 def test_exchanges_find_what_greedy_placing_misses():
-    """The heaviest first to the lighter part: 8 + 5 + 4 against 7 + 6, where 8 + 7 against the rest is even."""
+    """Greedy placing of the heaviest first gives 8 + 5 + 4 and 7 + 6, where 8 + 7 and 6 + 5 + 4 would be even."""
     weights = [8, 7, 6, 5, 4]
     assert largest(weights, partition(weights, 2)) == 15
-    assert largest([3, 3, 2, 2, 2], partition([3, 3, 2, 2, 2], 2)) == 6  # greedy placing: 7
+    assert largest([3, 3, 2, 2, 2], partition([3, 3, 2, 2, 2], 2)) == 6  # greedy placing would give 7
 
 
 @given(weights=WEIGHTS, parts=st.integers(1, 3))
@@ -33,7 +33,7 @@ def test_exchanges_find_what_greedy_placing_misses():
 def test_no_partition_is_below_the_bound_or_far_above_the_best(weights, parts):
     found, optimum = largest(weights, partition(weights, parts)), best(weights, parts)
     assert least_largest_sum(weights, parts) <= optimum <= found
-    assert 3 * found <= 4 * optimum  # the bound of greedy placing, which exchanges keep
+    assert 3 * found <= 4 * optimum  # exchanges keep the 4/3 bound of greedy placing
 
 
 @given(weights=st.lists(st.integers(1, 10**6), min_size=1, max_size=60), parts=st.integers(1, 12))
@@ -60,7 +60,7 @@ def test_no_part_holds_more_than_it_has_room_for_whatever_the_weights_ask(data, 
     weights = data.draw(st.lists(st.integers(1, 99), min_size=len(sizes), max_size=len(sizes)))
     found = partition(weights, parts, sizes=sizes, room=room)
     if found is None:
-        assert sum(sizes) > parts * (room - max(sizes))  # it was tight: each part was fuller than that
+        assert sum(sizes) > parts * (room - max(sizes))  # no plan was found only because every part was nearly full
     else:
         assert all(sum(sizes[index] for index in part) <= room for part in found)
         assert sorted(index for part in found for index in part) == list(range(len(sizes)))
@@ -74,14 +74,14 @@ def test_exchanges_start_from_any_parts_and_leave_those_that_they_were_given():
 
 
 def works(source, rows, square):
-    """Rows of 32 to 512 tokens, log-uniform; at 512 attention is `square` times the rest."""
+    """Return the work of rows of 32 to 512 tokens, log-uniform; at 512 tokens, attention is `square` times the rest."""
     lengths = [int(32 * 16 ** source.random()) for _ in range(rows)]
     return [1000 * length + int(square * 1000 / 512 * length**2) for length in lengths]
 
 
 @pytest.mark.parametrize(("rows", "bound"), [((8, 32), OF_A_PLAN), ((4, 8), OF_A_PLAN), ((1, 4), 4 / 3)])
 def test_of_random_plans_the_largest_load_is_near_what_no_plan_can_be_below(rows, bound):
-    """With 8 rows a rank and more that is the larger of the mean and the heaviest row; with fewer, rows must share."""
+    """The bound is max(mean, heaviest row) from 8 rows per rank on; with fewer rows, some must share a rank."""
     source = random.Random(0)
     for _ in range(300):
         ranks = source.choice((2, 3, 4, 8, 16))

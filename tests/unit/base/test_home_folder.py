@@ -12,15 +12,15 @@ import pytest
 from rltrain.base.home_folder import ensure_home
 
 VARIABLES = ("HOME", "HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR")
-NOT_WRITABLE = "/proc/self"  # for root too
+NOT_WRITABLE = "/proc/self"  # a folder that not even root can write to
 NOT_THERE = "/proc/no/such/folder"
 
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """No variable is set, and this is the folder of temporary files."""
+    """Unset the home-folder variables, and use this folder for temporary files."""
     for variable in VARIABLES:
-        monkeypatch.setenv(variable, "")  # so that it is put back, whatever sets it
+        monkeypatch.setenv(variable, "")  # makes monkeypatch restore the variable, whoever sets it later
         monkeypatch.delenv(variable)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
@@ -51,7 +51,7 @@ def test_a_user_whom_the_system_does_not_know_gets_a_private_folder(temporary, m
     assert private.stat().st_mode & 0o777 == 0o700
     assert Path.home() == private
     monkeypatch.delenv("HOME")
-    assert changed() == {"HOME": str(private)}  # the same one: it holds caches
+    assert changed() == {"HOME": str(private)}  # the private folder is reused, since it holds caches
 
 
 @pytest.mark.parametrize("home", [NOT_THERE, "/" + "x" * 300, "/dev/null"])

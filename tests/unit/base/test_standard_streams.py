@@ -24,7 +24,7 @@ open(sys.argv[1], "w").write(f"{sys.stdout.isatty()} {sys.stdout.fileno()}")
 
 
 def python(*arguments, **options):
-    """Run Python in a process of its own; returns it, ended."""
+    """Run Python in a process of its own, wait for its end, and return it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, *arguments], env=environment, stderr=options.pop("stderr", subprocess.PIPE), text=True,
@@ -36,7 +36,7 @@ def python(*arguments, **options):
 
 @pytest.fixture
 def nobody():
-    """The writing end of a pipe that nobody reads."""
+    """Yield the writing end of a pipe whose reading end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer

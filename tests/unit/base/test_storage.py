@@ -1,4 +1,4 @@
-"""Paths that users name."""
+"""Storage paths that users give in the config."""
 
 import os
 import pwd

@@ -24,7 +24,7 @@ def example() -> DataProto:
 
 
 def plain(batch: DataProto) -> dict:
-    """All that a batch holds, as lists."""
+    """Return everything that a batch holds, as lists."""
     columns = {key: batch.batch[key] for key in batch.batch.keys()}  # noqa: SIM118
     found = {key: [r.tolist() for r in c.unbind()] if c.is_nested else c.tolist() for key, c in columns.items()}
     kinds = {key: (c.is_nested, c.dtype) for key, c in columns.items()}
@@ -33,7 +33,7 @@ def plain(batch: DataProto) -> dict:
 
 
 def rows_of(batch: DataProto) -> list[tuple]:
-    """The batch row by row, each a tuple that can be compared: an oracle that knows nothing of offsets."""
+    """Return the batch row by row as comparable tuples, an oracle that does not use offsets."""
     content = plain(batch)
     keys = sorted(content["tensors"]), sorted(content["others"])
     return [
@@ -47,13 +47,13 @@ def shares_one_offsets_object(batch: DataProto) -> bool:
 
 
 def sent(batch: DataProto) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """What is written of a batch, and the memory that goes out of band."""
+    """Return the pickled stream of a batch, and its out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     return pickle.dumps(batch, protocol=5, buffer_callback=buffers.append), buffers
 
 
 def received(batch: DataProto) -> DataProto:
-    """The batch as another process gets it from shared memory: pickle 5, the buffers read-only and out of band."""
+    """Return the batch as another process receives it from shared memory: pickle 5 with read-only external buffers."""
     stream, buffers = sent(batch)
     return pickle.loads(stream, buffers=[bytes(buffer.raw()) for buffer in buffers])
 
@@ -313,7 +313,7 @@ CALLS = {
 
 
 def zero(batch: DataProto) -> None:
-    """Overwrite all of it in place."""
+    """Overwrite all values of the batch in place."""
     for column in batch.batch.values():
         (column.values() if column.is_nested else column).zero_()
     for objects in batch.non_tensor_batch.values():
@@ -338,7 +338,8 @@ def test_no_public_method_is_left_out_of_that():
 
 def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
     stream, buffers = sent(example())
-    store = [bytearray(buffer.raw()) for buffer in buffers]  # writable: a write through it would be seen, not refused
+    # writable memory, so that a stray write is noticed instead of refused
+    store = [bytearray(buffer.raw()) for buffer in buffers]
     first, second = (pickle.loads(stream, buffers=store) for _ in range(2))
     zero(first)
     first.offsets("responses").zero_()
@@ -348,7 +349,7 @@ def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
 def test_a_received_batch_does_not_alias_the_sender():
     batch = example()
     stream, buffers = sent(batch)
-    copy = pickle.loads(stream, buffers=buffers)  # the sender's own memory, as between threads of one process
+    copy = pickle.loads(stream, buffers=buffers)  # shares the sender's memory, as between threads of one process
     for tensor in (copy.values("responses"), copy.batch["uid"], copy.offsets("prompts")):
         tensor.zero_()
     assert plain(batch) == plain(example())

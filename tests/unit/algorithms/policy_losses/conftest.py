@@ -1,4 +1,4 @@
-"""One token by hand, and a whole batch against a slow oracle."""
+"""Policy losses are tested on single tokens computed by hand, and on a whole batch against a slow oracle."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from rltrain.algorithms import POLICY_LOSSES
 
 
 def evaluate(name, log_probs, old, advantages, mask, selected, **knobs):
-    """Losses, gradient of their sum with respect to log pi, metrics as numbers."""
+    """Return the losses, the gradient of their sum with respect to log pi, and the metrics as numbers."""
     log_probs = log_probs.clone().requires_grad_()
     columns = [log_probs, old, advantages, mask, *([] if selected is None else [selected])]
     losses, metrics = POLICY_LOSSES.get(name)(*columns, **knobs)
@@ -31,7 +31,8 @@ def by_hand():
 def against(make_batch):
     """Compare losses and gradient with `oracle(log pi, log pi_old, A, selected, row, t) -> (loss, gradient)`.
 
-    The row is (log r, A) of its trained tokens. The oracle also gives a word for the branch it took: all are returned.
+    The oracle's argument `row` lists (log r, A) of the row's trained tokens. The oracle also names the branch that it
+    took for a token, and the set of all branches is returned.
     """
 
     def run(name, oracle, *, selected=False, spread=1.0, length=16, **knobs):

@@ -4,7 +4,7 @@ import pytest
 
 
 def gate(r, tau):
-    """f, f' and the weight f' has lost, from the exponential."""
+    """Return f, f' and the weight that f' has lost, computed with the exponential function."""
     p = 1 / (1 + math.exp(-tau * (r - 1)))
     return p * 4 / tau, 4 * p * (1 - p)
 

@@ -6,7 +6,7 @@ import pytest
 
 
 def clipped(r, a, low, high, c=math.inf):
-    """PPO's loss with the dual clip, its gradient with respect to log pi."""
+    """Return PPO's loss with the dual clip, and its gradient with respect to log pi."""
     objective = min(r * a, min(max(r, 1 - low), 1 + high) * a)
     if a < 0 and objective < c * a:
         return -c * a, 0.0
@@ -15,7 +15,7 @@ def clipped(r, a, low, high, c=math.inf):
 
 @pytest.mark.parametrize("name", ["clip_cov", "top_entropy"])
 def test_D2_tokens_left_out_have_no_loss_and_no_gradient_and_are_not_counted_as_clipped(name, by_hand):
-    out = name == "clip_cov"  # drops what is selected; top_entropy drops the rest
+    out = name == "clip_cov"  # clip_cov drops the selected tokens; top_entropy drops all other tokens
     selected = [[out, not out, not out, not out], [not out, out, out, out]]
     ratios, advantages = [[1.0, 1.1, 1.5, 0.5]] * 2, [[2.0, 2.0, 2.0, -2.0]] * 2
     mask = [[1, 1, 1, 1], [1, 1, 1, 0]]
@@ -25,7 +25,8 @@ def test_D2_tokens_left_out_have_no_loss_and_no_gradient_and_are_not_counted_as_
     assert gradient.tolist() == [pytest.approx(row, rel=1e-12, abs=0) for row in slopes]
     assert metrics["clip_fraction"] == 2
     assert metrics["selected_fraction"] == (3 if out else 4)
-    assert metrics["ratio_mean"] == pytest.approx(1.0 + 1.1 + 1.5 + 0.5 + 1.0 + 1.1 + 1.5)  # of all trained tokens
+    # the sum over all trained tokens
+    assert metrics["ratio_mean"] == pytest.approx(1.0 + 1.1 + 1.5 + 0.5 + 1.0 + 1.1 + 1.5)
 
 
 def test_clip_cov_equals_an_oracle_and_has_no_dual_clip(against, by_hand):
@@ -52,7 +53,7 @@ def test_top_entropy_equals_an_oracle_with_vanillas_dual_clip(against, by_hand):
     assert metrics["clip_fraction_c"] == 1
 
 
-# ratio, advantage, selected, loss, gradient
+# kl_cov cases: ratio, advantage, selected, loss, gradient
 KL_COV = [
     (1.0, 2.0, True, -2.0, -2.0),
     (3.0, 2.0, False, -6.0, -6.0),

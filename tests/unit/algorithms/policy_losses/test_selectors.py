@@ -7,7 +7,7 @@ from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, aggregate_loss, k
 from rltrain.algorithms.policy_losses.selection import smallest
 
 NAMES = TOKEN_SELECTORS.names()
-# knobs with which each selector picks some of the tokens of a random batch, and not all
+# knobs with which each selector picks some tokens of a random batch, but not all
 SOME = {
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0},
     "kl_cov": {"kl_cov_ratio": 0.2},
@@ -24,7 +24,7 @@ def table(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-# log pi - mean and A - mean of the trained tokens below; the token with NaN is masked
+# covariance terms (log pi - mean) (A - mean) of the trained tokens; the token with NaN is masked
 #   row 0: (-2)(-2) = 4    (2)(2) = 4      (0)(1) = 0
 #   row 1: (-1)(-2) = 2    (1)(1) = 1      masked
 LOG_PROBS, ADVANTAGES = table([-5, -1, -3], [-4, -2, torch.nan]), table([-1, 3, 2], [-1, 2, torch.nan])
@@ -39,11 +39,12 @@ def picked(selected):
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({}, [(1, 0)]),  # floor(2e-4 * 5) = 0, so one: the smallest draw of the four in [1, 5]
+        # floor(2e-4 * 5) = 0 is raised to one token: the one with the smallest draw of the four in [1, 5]
+        ({}, [(1, 0)]),
         ({"clip_cov_ratio": 0.4}, [(0, 0), (1, 0)]),
         ({"clip_cov_ratio": 0.59}, [(0, 0), (1, 0)]),  # floor(2.95)
         ({"clip_cov_ratio": 0.6}, [(0, 0), (1, 0), (1, 1)]),
-        ({"clip_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # both ends are in: 1 and, below, 4
+        ({"clip_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # the interval [1, 4] includes both of its ends
         ({"clip_cov_ratio": 1.0, "clip_cov_lb": 1.01}, [(0, 0), (0, 1), (1, 0)]),
         ({"clip_cov_ratio": 1.0, "clip_cov_ub": 4.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
         ({"clip_cov_ratio": 1.0, "clip_cov_ub": 3.9}, [(1, 0), (1, 1)]),
@@ -65,7 +66,8 @@ def test_clip_cov_draws_two_in_ten_thousand_by_default(make_batch):
 
 @pytest.mark.parametrize(("covariance", "inside"), [(0.99, False), (1.0, True), (5.0, True), (5.01, False)])
 def test_clip_cov_looks_at_covariances_from_one_to_five_by_default(covariance, inside):
-    log_probs, advantages = table([-4, 0]), table([-covariance, 0])  # both tokens are 2 and covariance / 2 off the mean
+    # both tokens differ from the means by 2 and by covariance / 2
+    log_probs, advantages = table([-4, 0]), table([-covariance, 0])
     selected = TOKEN_SELECTORS.get("clip_cov")(log_probs, advantages, torch.ones(1, 2), torch.zeros(1, 2))
     assert selected.tolist() == [[inside, inside]]
 
@@ -73,11 +75,12 @@ def test_clip_cov_looks_at_covariances_from_one_to_five_by_default(covariance, i
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({}, [(0, 0)]),  # one of the two with covariance 4: that with the smaller draw
+        ({}, [(0, 0)]),  # of the two tokens with covariance 4, the one with the smaller draw is selected
         ({"kl_cov_ratio": 0.4}, [(0, 0), (0, 1)]),
         ({"kl_cov_ratio": 0.6}, [(0, 0), (0, 1), (1, 0)]),
         ({"kl_cov_ratio": 0.8}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        ({"kl_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # a covariance of 0 lowers no entropy
+        # a token with covariance 0 is not selected: it does not lower the entropy
+        ({"kl_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
     ],
 )
 def test_kl_cov_takes_the_largest_covariances(knobs, expected):
@@ -87,7 +90,7 @@ def test_kl_cov_takes_the_largest_covariances(knobs, expected):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("advantage", [0.0, 0.1, -1 / 3])
 def test_kl_cov_selects_nothing_where_all_advantages_are_equal(advantage, dtype):
-    """The mean of 0.1 over 1,000 tokens is not 0.1 in float32: rounding must not make covariances of it."""
+    """The mean of 0.1 over 1,000 tokens is not 0.1 in float32, and this rounding must not become a covariance."""
     log_probs = -torch.rand(10, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
     columns = log_probs, torch.full_like(log_probs, advantage), torch.ones(10, 100), torch.rand(10, 100)
     assert not TOKEN_SELECTORS.get("kl_cov")(*columns, kl_cov_ratio=0.1).any()
@@ -96,9 +99,10 @@ def test_kl_cov_selects_nothing_where_all_advantages_are_equal(advantage, dtype)
 
 
 def test_kl_cov_takes_its_share_of_tokens_that_tie_by_their_draws_and_whatever_the_order_of_rows():
-    """90 of 100 tokens have probability 1 in right answers: one covariance, the largest of all."""
+    """In right answers, 90 of 100 tokens have probability 1, so that all 90 share the largest covariance."""
     log_probs, advantages = torch.zeros(10, 10).double(), torch.ones(10, 10).double()
-    log_probs[9, :5], advantages[9, 5:] = -3.0, -9.0  # unlikely and right, likely and wrong: below 0
+    # unlikely tokens of a right answer and likely tokens of a wrong one have covariances below 0
+    log_probs[9, :5], advantages[9, 5:] = -3.0, -9.0
     mask, draws = torch.ones(10, 10), torch.rand(10, 10, generator=torch.Generator().manual_seed(1)).double()
     draws[9] = 0.0
     selected = TOKEN_SELECTORS.get("kl_cov")(log_probs, advantages, mask, draws, kl_cov_ratio=0.05)
@@ -130,9 +134,11 @@ def test_top_entropy_takes_what_reaches_the_quantile_of_the_trained_tokens(fract
 def test_top_entropy_by_hand():
     entropies, mask = table([0.1, 0.5, 9.0, 0.3], [0.4, 0.2, 0.5, 0.0]), torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
     selector = TOKEN_SELECTORS.get("top_entropy")
-    assert picked(selector(entropies, mask)) == [(0, 1), (1, 2)]  # 1 + floor(0.2 * 5) = 2 of 6
-    assert picked(selector(entropies, mask, entropy_fraction=0.19)) == [(0, 1), (1, 2)]  # one, and what ties with it
-    assert picked(selector(entropies, mask, entropy_fraction=0.34)) == [(0, 1), (1, 2)]  # 1 + floor(1.7)
+    assert picked(selector(entropies, mask)) == [(0, 1), (1, 2)]  # 1 + floor(0.2 * 5) = 2 of 6 tokens
+    # one token, and the token that ties with it
+    assert picked(selector(entropies, mask, entropy_fraction=0.19)) == [(0, 1), (1, 2)]
+    # 1 + floor(0.34 * 5) = 1 + floor(1.7) = 2 tokens
+    assert picked(selector(entropies, mask, entropy_fraction=0.34)) == [(0, 1), (1, 2)]
     assert picked(selector(entropies, mask, entropy_fraction=0.4)) == [(0, 1), (1, 0), (1, 2)]
 
 
@@ -172,13 +178,13 @@ def test_B2_what_masked_slots_hold_changes_nothing_and_they_are_never_selected(n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_A6_nothing_is_selected_where_nothing_is_trained_and_one_token_at_least_elsewhere(name, select, make_batch):
-    """Except by kl_cov of a single token, whose covariance is 0."""
+    """One exception is kl_cov with a single trained token, whose covariance is 0."""
     batch = make_batch()
     nothing = torch.zeros_like(batch["response_mask"])
     assert not select(name, {**batch, "response_mask": nothing}).any()
     one = nothing.clone()
     one[2, 1] = True
-    knobs = {"clip_cov_lb": 0.0, "clip_cov_ub": 0.0} if name == "clip_cov" else {}  # the covariance of one token
+    knobs = {"clip_cov_lb": 0.0, "clip_cov_ub": 0.0} if name == "clip_cov" else {}  # a single token has covariance 0
     assert torch.equal(select(name, {**batch, "response_mask": one}, **knobs), one & (name != "kl_cov"))
     small = {knob: 1e-9 for knob in SOME[name] if "lb" not in knob and "ub" not in knob}
     assert select(name, batch, **small).sum() == 1
@@ -196,7 +202,8 @@ def test_selections_carry_no_gradient_and_work_in_bfloat16(name, select, make_ba
 
 CHANGES = [
     ("clip_cov", {}, {"clip_cov_ratio": 0.1}),
-    ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_lb": 0.5}),  # the bounds show where all in range are picked
+    # the bounds matter only where every token in range is picked
+    ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_lb": 0.5}),
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_ub": 0.6}),
     ("kl_cov", {}, {"kl_cov_ratio": 0.1}),
     ("top_entropy", {}, {"entropy_fraction": 0.15}),
