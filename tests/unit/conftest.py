@@ -1,4 +1,4 @@
-"""Fakes that several tests share are imported by name."""
+"""Make the fakes in this folder importable by name, because several tests share them."""
 
 import sys
 from pathlib import Path

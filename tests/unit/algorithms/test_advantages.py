@@ -11,7 +11,7 @@ rloo = ADVANTAGE_ESTIMATORS.get("rloo")
 
 
 def gae_oracle(rewards, mask, values, gamma, lam):
-    """Compute GAE with the textbook's recursion, one trained token at a time, from the last to the first."""
+    """Compute GAE with the textbook recursion, one trained token at a time, from the last to the first."""
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for row in range(rewards.shape[0]):
         advantage = next_value = 0.0
@@ -26,7 +26,7 @@ def gae_oracle(rewards, mask, values, gamma, lam):
 
 
 def gae_loop(rewards, mask, values, gamma, lam):
-    """Compute GAE with a loop over columns, which the parallel form has to outrun."""
+    """Compute GAE with a loop over columns; the parallel form has to be faster than this loop."""
     advantage, next_value = torch.zeros(rewards.shape[0]), torch.zeros(rewards.shape[0])
     advantages = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -76,7 +76,7 @@ def test_gae_on_a_case_worked_by_hand():
 def test_gae_equals_the_recursion_over_trained_tokens(gamma, lam, length, make_batch):
     batch = make_batch(seed=length, length=length)
     if length == 100:
-        batch["response_mask"][1, 10:90] = False  # a long tool output inside the response
+        batch["response_mask"][1, 10:90] = False  # a long tool output lies inside the response
     columns = batch["token_level_rewards"], batch["response_mask"], batch["values"]
     for actual, wanted in zip(gae(*columns, gamma=gamma, lam=lam), gae_oracle(*columns, gamma, lam), strict=True):
         assert (actual - wanted).abs().max() <= 1e-12 * wanted.abs().max().clamp(min=1)

@@ -25,7 +25,7 @@ def oracle(hidden, head, ref_hidden, ref_head, temperature=1.0):
 
 def value_and_gradients(function, arguments, **knobs):
     kl = function(*arguments, **knobs)
-    weights = torch.linspace(-1, 2, len(kl), dtype=torch.float64)  # each position has another weight
+    weights = torch.linspace(-1, 2, len(kl), dtype=torch.float64)  # each position has a different weight
     return [kl.detach(), *torch.autograd.grad((weights * kl).sum(), arguments[:2])]
 
 
@@ -96,7 +96,8 @@ def largest(n, v, **knobs):
 
 def test_all_logits_are_never_alive_forward_or_backward():
     n, v = 256, 512
-    assert largest(n, v, chunk_size=4096) == 4096  # far below n * v / 4, and larger than the inputs
+    # 4,096 elements are far below n * v / 4, but more than the inputs have
+    assert largest(n, v, chunk_size=4096) == 4096
     assert largest(n, v, chunk_size=n * v) == n * v  # proves that the measurement sees a tensor of n * v elements
 
 

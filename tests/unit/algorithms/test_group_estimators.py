@@ -90,7 +90,7 @@ def test_the_gradient_of_gpg_does_not_shrink_with_groups_that_teach_nothing():
     alone = per_row(gpg, *rows([1, 3], [0, 0]))
     beside = per_row(gpg, *rows([1, 3, 4, 4], [0, 0, 1, 1]))
     assert beside.sum() == alone.sum() == 0
-    assert torch.equal(beside[:2] / 4, alone / 2)  # the loss is a mean over rows, of which there are twice as many
+    assert torch.equal(beside[:2] / 4, alone / 2)  # the loss is a mean over rows, and the number of rows has doubled
 
 
 @pytest.mark.parametrize("norm_factor", [0.0, -1.0, NAN, torch.inf])
@@ -138,7 +138,7 @@ def test_gdpo_on_a_case_worked_by_hand():
     columns = gdpo_columns([[0, 10], [1, 30], [5, 7], [5, 6], [99, 99]], [0, 0, 1, 1, 0], [True] * 4 + [False])
     away = [0.5 / (0.5**0.5 + 1e-6), 10 / (200**0.5 + 1e-6), 0.5 / (0.5**0.5 + 1e-6)]
     sums = tensor(-away[0] - away[1], away[0] + away[1], away[2], -away[2])
-    std = (sums.square().sum() / 3).sqrt()  # the sums have mean 0
+    std = (sums.square().sum() / 3).sqrt()  # the sums of the normalised components have mean 0
     wanted = torch.cat([sums / (std + 1e-6), torch.zeros(1)])
     assert torch.allclose(per_row(gdpo, *columns), wanted, rtol=1e-12)
 

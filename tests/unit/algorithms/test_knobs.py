@@ -1,4 +1,4 @@
-"""H1: every knob of every registered function has an effect."""
+"""Invariant H1: every knob of every registered function has an effect."""
 
 import pytest
 import torch

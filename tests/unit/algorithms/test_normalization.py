@@ -104,7 +104,8 @@ def test_C9_a_row_that_is_not_counted_keeps_its_own_score_on_the_scale_of_the_ot
     means = normalize_rewards(scores, uid, valid, counted=FINISHED, mean_level=level, std_level=None)
     assert means.tolist() == [0.5, -0.5, 0.5, -0.5]
     out = normalize_rewards(scores, uid, valid, counted=FINISHED, mean_level=level, std_level=None, leave_one_out=True)
-    assert out.tolist() == [1.0, -1.0, 0.5, -0.5]  # leaving one out: an uncounted row is compared with all counted rows
+    # leave-one-out: a row that is not counted is compared with all counted rows
+    assert out.tolist() == [1.0, -1.0, 0.5, -0.5]
 
 
 def test_C4_a_row_that_is_not_valid_gets_0_whether_it_is_counted_or_not():
@@ -118,7 +119,7 @@ def test_C4_a_row_that_is_not_valid_gets_0_whether_it_is_counted_or_not():
 @pytest.mark.parametrize(
     ("scores", "counted", "expected"),
     [
-        # counted scores are equal: only the mean is subtracted
+        # counted scores are equal, so only the mean is subtracted
         ([0.3, 0.3, 1.3, -0.7], [True, True, False, False], [0.0, 0.0, 1.0, -1.0]),
         ([1.0, 0.0, 3.0], [True, False, False], [0.0, -1.0, 2.0]),  # a single counted score has a mean, but no std
         ([1.0, 0.0], [False, False], [1.0, 0.0]),  # without counted scores the mean is 0

@@ -1,4 +1,6 @@
-"""A: changes that must not affect a mini-batch's gradient, for every loss x aggregation mode x loss term."""
+"""Invariants A: changes that must not affect a mini-batch's gradient, for every loss, aggregation mode and loss
+term.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,10 @@ def chosen(logits, responses):
 
 
 def token_terms(term, batch, call):
-    """Return token losses and metrics of one term, computed from `batch["logits"]`, which also replace the values."""
+    """Return token losses and metrics of one loss term, computed from `batch["logits"]`.
+
+    The value loss takes the sum of the logits as the value.
+    """
     kind, _, name = term.partition(":")
     batch = {**batch, "log_probs": chosen(batch["logits"], batch["responses"])}
     if kind == "policy":

@@ -104,7 +104,7 @@ def suppressed(score, *, others=()):
 
 
 def as_batch(batch, scores, valid):
-    """Return the columns of one group with these scores as token rewards and components."""
+    """Return the columns of one group with the given scores as token rewards and components."""
     rows = len(scores)
     rewards = torch.zeros(rows, 9, dtype=torch.float64)
     rewards[:, 4] = scores
@@ -118,7 +118,8 @@ def as_batch(batch, scores, valid):
     }
 
 
-OTHERS = [(), (3.0, 0.0)]  # the invariant's two rows alone, and with two more rows to normalise against
+# the two rows of the invariant alone, and the same two rows with two more rows in the statistics
+OTHERS = [(), (3.0, 0.0)]
 
 
 @pytest.mark.parametrize("others", OTHERS)
@@ -142,7 +143,7 @@ def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_normalisation(
         uid = torch.zeros_like(scores).long()
         tokens = torch.ones(len(scores), 3, dtype=torch.bool)
         by_row = normalize_rewards(scores, uid, torch.ones_like(valid), counted=valid, **levels)
-        # gae keeps the own advantage of an excluded row
+        # GAE leaves an excluded row its own advantage
         unsuppressed = tensor(1.0, score, *others)[:, None].expand(-1, 3)
         by_token = normalize_advantages(unsuppressed, tokens, uid, valid, **levels)
         results.append(torch.cat([by_row[:, None], by_token], -1)[valid])

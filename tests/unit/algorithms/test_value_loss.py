@@ -5,7 +5,7 @@ import torch
 
 from rltrain.algorithms import value_loss
 
-# value, old value, return, loss, gradient, counted as clipped (clip range .5)
+# cases of the value loss: value, old value, return, loss, gradient, counted as clipped (clip range 0.5)
 CASES = [
     (1.0, 1.0, 3.0, 2.0, -2.0, 0),
     (1.2, 1.0, 3.0, 1.62, -1.8, 0),

@@ -1,4 +1,4 @@
-"""Background tasks, waits that end when a task fails, and waits for a change of state."""
+"""Tests of background tasks, of waits that end when a task fails, and of waits for a change of state."""
 
 import asyncio
 import contextvars
@@ -217,7 +217,7 @@ async def test_all_who_wait_check_again_and_each_goes_on_only_when_its_own_condi
     assert log == []
     state["a"] = 1
     await turns()
-    assert log == []  # no change was announced yet
+    assert log == []  # no change has been announced yet
     changes.notify()
     await turns()
     assert log == [("a", 1), ("a", 1)]
@@ -253,7 +253,7 @@ async def test_one_who_is_cancelled_takes_nothing_from_the_others():
 
 
 async def test_a_change_between_the_check_and_the_wait_is_not_missed():
-    """A signal handler can run between any two instructions, also between the check and the wait."""
+    """A signal handler can run between any two instructions, and thus also between the check and the wait."""
     changes, state = Changes(), []
 
     def checked_just_before_the_change():
@@ -275,7 +275,7 @@ async def test_changes_that_follow_each_other_before_anybody_runs_are_all_seen()
             seen.append(queue.pop(0))
 
     consumers = [asyncio.create_task(consume()) for _ in range(3)]
-    for number in range(102):  # besides the queue's items, each consumer may hold one item
+    for number in range(102):  # 100 items to be seen, and one more for each of the two consumers that still wait
         queue.append(number)
         changes.notify()
         if number % 7 == 0:
@@ -302,7 +302,7 @@ async def test_a_coroutine_that_goes_on_and_notifies_at_once_wakes_the_others_to
     assert order == [1, 2, 3]
 
 
-# A user's own event loops
+# Event loops that a user created
 
 
 async def test_in_the_block_code_may_run_event_loops_of_its_own_and_the_running_one_goes_on_afterwards():
@@ -320,7 +320,7 @@ async def test_in_the_block_code_may_run_event_loops_of_its_own_and_the_running_
         with outside_event_loop():
             assert asyncio.run(of_the_user()) == "here"
         assert (asyncio.get_running_loop(), asyncio.current_task()) == (loop, task)
-    assert await asyncio.wait_for(value(5), 10.0) == 5  # timers and new tasks still work
+    assert await asyncio.wait_for(value(5), 10.0) == 5  # the loop's timers and new tasks still work
 
 
 async def test_an_error_in_the_block_is_raised_and_the_running_loop_is_back():

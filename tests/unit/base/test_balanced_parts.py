@@ -22,10 +22,11 @@ def best(weights, parts):
 
 
 def test_exchanges_find_what_greedy_placing_misses():
-    """Greedy placing of the heaviest first gives 8 + 5 + 4 and 7 + 6, where 8 + 7 and 6 + 5 + 4 would be even."""
+    """Greedy placement, heaviest first, gives 8 + 5 + 4 and 7 + 6; the even split is 8 + 7 and 6 + 5 + 4."""
     weights = [8, 7, 6, 5, 4]
     assert largest(weights, partition(weights, 2)) == 15
-    assert largest([3, 3, 2, 2, 2], partition([3, 3, 2, 2, 2], 2)) == 6  # greedy placing would give 7
+    # greedy placement would give a largest load of 7
+    assert largest([3, 3, 2, 2, 2], partition([3, 3, 2, 2, 2], 2)) == 6
 
 
 @given(weights=WEIGHTS, parts=st.integers(1, 3))
@@ -33,7 +34,7 @@ def test_exchanges_find_what_greedy_placing_misses():
 def test_no_partition_is_below_the_bound_or_far_above_the_best(weights, parts):
     found, optimum = largest(weights, partition(weights, parts)), best(weights, parts)
     assert least_largest_sum(weights, parts) <= optimum <= found
-    assert 3 * found <= 4 * optimum  # exchanges keep the 4/3 bound of greedy placing
+    assert 3 * found <= 4 * optimum  # exchanging numbers between parts keeps the 4/3 bound of greedy placement
 
 
 @given(weights=st.lists(st.integers(1, 10**6), min_size=1, max_size=60), parts=st.integers(1, 12))
@@ -74,14 +75,19 @@ def test_exchanges_start_from_any_parts_and_leave_those_that_they_were_given():
 
 
 def works(source, rows, square):
-    """Return the work of rows of 32 to 512 tokens, log-uniform; at 512 tokens, attention is `square` times the rest."""
+    """Return the work of rows of 32 to 512 tokens, log-uniform in length.
+
+    At 512 tokens, attention costs `square` times as much as all other work of the row.
+    """
     lengths = [int(32 * 16 ** source.random()) for _ in range(rows)]
     return [1000 * length + int(square * 1000 / 512 * length**2) for length in lengths]
 
 
 @pytest.mark.parametrize(("rows", "bound"), [((8, 32), OF_A_PLAN), ((4, 8), OF_A_PLAN), ((1, 4), 4 / 3)])
 def test_of_random_plans_the_largest_load_is_near_what_no_plan_can_be_below(rows, bound):
-    """The bound is max(mean, heaviest row) from 8 rows per rank on; with fewer rows, some must share a rank."""
+    """From 8 rows per rank on, the lower bound is max(mean, heaviest row); with fewer rows, some rows must share a
+    rank.
+    """
     source = random.Random(0)
     for _ in range(300):
         ranks = source.choice((2, 3, 4, 8, 16))

@@ -1,4 +1,4 @@
-"""The cores of a process are those that it may use, not those of the machine."""
+"""The CPU cores of a process are the cores that it may use, not all cores of the machine."""
 
 import os
 import re
@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Pretend to have 64 cores without limits; a test may write control-group limits into the returned folder."""
+    """Pretend to have 64 cores without limits.
+
+    A test may write control-group limits into the returned folder.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(cpu_threads, "_GROUPS", tmp_path / "groups")
@@ -95,14 +98,14 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
     ("overrides", "threads"),
     [
         (["placement=inprocess", "rollout=hf", "placement.threads_per_worker=3"], "'3'"),
-        # the driver's own thread count, which differs from its workers' settings
+        # the thread count of the driver itself, which differs from the setting for its workers
         (["placement.threads_per_worker=3"], "'5'"),
     ],
 )
 def test_the_program_s_openmp_runtime_has_read_them_when_torch_is_loaded(overrides, threads):
     environment = os.environ | {"OMP_NUM_THREADS": "5", "OMP_DISPLAY_ENV": "true", "PYTHONPATH": str(ROOT)}
     environment.pop("OMP_WAIT_POLICY", None)
-    command = [sys.executable, "-m", "rltrain.main", *overrides, "--cfg"]  # the command imports torch
+    command = [sys.executable, "-m", "rltrain.main", *overrides, "--cfg"]  # importing `rltrain.main` also imports torch
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
     read = dict(re.findall(r"(OMP_NUM_THREADS|OMP_WAIT_POLICY) = (\S+)", done.stderr))

@@ -18,9 +18,10 @@ NOT_THERE = "/proc/no/such/folder"
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """Unset the home-folder variables, and use this folder for temporary files."""
+    """Unset the home-folder variables, and use the test's own folder for temporary files."""
     for variable in VARIABLES:
-        monkeypatch.setenv(variable, "")  # makes monkeypatch restore the variable, whoever sets it later
+        # makes monkeypatch restore the variable after the test, even if the tested code sets it
+        monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path

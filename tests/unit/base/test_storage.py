@@ -1,4 +1,4 @@
-"""Storage paths that users give in the config."""
+"""Tests of storage paths that users give in the config."""
 
 import os
 import pwd

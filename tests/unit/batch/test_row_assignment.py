@@ -12,7 +12,7 @@ from rltrain.batch.row_costs import RowWork
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
 
-# Which rows share a mini-batch
+# Assignment of rows to mini-batches
 
 
 def test_rows_of_a_group_share_a_minibatch_wherever_they_lie_in_the_batch():
@@ -35,8 +35,9 @@ def test_A7_minibatches_hold_whole_groups_and_each_epoch_every_row_once(uids, co
         assert sorted(row for rows in part for row in rows) == list(range(len(uids)))
         groups = [{uids[row] for row in rows} for rows in part]
         sizes = [len(found) for found in groups]
-        assert max(sizes) - min(sizes) <= 1  # some are empty where there are fewer groups than mini-batches
-        assert sum(map(len, groups)) == len(set(uids))  # no group is in two of them
+        # some mini-batches are empty where there are fewer groups than mini-batches
+        assert max(sizes) - min(sizes) <= 1
+        assert sum(map(len, groups)) == len(set(uids))  # no group is in two mini-batches
 
 
 def test_A7_minibatches_are_decided_before_ranks_and_budget_are_known():
@@ -92,7 +93,7 @@ def test_a_full_step_is_cut_into_consecutive_runs_of_the_shuffled_groups():
     assert minibatches(list(range(12)), 3, 1, seed=4, step=7) == [one[:4], one[4:8], one[8:]]
 
 
-# Which rank and which micro-batch
+# Assignment of rows to ranks and micro-batches
 
 
 def test_the_longest_rows_go_to_the_emptiest_ranks():
@@ -129,7 +130,7 @@ def test_A6_every_row_is_once_in_a_microbatch_within_budget_and_ranks_run_equall
     assert sorted(row for rank in plan for part in rank for row in part) == sorted(rows)
     assert all(sum(lengths[row] for row in part) <= budget for rank in plan for part in rank)
     assert len({len(rank) for rank in plan}) == 1
-    assert len(plan[0]) >= 1  # also without rows: every rank joins the collectives
+    assert len(plan[0]) >= 1  # a rank without rows has a micro-batch too, because every rank joins the collectives
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=8), budget=st.integers(12, 30))
@@ -153,32 +154,39 @@ def test_a_rank_has_an_empty_micro_batch_only_where_it_has_too_few_rows(lengths,
         rows = sum(map(len, rank))
         assert sum(not part for part in rank) == max(0, len(rank) - rows)
         costs = [sum(work[row] for row in part) for part in rank]
-        assert costs == sorted(costs, reverse=True)  # so that ranks do their heaviest at the same time
+        # heaviest micro-batch first, so that all ranks run their heaviest ones at the same time
+        assert costs == sorted(costs, reverse=True)
 
 
 def test_a_rank_with_room_splits_its_micro_batch_rather_than_add_an_empty_one():
-    """Rank 0 has the costly row and what is left; rank 1 has tokens for two micro-batches."""
+    """Rank 0 could put its 8 tokens into one micro-batch, but splits them, because rank 1 needs two for its 12
+    tokens.
+    """
     lengths, work = [4, 2, 2, 6, 6], [9, 1, 1, 6, 6]
     plan = assign_minibatch(lengths, [0, 1, 2, 3, 4], 2, 8, work=work)
     assert plan == [[[0], [1, 2]], [[3], [4]]]
 
 
 def test_micro_batches_of_a_rank_have_nearly_equal_work():
-    assert microbatches([10, 10, 1, 1], [0, 1, 2, 3], 20) == [[0, 2], [1, 3]]  # first fit: 20 and 2
+    # first-fit packing would give loads of 20 and 2
+    assert microbatches([10, 10, 1, 1], [0, 1, 2, 3], 20) == [[0, 2], [1, 3]]
     assert microbatches([5, 5, 5, 5], [0, 1, 2, 3], 10, work=[9, 8, 2, 1]) == [[0, 3], [1, 2]]
     assert microbatches([4, 4, 4], [0, 1, 2], 12, count=2) == [[0, 2], [1]]
     assert microbatches([4, 4], [0, 1], 12, count=5) == [[0], [1]]
 
 
 def test_a_budget_that_only_first_fit_can_keep_is_kept():
-    """Even work would put 6 beside 4 and leave 5, 3 and 2 nowhere to go: two budgets of 10 are full to the last."""
+    """Row lengths 6, 5, 4, 3 and 2 fit two budgets of 10 only as 6 + 4 and 5 + 3 + 2, however uneven the work is."""
     lengths = [6, 5, 4, 3, 2]
     found = microbatches(lengths, [0, 1, 2, 3, 4], 10, work=[1, 1, 9, 9, 9])
     assert [sum(lengths[row] for row in part) for part in found] == [10, 10]
 
 
 def test_over_random_plans_no_budget_is_exceeded_and_ranks_have_equal_loads_and_wait_little():
-    """Rows of 32 to 512 tokens, log-uniform, 8 a rank and more; at 512 tokens attention is up to half of the work."""
+    """Plan rows of 32 to 512 tokens, log-uniform in length, with at least 8 rows per rank.
+
+    At 512 tokens, attention is up to half of the work of a row.
+    """
     source = random.Random(0)
     for _ in range(100):
         ranks, budget = source.choice((1, 2, 3, 4, 8, 16)), source.choice((512, 1024, 2048, 8192))

@@ -20,7 +20,9 @@ def example(rows: int = 4, *, tokens: int = 3) -> DataProto:
 
 
 class Store:
-    """Shared memory: what a batch sends is in it once, read-only, and every reader gets the same bytes."""
+    """Fake of shared memory that holds the bytes of a sent batch once and read-only, and gives every reader the same
+    bytes.
+    """
 
     def __init__(self, batch: DataProto) -> None:
         sent: list[pickle.PickleBuffer] = []
@@ -32,14 +34,15 @@ class Store:
 
 
 def unread(batch: DataProto) -> set[str]:
-    """The columns of which nothing was copied yet."""
+    """Return the names of the columns whose data was not copied out of the received bytes yet."""
     tensors = {key for key, column in batch._columns.items() if isinstance(column.values, Stored)}
     return tensors | {key for key, column in batch._others.items() if isinstance(column, Text)}
 
 
 def test_a_received_batch_is_copied_only_where_it_is_read():
     received = Store(example()).read()
-    every = {"responses", "old_log_probs", "uid", "name"}  # the column `error` holds more than strings: it is unpickled
+    # the column `error` does not hold strings alone, so it is unpickled at once
+    every = {"responses", "old_log_probs", "uid", "name"}
     assert unread(received) == every
     assert (len(received), received.lengths("responses").tolist()) == (4, [0, 1, 2, 0])
     part = received.select(["responses", "uid", "name"])[[2, 1]]
@@ -77,7 +80,8 @@ def test_no_write_to_a_received_batch_reaches_the_store(write):
     sent = example()
     store = Store(sent)
     before = [bytes(buffer) for buffer in store.buffers]
-    store.buffers = [bytearray(buffer) for buffer in store.buffers]  # memory that could be written
+    # writable memory, so that a stray write would change the bytes
+    store.buffers = [bytearray(buffer) for buffer in store.buffers]
     WRITES[write](store.read())
     assert [bytes(buffer) for buffer in store.buffers] == before
     assert store.read().union(sent).keys() == sent.keys()  # union compares
@@ -94,7 +98,7 @@ def test_what_was_written_into_ones_own_copy_stays_there():
     assert "old_log_probs" not in received
 
 
-TEXT = st.text(st.characters(codec=None), max_size=6)  # any code point, halves of surrogate pairs too
+TEXT = st.text(st.characters(codec=None), max_size=6)  # text of any code points, including lone surrogates
 
 
 @given(st.lists(TEXT, max_size=6), st.lists(st.integers(0, 5), max_size=4))
@@ -103,7 +107,7 @@ def test_any_string_arrives_as_it_was_sent(strings, rows):
     sent = DataProto.from_dict({}, {"text": strings})
     received, rows = Store(sent).read(), [row for row in rows if row < len(strings)]
     assert received[rows].non_tensor_batch["text"].tolist() == [strings[row] for row in rows]
-    forwarded = Store(received[rows]).read()  # sent on before it was read
+    forwarded = Store(received[rows]).read()  # the batch is forwarded before its text column was read
     assert forwarded.non_tensor_batch["text"].tolist() == [strings[row] for row in rows]
     assert received.non_tensor_batch["text"].tolist() == strings
 
@@ -126,7 +130,7 @@ def test_concat_puts_the_rows_of_received_parts_in_order_with_one_copy():
     whole = DataProto.concat(parts, rows=order)
     assert whole.batch["uid"].tolist() == [0, 1, 2, 3, 4, 5]
     assert whole.union(sent).values("old_log_probs").tolist() == sent.values("old_log_probs").tolist()
-    assert all("responses" in unread(part) for part in parts)  # what came was not unpacked on the way
+    assert all("responses" in unread(part) for part in parts)  # forwarding a received part does not unpack its columns
     text = [Store(sent[rows].select(["name", "error"])).read() for rows in ([2, 3], [0, 1])]
     joined = DataProto.concat(text, rows=torch.tensor([2, 3, 0, 1])).non_tensor_batch
     assert (joined["name"].tolist(), joined["error"].tolist()) == (

@@ -1,4 +1,6 @@
-"""Chat templates in a process of their own: the same text as in this one, and nothing that a template can do hurts."""
+"""Chat templates are rendered in a separate process: the text is the same as in this process, and no template does
+harm.
+"""
 
 import gc
 import os
@@ -71,7 +73,7 @@ def test_a_refused_chat_is_told_by_its_number_and_those_before_it_have_their_tex
 
 def test_a_template_that_eats_memory_is_refused_and_after_three_no_process_is_started():
     bombs = [
-        "{{ 'a' * 2000000000 }}",  # a constant, which Jinja folds while it compiles
+        "{{ 'a' * 2000000000 }}",  # a constant expression, which Jinja evaluates at compile time
         "{{ messages[0].content | center(10 ** 10) }}",
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     ]

@@ -1,4 +1,4 @@
-"""Models by name: the real client in a process of its own, against a hub on this machine."""
+"""Models given by their hub name: the real client downloads them in its own process from a local hub server."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from tests.hub_server import Hub
 CONFIG, TOKENIZER, TEMPLATE = {"config.json": b"{}"}, {"tokenizer.json": b"{}"}, {"chat_template.jinja": b"{{ x }}"}
 SMALL = CONFIG | TOKENIZER | TEMPLATE
 CHUNK = constants.DOWNLOAD_CHUNK_SIZE
-# A disk without room: what the process writes into unfinished files fails after 1,000 bytes.
+# Simulates a full disk: writing to unfinished files fails after 1,000 bytes.
 FULL_DISK = """
 import errno, io, pathlib
 class Full(io.FileIO):
@@ -34,7 +34,9 @@ pathlib.Path.open = open
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The hub. The cache of this process is the client's, and nothing has been found in it yet."""
+    """Yield a local hub server. The cache of the test process is also the client's cache, and no snapshot has been
+    found in it yet.
+    """
     monkeypatch.setattr(hub_module, "_snapshots", {})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     with Hub(tmp_path / "store") as server:
@@ -43,7 +45,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def client(hub, tmp_path):
-    """Fetches a model by its name, with more environment variables."""
+    """Return a function that fetches a model by its name, with additional environment variables."""
 
     def get(path: str, *, on_bytes=lambda done, total: None, **more: str) -> str:
         inherited = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
@@ -68,7 +70,7 @@ def files_in(path: str) -> list[str]:
 
 
 def forget() -> None:
-    """What a new process knows: nothing but the cache."""
+    """Forget all snapshots that were found, so that only the cache on disk is left, as for a new process."""
     hub_module._snapshots.clear()
 
 
@@ -168,7 +170,8 @@ def test_a_snapshot_of_which_nobody_knows_the_files_is_completed(hub, client, tm
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     pinned = client("org/model")
     (local_directory(pinned) / "chat_template.jinja").unlink()
-    shutil.rmtree(local_directory(pinned).parents[1] / "trees")  # other programs download single files, without a list
+    # a cache filled by programs that download single files has no list of files
+    shutil.rmtree(local_directory(pinned).parents[1] / "trees")
     forget()
     assert files_in(client(pinned)) == sorted([*SMALL, "model.safetensors"])
 
@@ -206,7 +209,7 @@ def test_ctrl_c_ends_a_download_at_once(hub, client, tmp_path):
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         client("org/model", on_bytes=interrupt)
-    assert time.monotonic() - began < 60  # the whole file would take 380 s
+    assert time.monotonic() - began < 60  # downloading the whole file would take 380 s
     assert psutil.Process().children() == []
 
 
@@ -236,7 +239,7 @@ def test_another_machine_downloads_the_pinned_commit_and_a_directory_stays_one(h
     assert directory_on_node("/models/mine", **options) == "/models/mine"
 
 
-# What goes wrong
+# Downloads that fail
 
 
 def refusal(client, path: str, **more: str) -> str:

@@ -1,4 +1,4 @@
-"""Data sets by name: the real client of `datasets` downloads them from a local server that can fail."""
+"""Data sets given by their hub name: the real `datasets` client downloads them from a local server that can fail."""
 
 import importlib.util
 
@@ -28,7 +28,7 @@ def table(label: str, rows: int = 3) -> pyarrow.Table:
 
 
 def repository(folder, splits: dict[str, list[str]], rows: int = 3):
-    """A data set in parquet form with these splits of each configuration."""
+    """Write a data set in parquet form with the given splits of each configuration."""
     card = ""
     for config, names in splits.items():
         card += CONFIG.format(config, "".join(SPLIT.format(config, name) for name in names))
@@ -41,7 +41,9 @@ def repository(folder, splits: dict[str, list[str]], rows: int = 3):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with GSM8K's form of a data set. The environment of this process, and so of its children, names it."""
+    """Yield a hub that holds a data set in the form of GSM8K. The environment of the test process, and so of its
+    children, points to the hub.
+    """
     with Hub(tmp_path / "store") as hub:
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -124,7 +126,7 @@ def test_a_split_is_pinned_and_read_and_pinned_names_need_no_network(hub, monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (f"{NAME}:main", f"{NAME}:main:train", f"{NAME}:train"):
         monkeypatch.setattr(hub_datasets, "_files", {})
-        assert fetched(name) == pinned  # without network, what the cache holds
+        assert fetched(name) == pinned  # without network, the name resolves to the data in the cache
 
 
 @needs_library

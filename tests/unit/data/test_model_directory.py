@@ -179,7 +179,10 @@ def test_B6_longrope_of_one_kind_of_layer_counts_too(folder):
 
 
 def test_B6_dynamic_frequencies_change_beyond_the_positions_alone(folder):
-    """There transformers' change with the longest row of a pack; within them they are as without scaling, as vLLM's."""
+    """Within the model's positions, dynamic RoPE frequencies equal the unscaled ones, as in vLLM.
+
+    Beyond the model's positions, transformers changes the frequencies with the longest row of a pack.
+    """
     scaling = {"type": "dynamic", "factor": 4.0}
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
     write(folder, "config.json", {"model_type": "llama", "rope_scaling": scaling, **sizes})

@@ -1,4 +1,6 @@
-"""Weights are the whole model of their config.json, as transformers itself would load them, or they are refused."""
+"""Weight files are accepted if transformers would load the whole model of config.json from them; all others are
+refused.
+"""
 
 import json
 import shutil
@@ -48,7 +50,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A tiny model of two layers with a head of its own."""
+    """Save a tiny model with two layers and an untied output head."""
     folder = tmp_path_factory.mktemp("whole")
     torch.manual_seed(0)
     tiny_model().save_pretrained(folder)
@@ -61,7 +63,7 @@ def folder(whole, tmp_path) -> Path:
 
 
 def made(kind: str, folder: Path):
-    """A random model of a type, and its tensors as save_pretrained wrote them."""
+    """Return a random model of the given type, and its tensors as `save_pretrained` wrote them."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]}))
     model.save_pretrained(folder)
@@ -69,7 +71,7 @@ def made(kind: str, folder: Path):
 
 
 def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Put tensors in the place of these; None takes one away."""
+    """Replace tensors of the weight file by name; the value None removes a tensor."""
     names = load_file(folder / "model.safetensors") | tensors
     save_file({name: tensor for name, tensor in names.items() if tensor is not None}, folder / "model.safetensors")
 
@@ -83,7 +85,7 @@ def refusal(folder: Path, **knobs) -> str:
 
 
 def sharded(folder: Path, parts: int = 2) -> Path:
-    """The same model in several files with an index; returns the index."""
+    """Split the weights of the model over several files with an index, and return the path of the index."""
     tensors, where = load_file(folder / "model.safetensors"), {}
     (folder / "model.safetensors").unlink()
     for number in range(parts):
@@ -96,7 +98,7 @@ def sharded(folder: Path, parts: int = 2) -> Path:
     return index
 
 
-# What transformers loads as a whole is accepted, and nothing else
+# Files are accepted only if transformers loads a whole model from them
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,14 +131,15 @@ def test_a_head_may_be_absent_where_it_is_tied_and_only_there(tied, tmp_path):
         assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
         changed(tmp_path, **{"lm_head.weight": model.lm_head.weight.detach().clone()})
         check_weights(str(tmp_path), "model.path=here")
-        changed(tmp_path, **{"model.embed_tokens.weight": None})  # transformers ties the other way round
+        # transformers ties weights in both directions: the embedding may be missing instead of the head
+        changed(tmp_path, **{"model.embed_tokens.weight": None})
         check_weights(str(tmp_path), "model.path=here")
     changed(tmp_path, **{"lm_head.weight": None})
     assert "lm_head.weight" in refusal(tmp_path)
 
 
 def test_names_of_the_bare_base_model_and_buffers_of_older_versions_are_accepted(tmp_path):
-    """The first GPT-2 files have neither the prefix `transformer.` nor a head, and hold the causal mask."""
+    """The first GPT-2 files have no prefix `transformer.` and no head, but contain the causal mask."""
     _, tensors = made("gpt2", tmp_path)
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     old |= {f"h.{n}.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8) for n in range(2)}
@@ -177,13 +180,13 @@ def test_a_model_of_many_gigabytes_is_looked_at_without_reading_any_and_without_
     text, state = json.dumps(header).encode(), torch.get_rng_state()
     with (tmp_path / "model.safetensors").open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)  # a file of holes
+        stream.truncate(8 + len(text) + end)  # a sparse file, which takes no space on disk
     assert end > 2**37
     check_weights(str(tmp_path), "model.path=here")
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# What is refused, by name
+# Files that are refused, with the name of the offending tensor or file
 
 
 def test_a_renamed_tensor_is_named_twice(folder):
@@ -243,7 +246,7 @@ def test_quantised_weights_and_adapters_are_refused(folder):
     ],
 )
 def test_an_expert_that_is_missing_or_has_another_number_is_not_replaced_by_its_neighbour(tmp_path, change, message):
-    """Transformers stacks whatever experts there are in the order of their numbers."""
+    """Transformers stacks the experts that it finds in the order of their numbers, even if one is missing."""
     name = "model.layers.0.mlp.experts.{}.down_proj.weight"
     _, tensors = made("qwen3_moe", tmp_path)
     for old, new in change.items():
@@ -333,7 +336,8 @@ def test_shards_are_accepted_in_any_order_and_refused_when_one_is_missing(folder
     first, second = weight_files(folder, "here")
     first.rename(folder / "aside")
     second.rename(first)
-    (folder / "aside").rename(second)  # transformers takes each tensor from where it is
+    # transformers takes each tensor from the file that contains it, whatever the index says
+    (folder / "aside").rename(second)
     check_weights(str(folder), "model.path=here")
     second.unlink()
     assert refusal(folder) == (
@@ -382,9 +386,11 @@ def test_vllm_must_read_the_files_that_transformers_reads(folder):
         check_engine_files(str(folder), "model.path=here")
     (folder / "consolidated.safetensors").rename(folder / "aside")
     sharded(folder)
-    shutil.copy(folder / "aside", folder / "consolidated.safetensors")  # vLLM leaves out what the index does not name
+    # vLLM ignores files that the index does not name
+    shutil.copy(folder / "aside", folder / "consolidated.safetensors")
     check_engine_files(str(folder), "model.path=here")
-    shutil.copy(folder / "aside", folder / "model.safetensors")  # transformers takes this one, vLLM those of the index
+    # transformers loads model.safetensors, whereas vLLM loads the files of the index
+    shutil.copy(folder / "aside", folder / "model.safetensors")
     with pytest.raises(
         ConfigError, match=r"model-00001-of-00002\.safetensors, model-00002-of-00002\.safetensors, model"
     ):
@@ -392,7 +398,7 @@ def test_vllm_must_read_the_files_that_transformers_reads(folder):
     check_weights(str(folder), "model.path=here")
 
 
-# The loader itself, should the files change after they were looked at
+# The loader itself refuses files that changed after the check
 
 
 def test_what_the_loader_did_not_find_is_refused_by_name_too(folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""The order of the prompts: epochs, seeds, and the state that a checkpoint holds."""
+"""The order of prompts over epochs and seeds, and the state of that order in a checkpoint."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Folders of files, CSV files, and what is wrong with them in one line."""
+"""Folders of row files, CSV files, and one-line errors for wrong files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Functions that give rows, and what is wrong with them in one line."""
+"""Functions that return rows, and one-line errors for wrong functions."""
 
 import datetime
 import decimal
@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def function(tmp_path):
-    """Writes a file with a function `rows` of the given text, and returns its name as a source."""
+    """Return a function that writes a file with the given text, and returns the name of its function `rows` as a
+    source.
+    """
 
     def function(text: str) -> str:
         (tmp_path / "made.py").write_text(text)

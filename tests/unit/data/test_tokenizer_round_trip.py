@@ -1,4 +1,4 @@
-"""Tokenizers that lose words or characters are told from those that only write them in another way."""
+"""Tokenizers that lose words or characters are distinguished from tokenizers that only write them differently."""
 
 import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers

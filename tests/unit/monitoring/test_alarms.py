@@ -9,7 +9,7 @@ def alarms(*overrides: str) -> Alarms:
 
 
 def looks(made: Alarms, name: str, values: list[float | None], **others: float) -> list[list[str]]:
-    """What is said at each step, steps counted from 1."""
+    """Return the alarms at each step, where steps are counted from 1."""
     return [made.look(step, {name: value, **others}) for step, value in enumerate(values, start=1)]
 
 

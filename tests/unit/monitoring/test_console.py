@@ -38,14 +38,14 @@ def console(*, terminal=False, width=80) -> Console:
 
 
 def shown(batch: DataProto, *, terminal=False) -> str:
-    """What the console writes for a sample."""
+    """Return the text that the console writes for a sample."""
     where = console(terminal=terminal)
     display = ConsoleDisplay(10, 1, where)
     display.step(1, METRICS, batch)
     return where.file.getvalue()
 
 
-# Without a terminal
+# Output that does not go to a terminal
 
 
 def test_a_cut_answer_that_is_in_no_statistic_is_shown_with_its_score_and_has_not_failed():
@@ -131,7 +131,7 @@ def test_the_kl_shown_is_that_to_the_reference_where_there_is_one(extra, kl):
     assert f"kl {kl:.4f}" in where.file.getvalue()
 
 
-# What a model writes is text
+# Responses of a model are printed as plain text, without markup
 
 
 MARKUP = [
@@ -201,7 +201,7 @@ def test_each_time_another_sample_is_shown():
     assert len({sample_text(step, batch).plain.split("=")[1] for step in range(20, 200, 20)}) == 9
 
 
-# At the end
+# Output at the end of a run
 
 
 def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=()):

@@ -33,7 +33,7 @@ def test_means_are_over_valid_rows_and_fractions_over_all():
 
 
 def test_accuracy_is_of_outcomes_and_not_of_what_a_penalty_left_of_them():
-    """Right but long, wrong, right, and one that nothing judged but its form."""
+    """The four samples are right but long, wrong, right, and judged by nothing except a format reward."""
     made = samples([-0.5, 0.0, 1.0, 0.5], [True] * 4, [[1.0], [0.0], [1.0], [NAN]], [1.0, 0.0, 1.0, NAN])
     metrics = sample_metrics(made, ["exact"])
     assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (pytest.approx(2 / 3), 0.25)
@@ -79,7 +79,7 @@ def test_E1_the_gap_is_the_mean_difference_over_trained_tokens():
 
 def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
     engine, actor = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
-    counts = [7, 2, 1]  # tokens as often as the engine samples them
+    counts = [7, 2, 1]  # counts of tokens in proportion to the engine's probabilities
     old, rollout = ([float(p.log()[t]) for t, n in enumerate(counts) for _ in range(n)] for p in (actor, engine))
     made = DataProto.from_dict({"responses": jagged([[1] * 10], torch.int64)}).with_values(
         "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout),
@@ -88,7 +88,7 @@ def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
     metrics, exact = log_prob_gap(made), float((engine * (engine / actor).log()).sum())
     assert metrics["rollout/kl"] == pytest.approx(exact, rel=1e-5)
     assert metrics["rollout/k3"] == pytest.approx(exact, rel=1e-5)
-    weights = actor / engine  # their mean under the engine is 1
+    weights = actor / engine  # the importance weights have mean 1 under the engine's distribution
     expected = 1 / float((engine * weights.square()).sum())
     assert metrics["rollout/effective_sample_size"] == pytest.approx(expected, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""The built-in reward functions: golden sets in two kinds of thread, what their options do, errors, and time."""
+"""The built-in reward functions: golden sets in two kinds of thread, options, errors, and run time."""
 
 import json
 import signal
@@ -35,9 +35,9 @@ MODULES = {
     "regex_format": "regex_format",
     "repetition_penalty": "repetition",
 }
-NEVER_NONE = {"overlong_penalty", "regex_format", "repetition_penalty"}  # they need no column
+NEVER_NONE = {"overlong_penalty", "regex_format", "repetition_penalty"}  # functions that need no data column
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-CALLS = {  # a typical call of each
+CALLS = {  # typical arguments of each function
     "exact_match": {"answer": "7", "ignore_case": True, "ignore_whitespace": True},
     "json_schema": {"schema": OBJECT},
     "length_penalty": {"target": 100, "unit": "words"},
@@ -82,7 +82,10 @@ def load(name):
 
 
 def cases(name):
-    """The golden set: (why, response, arguments, score); a huge response is written as what to repeat."""
+    """Yield (why, response, arguments, score) for each line of a golden set.
+
+    A huge response is stored as a string and a repeat count.
+    """
     for line in (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
         response = case["response"]
@@ -92,7 +95,9 @@ def cases(name):
 
 
 def differences(name):
-    """What a golden set scores otherwise than it says, called as the workers call."""
+    """Return the lines of a golden set whose score differs from the expected one, with calls made as the workers make
+    them.
+    """
     function, wrong = bind(load(name)), []
     for why, response, arguments, score in cases(name):
         got = function("a prompt", response, arguments | {"finish_reason": "stop", "uid": 3})
@@ -125,7 +130,8 @@ def test_a_golden_set_has_zero_and_other_scores_and_samples_it_does_not_apply_to
 
 
 def test_every_golden_file_is_of_a_function():
-    assert {path.stem for path in GOLDEN.glob("*.jsonl")} == {*MODULES, "code_tests"}  # which has tests of its own
+    # `code_tests` has its own test file
+    assert {path.stem for path in GOLDEN.glob("*.jsonl")} == {*MODULES, "code_tests"}
 
 
 def test_the_table_of_the_package_names_every_function():
@@ -166,7 +172,7 @@ def test_the_last_closed_box_is_found_whatever_the_braces_do(text, content):
     assert last_boxed(text) == content
 
 
-# Errors: the value, the rule and the way out
+# Error messages state the value, the rule and the way out
 
 
 @pytest.mark.parametrize(
@@ -204,7 +210,7 @@ def test_what_a_user_got_wrong_is_one_line_that_says_it(function, arguments, wor
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-# Options that the golden sets do not show
+# Options that the golden sets do not cover
 
 
 def test_letters_are_matched_by_their_order_only_if_not_strict():
@@ -223,7 +229,7 @@ def test_the_math_library_says_nothing_of_its_timeouts(capfd, caplog):
 
 def test_math_leaves_the_alarm_of_the_process_alone():
     before = signal.getsignal(signal.SIGALRM)
-    running = signal.getitimer(signal.ITIMER_REAL)[0] > 0  # a time limit of the test's own
+    running = signal.getitimer(signal.ITIMER_REAL)[0] > 0  # whether the test itself runs under a time limit
     assert math_answer("p", r"\boxed{\frac{2}{4}}", answer="1/2") == 1.0
     assert signal.getsignal(signal.SIGALRM) is before
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == running
@@ -346,7 +352,8 @@ def test_ten_kilobytes_take_about_a_millisecond(name):
     prose = "We add 3 apples and 4 pears, which is 7 pieces of fruit in all. " * 155 + "\nThe answer is (B) 7."
     text = json.dumps({"a": 1, "b": prose}) if name == "json_schema" else prose
     function = load(name)
-    assert seconds(lambda: function("p", text, **CALLS[name]), repeats=30) < 0.003  # 1 ms, on a busy machine
+    # a call takes about 1 ms; the bound allows for a busy machine
+    assert seconds(lambda: function("p", text, **CALLS[name]), repeats=30) < 0.003
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -369,7 +376,8 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+
 
 def test_the_solutions_of_gsm8k_are_read_after_their_marker():
     assert numeric_match("", "So 48 + 24 = 72.\n#### 72", answer=GSM8K, marker="####") == 1
-    assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, marker="####") == 0  # the response has to have it too
+    # with `marker`, the response needs the marker too
+    assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, marker="####") == 0
     assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, answer_marker="####") == 1
     assert numeric_match("", "I give it 24.", answer=GSM8K, answer_marker="####") == 0
     assert numeric_match("", r"The answer: \boxed{1200}", answer="x = 3\n#### 1,200", answer_marker="####") == 1

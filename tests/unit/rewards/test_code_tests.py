@@ -1,4 +1,4 @@
-"""Programs scored by tests: right ones, wrong ones, and those that try to pass without being right."""
+"""Programs scored by tests: right programs, wrong programs, and programs that try to cheat."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_sum():
     assert all(add(i, 1) == i + 1 for i in range(10))
 test_sum()
 """
-LONG_S = 30.0  # nothing here needs it
+LONG_S = 30.0  # a time limit that no program in this file reaches
 
 
 def score(program: str, tests: object = TESTS, **knobs) -> float:
@@ -66,7 +66,7 @@ def test_G1_the_golden_set_scores_the_same_through_the_loader_in_another_thread(
     assert any(elsewhere)
 
 
-# Cheats: each would pass where verdict and program share an interpreter or an output. None defines a right function.
+# Cheats: each would pass if verdict and program shared an interpreter or an output. None defines a right function.
 
 SPRAY = "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'1' * 64)\n    except OSError: pass\n"
 CHEATS = {
@@ -141,7 +141,8 @@ while True:
 }
 
 
-STRONG_ONLY = ("kills whoever it can",)  # in the weak form it could hit processes that are not ours
+# in the weak sandbox, the program could kill processes that do not belong to the test
+STRONG_ONLY = ("kills whoever it can",)
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -202,7 +203,7 @@ def add(a, b):
     assert score(program, "assert add(lambda: 0, 1) == \"a program may not ask for 'module'\"") == 1.0
 
 
-# Right programs, and what tests can do with them
+# Right programs, and the features that tests may use
 
 RICH = """
 from collections import Counter, namedtuple, defaultdict
@@ -275,7 +276,7 @@ def test_all_pairs_of_a_program_share_its_seconds():
     program = "import time\nif input() != '0': time.sleep(600)\nprint(1)"
     begin = time.monotonic()
     assert score(program, pairs, timeout_s=1.0) == 1 / 8
-    assert time.monotonic() - begin < 7.0  # with a second each it would be more
+    assert time.monotonic() - begin < 7.0  # a limit of one second for each test would take longer
 
 
 def test_a_slow_program_is_0_and_never_failed_whatever_timeout_s_and_reward_timeout_s_are():

@@ -1,4 +1,4 @@
-"""Messages that a hostile program sends by hand to the process that judges it: none has any effect but the end."""
+"""Messages that a hostile program forges to the judging process have no effect, except that the judging ends."""
 
 import pickle
 
@@ -11,7 +11,7 @@ def score(program: str, tests: str) -> float:
     return code_tests("p", f"```python\n{program}\n```", tests=tests, timeout_s=30.0)
 
 
-SENT = {  # messages that the program sends by hand, each in the place of the answer 3; none may pass, or change a thing
+SENT = {  # forged messages sent in place of the answer 3; no message may pass the test or change anything
     "something for nothing": ("answer", 3),
     "an error without text": ("raised", "ValueError", None),
     "a description of nothing": ("answer", ("P", ("no", 1)), ()),

@@ -1,4 +1,4 @@
-"""What reward functions raise and return that nobody expects, and what is refused before anything runs."""
+"""Unexpected exceptions and return values of reward functions, and functions that are refused before anything runs."""
 
 import signal
 
@@ -120,7 +120,7 @@ def test_G2_whatever_is_raised_is_failed_with_its_name_and_the_others_are_scored
     assert scores(results) == [3.0, "failed", 1.0]
     assert results[1].error.startswith(f"reward function '{form}' ")
     assert SAID[what] in results[1].error
-    assert scores(worker.score(requests("ab"))) == [2.0]  # the event loop is still there
+    assert scores(worker.score(requests("ab"))) == [2.0]  # the worker's event loop still works
 
 
 @pytest.mark.parametrize(("form", "what"), [("awaited", "ctrl-c"), ("awaited", "itself"), ("async_lists", "ctrl-c"),
@@ -138,7 +138,7 @@ def test_an_async_function_that_stops_the_loop_stops_no_other(raising):
 
 @pytest.fixture
 def interrupts():
-    """Ctrl-C as in a terminal: what a shell starts in the background has it ignored."""
+    """Restore Ctrl-C as in a terminal, because a shell starts background programs with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -241,7 +241,7 @@ def test_no_import_that_fails_shows_a_key_of_many_lines(tmp_path, monkeypatch):
         loading.load_function(f"{tmp_path}/odd.py:score")
 
 
-# What is refused before anything runs
+# Functions that are refused before anything runs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A language model as the judge, against a small HTTP server that speaks chat completions."""
+"""Tests of a language model as the judge, with a small HTTP server that speaks the chat completions protocol."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ PATH = "rltrain.rewards.judge:judge"
 class Server(ThreadingHTTPServer):
     """Answers request n with `reply(n)`: a text, a body, or (status, headers[, body]).
 
-    Keeps what it was asked and when, and by how many at once.
+    Records the bodies and times of all requests, and the largest number of simultaneous requests.
     """
 
     daemon_threads = True
@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
     def handle_error(self, *_):
-        """A client that left is what some tests are about."""
+        """Ignore clients that disconnect, because some tests make them do so."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Not on the terminal."""
+        """Do not log to the terminal."""
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def test_the_number_behind_score_is_the_reward_and_the_question_holds_prompt_and
         ("**Score:** 7", 7.0),
         ("score = -2", -2.0),
         ("SCORE:\n0", 0.0),
-        ("It says 'Score: 10' itself. Weak.\nScore: 3", 3.0),  # the judge's own word is the last
+        ("It says 'Score: 10' itself. Weak.\nScore: 3", 3.0),  # the last score in the judge's text counts
         ("Score: 3/10", 3.0),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_wrong_request_is_not_tried_again():
 
 def test_no_server_at_all_is_failed_soon():
     with serving(lambda _: "") as server:
-        pass  # its port is free again
+        pass  # the server has released its port
     began = time.monotonic()
     result = ask(server.url, retries=1)
     assert result.failed
@@ -256,7 +256,7 @@ def test_the_key_comes_from_the_environment_and_no_message_shows_it(monkeypatch)
     with serving(lambda _: (401, {}, {"error": {"message": "wrong key sk-secret"}})) as server:
         message = ask(server, api_key_env="MY_KEY").message
     assert "wrong key [hidden]" in message
-    monkeypatch.setenv("CREDENTIAL", "a b")  # neither long nor in a variable with a telling name
+    monkeypatch.setenv("CREDENTIAL", "a b")  # a secret that is short and whose variable has no telling name
     for reply in ((401, {}, {"error": {"message": "wrong key 'a\\nb'"}}), "I was asked with a  b"):
         with serving(lambda _, reply=reply: reply) as server:
             assert "[hidden]" in ask(server, api_key_env="CREDENTIAL").message

@@ -1,4 +1,4 @@
-"""Reward functions by import path and file path, what is wrong with them in one line, and how they are called."""
+"""Reward functions given by import path or file path: how they are loaded and called, and one-line errors."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ COLUMNS = {"answer": "7", "finish_reason": "stop"}
 
 @pytest.fixture(autouse=True)
 def _own_import_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a file adds its folder
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a reward file adds its folder to sys.path
 
 
 def write(folder: Path, text: str, name: str = "mine.py") -> Path:
@@ -55,7 +55,7 @@ def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, 
     monkeypatch.chdir(tmp_path)
     functions = [load_function(path) for path in ("mine.py:score", "./mine.py:score", f"{tmp_path}/mine.py:score")]
     assert [call(function, "p", "abc", {}) for function in functions] == [3.0] * 3
-    assert functions[0] is functions[2]  # loaded once, so that two functions of a file share what it keeps
+    assert functions[0] is functions[2]  # a file is loaded once, so that its functions share their state
     assert absolute("mine.py:score") == f"{tmp_path}/mine.py:score"
     assert absolute("package.module:score") == "package.module:score"
 
@@ -63,11 +63,12 @@ def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, 
 def test_a_package_may_lie_in_the_working_directory_of_an_installed_command(tmp_path, monkeypatch):
     write(tmp_path, "def score():\n    return 1\n", "rltrain_test_beside.py")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])  # as such a command has it
+    # sys.path as an installed command has it, without the working directory
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     for _ in range(2):
         assert call(load_function("rltrain_test_beside:score"), "p", "r", {}) == 1
     assert sys.path.count(str(tmp_path)) == 1
-    assert sys.path[-1] == str(tmp_path)  # at the end: it must not hide a package
+    assert sys.path[-1] == str(tmp_path)  # the folder is added at the end, so that its files cannot hide a package
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):
@@ -137,7 +138,8 @@ def test_a_file_without_functions_says_so(tmp_path):
 def test_a_file_that_does_not_import_says_why(tmp_path, text, reason):
     path = write(tmp_path, text)
     assert f"{path} does not import ({reason}" in error_of(f"{path}:score")
-    assert f"{path} does not import ({reason}" in error_of(f"{path}:score")  # nothing half-made is kept
+    # a module that failed to import is not kept
+    assert f"{path} does not import ({reason}" in error_of(f"{path}:score")
 
 
 def test_a_package_that_lacks_another_says_so_and_is_not_called_missing(tmp_path, monkeypatch):
@@ -286,7 +288,8 @@ def test_async_functions_run_to_their_end_on_one_loop_that_stays():
         return len(response)
 
     assert [call(slow, "p", "r" * n, {}) for n in (1, 2)] == [1.0, 2.0]
-    assert loops[0] is loops[1]  # connections that a function keeps still work in the next call
+    # the event loop is the same, so that connections which a function keeps still work in the next call
+    assert loops[0] is loops[1]
 
 
 def test_async_functions_work_where_a_loop_is_running_and_survive_an_exit():
@@ -306,7 +309,7 @@ def test_async_functions_work_where_a_loop_is_running_and_survive_an_exit():
 
 def test_an_object_that_can_be_called_is_a_function_too():
     @dataclass
-    class Length:  # has no hash
+    class Length:  # a dataclass with __eq__ has no hash
         per: float
 
         def __call__(self, response):

@@ -1,4 +1,4 @@
-"""Programs that misbehave, in both forms of the sandbox: each ends in time with its status, and leaves nothing."""
+"""Misbehaving programs in both forms of the sandbox: each ends in time with its status, and leaves nothing behind."""
 
 import logging
 import os
@@ -19,11 +19,11 @@ from rltrain.rewards.sandbox import SandboxError, SandboxResult, run
 WHY_NOT = sandbox.why_not_strong()
 needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
-SOON_S = 20.0  # a limit of 1 s, and a slow machine
+SOON_S = 20.0  # generous for a time limit of 1 s on a slow machine
 
 
 def left(mark: str) -> list[str]:
-    """Processes whose command line or environment holds the mark, and folders."""
+    """Return processes whose command line or environment contains `mark`, and folders that are left."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -39,7 +39,8 @@ def left(mark: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other runs on this machine have folders of their own
+    # a separate temporary folder, because other runs on this machine use the default one
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     real = sandbox.environment
     monkeypatch.setattr(sandbox, "environment", lambda folder: {**real(folder), "MARK": str(tmp_path)})
     yield
@@ -56,7 +57,7 @@ def in_time(code: str, level: str, **limits) -> SandboxResult:
     return result
 
 
-# What a program is for
+# Ordinary programs
 
 
 @pytest.mark.parametrize("level", BOTH)
@@ -103,7 +104,7 @@ def test_it_works_in_several_threads_at_once(level):
     assert results == {number: f"{number}\n" for number in range(6)}
 
 
-# What goes wrong
+# Programs that misbehave
 
 FORKS = """
 import os, time
@@ -122,7 +123,7 @@ if not os.fork():
     os._exit(0)
 os.wait()
 """
-CASES = {  # name: program, status, return code, what its reason or standard error says
+CASES = {  # name: program, status, return code, text in its reason or standard error
     "sleeps": ("import time; time.sleep(600)", "timeout", None, ""),
     "spins": ("while True: pass", "timeout", None, ""),
     "spins in C": ("sum(range(10**12))", "timeout", None, ""),
@@ -235,7 +236,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-# What only the strong form protects
+# Protection that only the strong form of the sandbox gives
 
 
 @needs_strong
@@ -306,7 +307,7 @@ print("still here")
     assert result.status == "ok"
     assert result.stdout.splitlines()[0] == "True"
     assert result.stdout.splitlines()[-1] == "still here"
-    assert os.getpid()  # and so are we
+    assert os.getpid()  # the test process is alive as well
 
 
 @needs_strong
@@ -325,7 +326,7 @@ def test_strong_only_no_further_namespaces_can_be_made():
     assert run(code, level="required").stdout == "-1\n"
 
 
-# A second program beside it
+# Two programs at the same time
 
 
 @pytest.mark.parametrize("level", BOTH)

@@ -44,7 +44,7 @@ def picked(selected):
         ({"clip_cov_ratio": 0.4}, [(0, 0), (1, 0)]),
         ({"clip_cov_ratio": 0.59}, [(0, 0), (1, 0)]),  # floor(2.95)
         ({"clip_cov_ratio": 0.6}, [(0, 0), (1, 0), (1, 1)]),
-        ({"clip_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # the interval [1, 4] includes both of its ends
+        ({"clip_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # the interval [1, 4] includes both end points
         ({"clip_cov_ratio": 1.0, "clip_cov_lb": 1.01}, [(0, 0), (0, 1), (1, 0)]),
         ({"clip_cov_ratio": 1.0, "clip_cov_ub": 4.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
         ({"clip_cov_ratio": 1.0, "clip_cov_ub": 3.9}, [(1, 0), (1, 1)]),
@@ -101,7 +101,7 @@ def test_kl_cov_selects_nothing_where_all_advantages_are_equal(advantage, dtype)
 def test_kl_cov_takes_its_share_of_tokens_that_tie_by_their_draws_and_whatever_the_order_of_rows():
     """In right answers, 90 of 100 tokens have probability 1, so that all 90 share the largest covariance."""
     log_probs, advantages = torch.zeros(10, 10).double(), torch.ones(10, 10).double()
-    # unlikely tokens of a right answer and likely tokens of a wrong one have covariances below 0
+    # unlikely tokens of a right answer and likely tokens of a wrong answer have covariances below 0
     log_probs[9, :5], advantages[9, 5:] = -3.0, -9.0
     mask, draws = torch.ones(10, 10), torch.rand(10, 10, generator=torch.Generator().manual_seed(1)).double()
     draws[9] = 0.0
@@ -135,7 +135,7 @@ def test_top_entropy_by_hand():
     entropies, mask = table([0.1, 0.5, 9.0, 0.3], [0.4, 0.2, 0.5, 0.0]), torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
     selector = TOKEN_SELECTORS.get("top_entropy")
     assert picked(selector(entropies, mask)) == [(0, 1), (1, 2)]  # 1 + floor(0.2 * 5) = 2 of 6 tokens
-    # one token, and the token that ties with it
+    # one token is selected by count, and a second one because it ties with the first
     assert picked(selector(entropies, mask, entropy_fraction=0.19)) == [(0, 1), (1, 2)]
     # 1 + floor(0.34 * 5) = 1 + floor(1.7) = 2 tokens
     assert picked(selector(entropies, mask, entropy_fraction=0.34)) == [(0, 1), (1, 2)]
@@ -202,7 +202,7 @@ def test_selections_carry_no_gradient_and_work_in_bfloat16(name, select, make_ba
 
 CHANGES = [
     ("clip_cov", {}, {"clip_cov_ratio": 0.1}),
-    # the bounds matter only where every token in range is picked
+    # the bounds matter only where every token within the bounds is picked
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_lb": 0.5}),
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_ub": 0.6}),
     ("kl_cov", {}, {"kl_cov_ratio": 0.1}),

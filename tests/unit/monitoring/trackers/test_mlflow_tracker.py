@@ -1,4 +1,4 @@
-"""The tracker for MLflow, with its SQLite store. The runs are read with MLflow's own client."""
+"""Tests of the MLflow tracker with a SQLite store. The test reads the runs with the client of MLflow."""
 
 import json
 import math
@@ -11,7 +11,7 @@ mlflow = pytest.importorskip("mlflow")
 from rltrain.monitoring.trackers import mlflow_tracker  # noqa: E402
 from rltrain.monitoring.trackers.mlflow_tracker import MlflowTracker  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # those of the library are its own
+pytestmark = pytest.mark.filterwarnings("default")  # warnings that MLflow itself emits must not fail a test
 ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 
@@ -20,7 +20,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_NAME", "MLFLOW_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts
+    monkeypatch.chdir(tmp_path)  # MLflow writes artifacts into the working directory
 
 
 def started(output_dir, **config):
@@ -75,7 +75,7 @@ def test_a_resumed_run_is_the_same_run_and_the_last_value_of_a_repeated_step_cou
     client, run = only_run()
     assert history(client, run, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 9.0)]
     assert (run.data.metrics["reward/mean"], run.info.status) == (9.0, "FINISHED")
-    assert run.data.params["trainer.total_steps"] == "2"  # MLflow never changes a parameter
+    assert run.data.params["trainer.total_steps"] == "2"  # MLflow cannot change a parameter once it is logged
     config = yaml.safe_load(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/config.yaml"))
     assert config == {"trainer": {"seed": 3, "total_steps": 3}}
 

@@ -1,4 +1,4 @@
-"""The tracker for trackio, with its local database, which trackio's own programming interface reads."""
+"""Tests of the trackio tracker with its local database, read through trackio's own programming interface."""
 
 import importlib
 import json
@@ -10,13 +10,13 @@ pytest.importorskip("trackio")
 
 from rltrain.monitoring.trackers.trackio_tracker import TrackioTracker
 
-pytestmark = pytest.mark.filterwarnings("default")  # those of the library are its own
+pytestmark = pytest.mark.filterwarnings("default")  # warnings that trackio itself emits must not fail a test
 ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 
 @pytest.fixture
 def trackio(tmp_path, monkeypatch):
-    """The library, imported again: it reads `TRACKIO_DIR` when it is imported."""
+    """Import trackio again, because it reads `TRACKIO_DIR` only at import."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "database"))
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -33,7 +33,7 @@ def started(output_dir):
 
 
 def rows_of(trackio, run):
-    """The rows of a run in the order in which they were logged: (step, metrics)."""
+    """Return the rows of a run as (step, metrics), in the order in which they were logged."""
     rows = trackio.sqlite_storage.SQLiteStorage.get_logs("rltrain", run.name, run_id=run.id)
     return [(row.pop("step"), {k: v for k, v in row.items() if k != "timestamp"}) for row in rows]
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_is_the_same_run_and_a_repeated_step_comes_last(tmp_path, 
     second = started(tmp_path / "run")
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
-    second.restore(2, [], [])  # a training rank was lost
+    second.restore(2, [], [])  # as after the loss of a training rank
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     (run,) = trackio.Api().runs("rltrain")

@@ -1,4 +1,6 @@
-"""The tracker for Weights & Biases, in offline mode. The files are read with the library's own record format."""
+"""Tests of the Weights & Biases tracker in offline mode. The test reads the offline files with wandb's own record
+format.
+"""
 
 import json
 import struct
@@ -13,8 +15,8 @@ from wandb.proto import wandb_internal_pb2  # noqa: E402
 from rltrain.base.errors import ConfigError  # noqa: E402
 from rltrain.monitoring.trackers.wandb_tracker import WandbTracker  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # those of the library are its own
-BLOCK, HEADER = 32768, 7  # of a LevelDB log, which an offline file is
+pytestmark = pytest.mark.filterwarnings("default")  # warnings that wandb itself emits must not fail a test
+BLOCK, HEADER = 32768, 7  # block and header size of a LevelDB log, the format of an offline file
 ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 
@@ -28,7 +30,7 @@ def offline(monkeypatch):
 
 
 def records(path):
-    """The records of an offline file, oldest first."""
+    """Return the records of an offline file, oldest first."""
     content, place, parts = path.read_bytes(), HEADER, b""
     while place + HEADER <= len(content):
         if BLOCK - place % BLOCK < HEADER:
@@ -37,7 +39,7 @@ def records(path):
         _, size, kind = struct.unpack_from("<IHB", content, place)
         parts += content[place + HEADER : place + HEADER + size]
         place += HEADER + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or its last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             yield record
@@ -45,8 +47,8 @@ def records(path):
 
 
 def read(output_dir):
-    """What each offline file of a folder holds: (its run record, values by step and name), oldest first."""
-    wandb.teardown()  # waits for the library's process, which completes the files
+    """Return (run record, values by step and name) of each offline file in a folder, oldest file first."""
+    wandb.teardown()  # waits until wandb's background process has completed the files
     found = []
     for path in sorted(output_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
         run, rows = None, defaultdict(dict)
@@ -103,8 +105,8 @@ def test_a_resumed_run_is_the_same_run_taken_back_to_the_step_of_the_checkpoint(
     second = started(tmp_path)
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
-    time.sleep(1.1)  # the library names files by the second
-    second.restore(2, [], [])  # a training rank was lost
+    time.sleep(1.1)  # wandb names files by time with a resolution of one second
+    second.restore(2, [], [])  # as after the loss of a training rank
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     files = read(tmp_path)
