@@ -1,4 +1,4 @@
-"""What tests share: a tiny model made on the spot, batches, and Ray where a test asks for it."""
+"""Fixtures that tests share: tiny models, batches, and Ray for tests that ask for it."""
 
 import os
 
@@ -14,7 +14,7 @@ from rltrain.settings.compose import compose
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory) -> str:
-    """A tiny model directory after a few supervised steps: answers are varied, some end and some do not."""
+    """Return a tiny model directory after a few supervised steps; answers vary, and some of them end."""
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import make_start
 
@@ -23,7 +23,7 @@ def start(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def reward_model(tmp_path_factory) -> str:
-    """A tiny random reward model with the built-in tokenizer."""
+    """Return the directory of a tiny random reward model with the built-in tokenizer."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     from rltrain.tasks.tokenizer import PAD_ID, VOCAB_SIZE, char_tokenizer
@@ -42,14 +42,14 @@ def reward_model(tmp_path_factory) -> str:
 
 @pytest.fixture
 async def tasks():
-    """The background tasks of a run. They are cancelled at the end of the test."""
+    """Yield the background tasks of a run. The tasks are cancelled at the end of the test."""
     async with BackgroundTasks() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def process_group():
-    """A process group of one rank in this process."""
+    """Join a process group with the test process as its only rank."""
     from workers.cluster.torch_process_group import join
 
     join(0, 1, None, 60.0)
@@ -57,7 +57,7 @@ def process_group():
 
 @pytest.fixture(scope="session")
 def ray_here():
-    """Ray on this machine, from the first test that asks for it."""
+    """Start Ray on the local machine when the first test asks for it."""
     from workers.placement import connect, disconnect
 
     config, _ = compose([])
@@ -68,7 +68,7 @@ def ray_here():
 
 @pytest.fixture(scope="session")
 def sampled_batch() -> DataProto:
-    """A batch as a rollout leaves it: random tokens and advantages, and every seventh answer empty."""
+    """Return a batch as after a rollout, with random tokens and advantages; every seventh answer is empty."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(low: int, high: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rollout replicas whose processes die, become ready and answer when told to, and a pool over them."""
+"""Fake rollout replicas whose processes die, become ready and answer at a test's command, and a pool of them."""
 
 import asyncio
 import concurrent.futures
@@ -25,19 +25,19 @@ def request(uid: int, number: int = 0) -> Request:
 
 
 def of_worker(error: Exception) -> Exception:
-    """What Ray raises where a method of an actor has raised `error`."""
+    """Return the exception that Ray raises if an actor's method has raised `error`."""
     return RayTaskError("Host.call", "the worker's traceback", error).as_instanceof_cause()
 
 
 async def settled() -> None:
-    """Run the event loop until every task waits for something that only the test can bring."""
+    """Run the event loop until every task waits for an event that only the test can cause."""
     await asyncio.sleep(0)
     while asyncio.get_running_loop()._ready:
         await asyncio.sleep(0)
 
 
 async def answers_of(pool: RolloutPool) -> list[Completion]:
-    """The answers that have arrived and were not returned yet."""
+    """Return the answers that have arrived and were not returned before."""
     await settled()
     polling = asyncio.ensure_future(pool.poll())
     await settled()
@@ -52,7 +52,7 @@ async def keys_of(pool: RolloutPool) -> list[tuple[int, int]]:
 
 
 class Reply:
-    """The pending result of a call, in place of Ray's reference to it."""
+    """A pending call result, in place of Ray's object reference."""
 
     def __init__(self) -> None:
         self._outcome: concurrent.futures.Future = concurrent.futures.Future()
@@ -77,7 +77,7 @@ class Reply:
         self._tell()
 
     def future(self) -> concurrent.futures.Future:
-        """Another future with the result. Who cancels it cancels nothing else, as with Ray."""
+        """Return a new future that gets the call's result. Cancelling the future cancels nothing else, as with Ray."""
         future = concurrent.futures.Future()
         self._asked.append(future)
         self._tell()
@@ -93,12 +93,12 @@ class Reply:
 
 
 class EngineProcess(RayProcess):
-    """One process of a replica. Calls reach its engine at once, and its engine answers when told to.
+    """A fake process of a replica. Calls reach the engine at once, and the engine answers only when a test makes it.
 
     Attributes:
-        alive: Whether the process lives. Its death is known only when somebody has noticed it; see `die`.
+        alive: Whether the process lives. A death is known only once a caller has noticed it; see `die`.
         built: The pending construction of the engine.
-        open: The last `poll`, which has no result until the engine says something.
+        open: The last `poll`, which has no result until the engine returns answers.
         patience: The patience of each `poll` so far.
         keys: Keys of the unfinished requests.
         finished: Keys of the answers that no `poll` has returned.
@@ -146,18 +146,18 @@ class EngineProcess(RayProcess):
         return Reply.of(None)
 
     def finish(self, *keys) -> None:
-        """The engine finishes these answers, which the open poll does not have yet."""
+        """Let the engine finish answers that the open poll does not return yet."""
         for key in keys:
             self.keys.remove(key)
             self.finished.append(key)
 
     def say(self) -> None:
-        """The engine answers the open poll with what is finished, be it nothing, as after the poll's patience."""
+        """Let the open poll return the finished answers, or none of them, as after the poll's patience."""
         finished, self.finished = self.finished, []
         self.open.give([Completion(key, [self._number], [-1.0], "stop", [self.version]) for key in finished])
 
     def answer(self, *keys) -> None:
-        """The engine finishes these answers, and the open poll brings them."""
+        """Let the engine finish answers, and let the open poll return them."""
         self.finish(*keys)
         self.say()
 
@@ -165,7 +165,7 @@ class EngineProcess(RayProcess):
         self.open.fail(of_worker(SyncError("weights of two versions")))
 
     def die(self) -> None:
-        """The process dies, and its death is noticed at once."""
+        """Let the process die, and let its death be noticed at once."""
         self.alive = False
         self.lose("is gone")
 
@@ -175,12 +175,12 @@ class EngineProcess(RayProcess):
 
 
 class Replicas:
-    """The replicas of a pool.
+    """The fake replicas of a pool.
 
     Attributes:
-        processes: The present process of each replica.
+        processes: The current process of each replica.
         started: Number of processes that were started.
-        told: The calls that reached the processes: (replica, method).
+        told: The calls that reached the processes, as (replica, method).
         hold_builds: Whether engines are built only when a test gives the result of `built`.
     """
 
@@ -213,7 +213,7 @@ class Replicas:
 
 
 async def give_weights(ranks, engines, version, *, check):
-    """In place of a weight sync: gives the weights to all engines, or ends with the first that is dead."""
+    """Stand in for a weight sync: give the weights to all engines, or raise at the first dead engine."""
     for engine in engines:
         await asyncio.sleep(0)
         if not engine.process.alive:
@@ -223,7 +223,7 @@ async def give_weights(ranks, engines, version, *, check):
 
 
 def fail_syncs(monkeypatch, error):
-    """From now on every sync raises this."""
+    """Make every later sync raise `error`."""
 
     async def sync(*_, **__):
         raise error
@@ -232,7 +232,7 @@ def fail_syncs(monkeypatch, error):
 
 
 async def pool_of(size, monkeypatch, tasks, *, busy=False):
-    """A pool whose replicas have weights 0 and maybe one request each, and its replicas."""
+    """Return a pool whose replicas have weights 0 and, if `busy`, one request each; return the replicas too."""
     monkeypatch.setattr(pool_module, "sync", give_weights)
     replicas = Replicas(size, tasks)
     pool = RolloutPool(replicas.all, tasks)

@@ -1,24 +1,27 @@
-"""What the stand-ins for engines, reward workers and checkpoints share."""
+"""Code that the fakes of engines, reward workers and checkpoints share."""
 
 
 class Immortal:
-    """Engines that never die and need no weights. A subclass has `submit`, `pending` and the coroutine `poll`."""
+    """Fake engines that never die and need no weights.
+
+    A subclass defines `submit`, `pending` and the coroutine `poll`.
+    """
 
     async def load(self, ranks, version, *, check):
-        """Take the weights."""
+        """Accept the weights, and do nothing."""
 
     async def hold_weights(self):
-        """Nothing waits for weights."""
+        """Do nothing, because no answer of the fake waits for weights."""
 
     async def sleep(self):
-        """Keep the memory."""
+        """Do nothing, because the fake holds no device memory."""
 
     def take_lost(self):
         return set()
 
 
 class Waiting(Immortal):
-    """Keeps the requests until a subclass's `poll` takes them."""
+    """Fake engines that keep requests until a subclass's `poll` takes them."""
 
     def __init__(self):
         self.waiting = []
@@ -35,7 +38,7 @@ class Waiting(Immortal):
 
 
 class NoCheckpoints:
-    """Saves nothing."""
+    """Fake checkpoints that save nothing."""
 
     last = None
 
@@ -47,7 +50,7 @@ class NoCheckpoints:
 
 
 class FakeCheckpoints:
-    """Saves that are complete at once."""
+    """Fake checkpoints whose saves are complete at once."""
 
     def __init__(self, log):
         self.log, self.last, self.saved = log, None, []

@@ -1,9 +1,9 @@
-"""A small model hub on this machine: real clients download models and data sets from it, and it fails on request.
+"""A small local model hub: real clients download models and data sets from it, and it fails on request.
 
-The server speaks as much of the hub's protocol as `huggingface_hub` and `datasets` use: facts about a repository, lists
-of its files, and the files. Large kinds of files are behind a redirect to another host, as on the hub. A client finds
-the server by the environment variables of `Hub.environment`. `huggingface_hub` reads them when it is imported, so
-clients run in processes of their own.
+The server implements the parts of the hub's protocol that `huggingface_hub` and `datasets` use: facts about a
+repository, lists of its files, and the files. Large kinds of files are behind a redirect to another host, as on the
+real hub. A client finds the server through the environment variables of `Hub.environment`. `huggingface_hub` reads
+environment variables when it is imported, so clients run in processes of their own.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a commit. `oid` is what Git calls its content."""
+    """A file of a commit. The attribute `oid` is Git's hash of the file's content."""
 
     size: int
     oid: str
@@ -54,9 +54,9 @@ class StoredFile:
 
 @dataclass
 class Repository:
-    """Commits by their hash, the hash of each branch and tag, and who may read.
+    """A repository: commits by hash, the hash of each branch and tag, and the access rights.
 
-    `readers` are the tokens that may read the files of a gated repository, or see a private one.
+    The attribute `readers` holds the tokens that may read a gated repository's files, or see a private repository.
     """
 
     commits: dict[str, dict[str, StoredFile]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Repository:
     readers: tuple[str, ...] = ()
 
     def commit(self, revision: str) -> str | None:
-        """The hash that a branch, a tag or a hash stands for."""
+        """Return the commit hash that a branch, a tag or a shortened hash stands for."""
         named = self.branches | self.tags
         if revision in named or not _COMMIT.match(revision):
             return named.get(revision)
@@ -76,7 +76,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Request:
-    """A request that arrived. `range` is the header that asks for a part of a file."""
+    """A request that the server received. The attribute `range` is the header that asks for a part of a file."""
 
     method: str
     path: str
@@ -86,7 +86,7 @@ class Request:
 
 @dataclass
 class _Break:
-    """A connection breaks at this byte of a file, for so many requests."""
+    """A fault: the connection breaks at byte `at` of a file, for the next `left` requests."""
 
     at: int
     left: int
@@ -94,7 +94,7 @@ class _Break:
 
 
 class _Server(ThreadingHTTPServer):
-    """Says nothing about clients that go away in the middle of an answer."""
+    """HTTP server that reports no error if a client disconnects in the middle of an answer."""
 
     daemon_threads = True
 
@@ -104,7 +104,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class Hub:
-    """The server. Use it as a context manager.
+    """The hub server, which runs while its context manager is open.
 
     Args:
         store: folder for the content of files; it is created.
@@ -139,13 +139,13 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """The variables with which a client uses this server, and the folder `home` for its cache.
+        """Return the environment variables that point a client to the server, with `home` as the folder of its cache.
 
-        The caller has to remove HF_HUB_OFFLINE and HF_TOKEN from the environment of the process.
+        The caller has to remove HF_HUB_OFFLINE and HF_TOKEN from the client's environment.
         """
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
 
-    # --- what is on the hub ---
+    # --- content of the hub ---
 
     def push(self, name: str, folder: Path, *, kind: str = "model", branch: str = "main") -> str:
         """Make a commit of all files of a folder, and move the branch to it. Returns the commit's hash."""
@@ -162,7 +162,7 @@ class Hub:
         return commit
 
     def tag(self, name: str, tag: str, *, kind: str = "model", commit: str | None = None) -> None:
-        """Name a commit; without one, that of `main`."""
+        """Give a tag to a commit, which is the newest one of `main` by default."""
         repository = self.repositories[kind, name]
         repository.tags[tag] = commit or repository.branches["main"]
 
@@ -176,23 +176,26 @@ class Hub:
     # --- faults ---
 
     def gate(self, name: str, *tokens: str, kind: str = "model") -> None:
-        """Give the files only to clients with one of these tokens. Others see the repository and its list of files."""
+        """Give the files only to clients with one of the given tokens.
+
+        All other clients see the repository and its list of files.
+        """
         self.repositories[kind, name].gated = True
         self.repositories[kind, name].readers = tokens
 
     def hide(self, name: str, *tokens: str, kind: str = "model") -> None:
-        """Make the repository private: to clients without one of these tokens it does not exist."""
+        """Make the repository private: to clients without one of the given tokens, it does not exist."""
         self.repositories[kind, name].private = True
         self.repositories[kind, name].readers = tokens
 
     def break_connection(self, path: str, *, at: int, times: int = 1, reset: bool = False) -> None:
-        """Close the connection at this byte of a file, for the next `times` requests that reach it.
+        """Close the connection at byte `at` of a file, for the next `times` requests that reach the byte.
 
         Args:
-            path: the file's path in its repository; the fault holds for files of this path in all repositories.
+            path: path of the file in its repository; the fault affects files with the same path in all repositories.
             at: number of bytes of the file before the break.
             times: number of requests that break.
-            reset: reset the connection in the place of closing it.
+            reset: whether to reset the connection instead of closing it.
         """
         self._breaks[path] = _Break(at, times, reset)
 
@@ -200,17 +203,17 @@ class Hub:
         """Answer the next `times` requests with status 503."""
         self._unavailable = times
 
-    # --- for the handler ---
+    # --- methods for the request handler ---
 
     def take_unavailable(self) -> bool:
-        """Whether this request is to fail with 503."""
+        """Return whether the current request has to fail with status 503, and count it."""
         with self._lock:
             failing = self._unavailable > 0
             self._unavailable -= failing
         return failing
 
     def take_break(self, sha256: str, start: int, end: int) -> _Break | None:
-        """The break that a request for these bytes of a content meets."""
+        """Return the fault that a request for bytes `start` to `end` of a file's content meets, if any."""
         with self._lock:
             for path, fault in self._breaks.items():
                 if fault.left > 0 and start <= fault.at < end and sha256 in self._contents(path):
@@ -223,19 +226,19 @@ class Hub:
         return {files[path].sha256 for files in commits if path in files}
 
     def file_of(self, sha256: str) -> StoredFile | None:
-        """The file with this content."""
+        """Return the file with the given content hash."""
         commits = [files for repository in self.repositories.values() for files in repository.commits.values()]
         return next((file for files in commits for file in files.values() if file.sha256 == sha256), None)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handles the requests of one connection."""
 
     hub: Hub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing."""
+        """Do not print requests."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -265,17 +268,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, None, "Not Found")
 
     def _repository(self, match: re.Match[str]) -> tuple[str, Repository] | None:
-        """The repository of a request. If there is none that the client may see, the answer has been sent."""
+        """Return the repository of a request.
+
+        If the client may see no such repository, send an error and return None.
+        """
         kind, name = _KINDS[match["kind"]], unquote(match["id"])
         found = self.hub.repositories.get((kind, name))
         if found is None or (found.private and self.token not in found.readers):
-            # The hub does not say to strangers which private repositories there are.
+            # The hub does not tell unauthorised clients which private repositories exist.
             self._error(401 if self.token is None else 404, "RepoNotFound", "Repository not found")
             return None
         return name, found
 
     def _commit(self, repository: Repository, revision: str) -> str | None:
-        """The commit of a request. If there is none, the answer has been sent."""
+        """Return the commit of a request. If there is no such commit, send an error and return None."""
         commit = repository.commit(unquote(revision))
         if commit is None:
             self._error(404, "RevisionNotFound", f"Invalid rev id: {unquote(revision)}")
@@ -391,7 +397,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entries(files: dict[str, StoredFile]) -> list[dict[str, Any]]:
-    """Every folder and file, as the hub lists them."""
+    """Return every folder and file of a commit, as the hub lists them."""
     parents = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents} - {"."}
     folders = [
         {"type": "directory", "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0, "path": path}

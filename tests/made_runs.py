@@ -1,4 +1,4 @@
-"""Output folders of runs, written by the tracker from made batches, and reports of them read back as the page does."""
+"""Output folders of fake runs, written by the real tracker from made-up batches, and readers of their report pages."""
 
 import base64
 import gzip
@@ -34,9 +34,9 @@ class SilentDisplay:
 
 
 def batch(responses=("12", "9"), *, uids=None, observed=(), scores=None, errors=None, prompts=None) -> DataProto:
-    """One sample for each response, whose characters are its tokens, each ended by <eos>.
+    """Return a batch with one sample for each response; each character is a token, and <eos> ends each response.
 
-    `observed` holds (row, token) of tokens that no weights sampled.
+    The set `observed` holds the (row, token) of tokens that no policy sampled, such as tool text.
     """
     rows = [[*map(ord, text), EOS_ID] for text in responses]
     uids = list(range(len(rows))) if uids is None else uids
@@ -53,7 +53,7 @@ def batch(responses=("12", "9"), *, uids=None, observed=(), scores=None, errors=
     )  # fmt: skip
     count = len(made.values("responses"))
     engine = -torch.arange(1, count + 1) / 8
-    version = torch.full((count,), 70_003)  # more than two bytes hold
+    version = torch.full((count,), 70_003)  # a version number that does not fit into two bytes
     starts = made.offsets("responses").tolist()
     for row, token in observed:
         version[starts[row] + token] = -1
@@ -73,7 +73,7 @@ EVALUATION = {"eval/sampled_accuracy": 0.25, "eval/greedy_accuracy": 0.5, "eval/
 
 
 def made_run(folder: Path, batches=None, *, tokens=True) -> Path:
-    """Write a run of one step for each batch, and return its folder."""
+    """Write a run with one step for each batch, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG)
     write_command(COMMAND, folder)
@@ -88,7 +88,7 @@ def made_run(folder: Path, batches=None, *, tokens=True) -> Path:
 
 
 def block(page: str, name: str) -> bytes:
-    """The data of a block of a page."""
+    """Return the data of a named block of a report page."""
     (text,) = re.findall(rf'<script type="application/gzip;base64" id="{name}">([\w+/=]*)</script>', page)
     return gzip.decompress(base64.b64decode(text))
 
@@ -98,7 +98,7 @@ def data_of(page: str) -> dict:
 
 
 def chunk_of(page: str, run=0, place=0) -> tuple[dict, dict[str, np.ndarray]]:
-    """Header and columns of a chunk, decoded by another program than the page's."""
+    """Return the header and columns of a chunk, decoded by code that is independent of the page's program."""
     whole = block(page, f"chunk-{run}-{place}")
     size = int.from_bytes(whole[:4], "little")
     header, at, columns = json.loads(whole[4 : 4 + size]), 4 + size, {}

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that models have, trained on a few lines, with the control tokens of ChatML."""
+"""Small tokenizers of the kinds that real models have, trained on a few lines, with the control tokens of ChatML."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ BOS_TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['co
 
 
 def byte_level() -> Tokenizer:
-    """Byte-level BPE after NFC, as Qwen's."""
+    """Make a byte-level BPE tokenizer with NFC normalisation, like Qwen's."""
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,7 +30,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """BPE with byte fallback whose first word alone gets a space in front, as Mistral's."""
+    """Make a BPE tokenizer with byte fallback that puts a space before the first word only, like Mistral's."""
     made = _byte_fallback()
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
@@ -38,7 +38,7 @@ def metaspace() -> Tokenizer:
 
 
 def legacy_llama() -> Tokenizer:
-    """BPE with byte fallback whose normaliser writes spaces as U+2581, as Llama 2's."""
+    """Make a BPE tokenizer with byte fallback whose normaliser writes spaces as U+2581, like Llama 2's."""
     made = _byte_fallback()
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -47,7 +47,10 @@ def legacy_llama() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Unigram after NFKC, as XGLM's; its vocabulary holds the control tokens as words."""
+    """Make a Unigram tokenizer with NFKC normalisation, like XGLM's.
+
+    The vocabulary holds the control tokens as words.
+    """
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.NFKC()
     made.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -60,7 +63,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """WordPiece in lower case, as BERT's."""
+    """Make a lower-case WordPiece tokenizer, like BERT's."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -78,7 +81,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def made(kind: str, *, chat_template: str | None = CHATML, adds_bos: bool = False, **flags) -> PreTrainedTokenizerFast:
-    """A tokenizer of a kind; `flags` are those of its control tokens, such as `lstrip=True`."""
+    """Return a tokenizer of the given kind; `flags` are options of its control tokens, such as `lstrip=True`."""
     inner = Tokenizer.from_str(_saved(kind))
     unknown = next((token for token in ("<unk>", "[UNK]") if inner.token_to_id(token) is not None), None)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=unknown, chat_template=chat_template)

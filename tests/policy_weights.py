@@ -1,4 +1,4 @@
-"""The policy's weights as its ranks hold them: gathered, in float32, with adapters merged."""
+"""The policy's full weights, gathered from its ranks in float32, with adapters merged."""
 
 import asyncio
 
@@ -13,7 +13,10 @@ from workers.training.worker_group import WorkerGroup
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter once. This is a collective of the model's ranks."""
+    """Return the full tensor of every parameter, with adapters merged.
+
+    The function is a collective: all ranks of the model must call it.
+    """
     adapters, found = adapters_of(model), {}
     for name, parameter in plain_parameters(model).items():
         found[name] = full(parameter).clone()
@@ -24,7 +27,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 async def weights_of(actor: WorkerGroup) -> dict[str, Tensor]:
-    """The weights of the actor, as rank 0 gathers them."""
+    """Return the weights of the actor, as rank 0 gathers them."""
 
     def on_a_rank(host: Host, role: str) -> dict[str, Tensor]:
         return merged_weights(host.roles[role].model)

@@ -1,4 +1,4 @@
-"""Prompts of a file that a test writes, with a tokenizer of one token for each character."""
+"""Load prompts from a file that a test writes, with a tokenizer of one token per character."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,10 @@ STRICT_TEMPLATE = (
 
 
 def tokenizer(*, adds: str = "<s> $A", chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per character (its code + 3); `adds` says which special tokens it puts around a text."""
+    """Return a tokenizer with one token per character (its code + 3).
+
+    The template `adds` says which special tokens it puts around a text.
+    """
     vocab = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code + 3 for code in range(128)}
     inner = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     inner.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")

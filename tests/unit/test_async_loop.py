@@ -1,4 +1,7 @@
-"""Groups in flight across steps: the staleness bound, dynamic sampling, evaluations, strays; with fakes that dawdle."""
+"""Tests of groups in flight across steps: staleness bound, dynamic sampling, evaluations and stray answers.
+
+The fake engines and judges answer slowly.
+"""
 
 import asyncio
 import random
@@ -20,7 +23,7 @@ P, G = 3, 2
 
 
 class Engines(Immortal):
-    """Each look gives none or a few of the answers, in random order, sampled with the weights of `version`."""
+    """Fake engines: each poll returns a few or none of the answers, in random order, sampled by weights `version`."""
 
     def __init__(self, seed=0, most=3):
         self.random, self.most = random.Random(seed), most
@@ -38,7 +41,7 @@ class Engines(Immortal):
         return len(self.waiting) + len(self.lost)
 
     def lose(self, uids):
-        """An engine dies with the unfinished answers of these groups."""
+        """Lose the unfinished answers of the given groups, as when an engine dies."""
         self.waiting, self.lost = [one for one in self.waiting if one.key[0] not in uids], self.lost | uids
 
     def take_lost(self):
@@ -58,7 +61,10 @@ class Engines(Immortal):
 
 
 class Judges:
-    """Each look gives none or a few of the scores, in random order; `score` says them by (uid, number)."""
+    """Fake judges: each poll returns a few or none of the scores, in random order.
+
+    The function `score` maps (uid, number) to a score.
+    """
 
     def __init__(self, score, seed=0, most=3):
         self.score, self.random, self.most = score, random.Random(seed), most
@@ -98,7 +104,7 @@ def settings(*overrides, staleness=1, steps=8):
 
 @pytest.fixture
 def collector(tasks):
-    """Makes collectors that receive answers and scores, and that note which version each group was shipped with."""
+    """Return a function that makes collectors, which receive answers and scores, and note the version at shipping."""
 
     def make(config, *, seed=0, score=varied, engines=None, judges=None) -> Collector:
         engines, judges = engines or Engines(seed), judges or Judges(score, seed)
@@ -107,7 +113,7 @@ def collector(tasks):
         ship = made.groups.ship
 
         def recorded(version):
-            """Every group that is shipped will be young enough at its step: its place in the queue says at which."""
+            """Ship groups, and check by their places in the queue that each will be fresh enough for its step."""
             fresh = ship(version)
             queue = sorted(made.groups.groups)
             for group in fresh:
@@ -125,18 +131,18 @@ def collector(tasks):
 
 
 async def turns(count):
-    """Somebody trains: the engines and the judges are looked at so often."""
+    """Let the other tasks run for `count` turns of the event loop, as during a training step."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def step(made, version, *, looks=4):
-    """One step, with so many turns of the other tasks after it; returns the batch."""
+    """Take one step, let the other tasks run for `looks` turns, and return the batch."""
     return (await step_with_metrics(made, version, looks=looks))[0]
 
 
 async def step_with_metrics(made, version, *, looks):
-    """The same, with the metrics of all groups that were generated."""
+    """Take one step as `step` does, and return the batch with the metrics of all generated groups."""
     made.rollout.version = version
     found = await collect_with_metrics(made, version)
     await turns(looks)
@@ -144,7 +150,7 @@ async def step_with_metrics(made, version, *, looks):
 
 
 def facts(batch):
-    """All that a batch says of each row."""
+    """Return (uid, response text, prompt text, score) of each row."""
     return list(
         zip(batch.batch["uid"].tolist(), batch.non_tensor_batch["response_text"].tolist(),
             batch.non_tensor_batch["prompt_text"].tolist(), batch.batch["scores"].tolist(), strict=True)
@@ -172,11 +178,12 @@ async def test_no_token_trained_on_is_older_than_allowed_whatever_dawdles_or_die
             made.rollout.lose({request.key[0] for request in made.rollout.waiting if dice.random() < 0.2})
         assert order == sorted(set(order))
         assert (made.groups.groups, made.rollout.pending, made.rewards.pending) == ({}, 0, 0)
-        assert len(order) + made.groups.dropped == len(made.shipped)  # all that was generated was used or judged flat
+        # every generated group was either used or dropped because of equal scores
+        assert len(order) + made.groups.dropped == len(made.shipped)
         if not batches:
             assert order == list(range(steps * P))
-    if not batches:  # else groups move up into the places of dropped ones
-        assert max(ages) == min(staleness, steps - 1)  # the bound is reached
+    if not batches:  # with dynamic sampling, groups move up into the places of dropped groups
+        assert max(ages) == min(staleness, steps - 1)  # the staleness bound is reached
 
 
 async def test_a_group_that_is_too_old_stops_the_run_instead_of_being_trained_on(collector):
@@ -198,7 +205,7 @@ async def test_the_last_steps_ask_for_nothing_that_no_step_would_use(collector):
 
 
 async def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_later_steps_to_them(collector):
-    """Groups 3 to 5, of step 1, are flat, and finished long before step 0 is."""
+    """Groups 3 to 5 of step 1 have equal scores, and are complete long before the groups of step 0."""
 
     class LaterFirst(Engines):
         async def poll(self):
@@ -216,7 +223,7 @@ async def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_l
     told = [[one[name] for name in ("rollout/groups_dropped", "rollout/groups_missing")] for one in (metrics, later)]
     assert told == [[0, 0], [3, 0]]
     assert [batch.batch["uid"].unique().tolist() for batch in (first, second)] == [[0, 1, 2], [6, 7, 8]]
-    assert metrics["reward/mean_generated"] == pytest.approx(100.5)  # of 0, 1, 2
+    assert metrics["reward/mean_generated"] == pytest.approx(100.5)  # mean score of groups 0, 1 and 2
     assert later["reward/mean_generated"] == pytest.approx((3 * 7.0 + 3 * 700.5) / 6)
 
 
@@ -245,7 +252,7 @@ async def test_which_groups_are_trained_on_does_not_depend_on_speeds_or_stalenes
     assert len(found) == 1
 
 
-# Evaluations beside groups in flight
+# Evaluations while training groups are in flight
 
 
 @pytest.mark.parametrize("batches", [0, 2])
@@ -278,7 +285,7 @@ async def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, 
 
 async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_were_change_nothing(collector):
     class Stray(Engines):
-        """Sends everything again that it ever sent, and answers that nobody asked for."""
+        """Sends every earlier answer again, and also answers that were never requested."""
 
         sent = ()
 
@@ -306,15 +313,18 @@ async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_nev
         return seen, sorted(judges.asked)
 
     clean, stray = await run(Engines(), Judges(varied)), await run(Stray(), StrayJudges(varied))
-    assert stray == clean  # also: no answer is judged twice
+    assert stray == clean  # equal calls also show that no answer is judged twice
     assert len(clean[1]) == 4 * P * G + 4 * 3
 
 
-# Through the trainer
+# Steps through the trainer
 
 
 class Busy(FakeGroup):
-    """A role that computes for a while, with so many looks at other things. Notes whether there were scores."""
+    """A fake role that computes for `looks` turns of the event loop.
+
+    Each call also notes whether the batch had scores.
+    """
 
     def __init__(self, role, log, looks, **columns):
         super().__init__(role, log, **columns)
@@ -342,7 +352,10 @@ def trainer(config, made, *, looks):
 
 
 async def test_slow_rewards_are_waited_for_only_when_all_else_is_computed(collector):
-    """The judges score nothing before the actor's log-probs are asked for: who waited earlier would wait forever."""
+    """The judges score nothing until the actor's log-probs are requested.
+
+    Waiting for scores any earlier would never end.
+    """
 
     class Patient(Judges):
         async def poll(self):
@@ -364,7 +377,7 @@ async def test_the_next_steps_answers_are_sampled_and_scored_while_the_actor_tra
     await trained.train_step()
     assert (made.rollout.pending, made.rewards.pending) == (0, 0)
     with pytest.raises(StopIteration) as end:
-        made.answers(1).send(None)  # the first step of the coroutine is its last one: nothing is left to wait for
+        made.answers(1).send(None)  # the coroutine returns in its first step, because there is nothing left to wait for
     batch = end.value.value
     assert batch.batch["uid"].unique().tolist() == [3, 4, 5]
     assert set(batch.values("policy_version").tolist()) == {0}
@@ -384,7 +397,7 @@ async def test_the_age_of_the_tokens_is_among_the_metrics_and_each_group_is_trai
 
 
 class Dying(Engines):
-    """Engines that answer the groups of the first step, and die when the actor computes."""
+    """Fake engines that answer the groups of the first step, and fail while the actor computes."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Engines die under the collector, training ranks under the trainer: what is trained on stays the same."""
+"""Engines die under the collector, and training ranks under the trainer, but the training data stays the same."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ collector = test_async_loop.collector  # the fixture
 
 
 class Mortal(Dawdling):
-    """Loses, now and then, all that it has of some groups; says so when it is asked."""
+    """Fake engines that now and then lose all answers of some groups, and report them when asked."""
 
     def __init__(self, seed=0, deaths=0.0):
         super().__init__(seed)
@@ -51,7 +51,7 @@ async def test_what_dies_with_an_engine_is_asked_for_again_and_trained_on_once(s
 
 
 class Told(Mortal):
-    """Answers only what a test puts into `answers`."""
+    """Fake engines whose answers are exactly those that a test puts into the queue `answers`."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ async def test_only_what_is_missing_is_asked_for_again_or_a_whole_batch_where_ro
 
 
 class Doomed(Busy):
-    """A training rank that dies in some of its updates."""
+    """A fake training rank that dies in some of its updates."""
 
     def __init__(self, log, deaths):
         super().__init__("actor", log, 3, old_log_probs=-1.0)
@@ -101,7 +101,7 @@ class Doomed(Busy):
 
 
 class Notes:
-    """A tracker."""
+    """A fake tracker that records the rows of each step."""
 
     def __init__(self):
         self.steps = []
@@ -127,7 +127,7 @@ class Notes:
 
 
 class Aborting(Mortal):
-    """Notes when it may not pass on the actor's weights and when it gets new ones."""
+    """Fake engines that log each hold and each load of weights, and drop all requests on abort."""
 
     def __init__(self, log):
         super().__init__()
@@ -150,7 +150,7 @@ class AbortingJudges(Judges):
 
 
 async def fitted(collector, deaths, limit=3, steps=3):
-    """What a run trained on, how often its ranks were restarted, and what happened."""
+    """Return the data that a run trained on, the number of restarts of its ranks, and its log of events."""
     log: list[str] = []
     config, notes = settings(f"trainer.max_restarts={limit}", steps=steps), Notes()
     made = collector(config, engines=Aborting(log), judges=AbortingJudges(varied))

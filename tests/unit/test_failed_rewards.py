@@ -1,4 +1,4 @@
-"""Rewards that fail, seen from the loop: the run ends, says why, and what was trained is kept."""
+"""Failing rewards, seen from the training loop: the run ends with the reason, and keeps what was trained."""
 
 import asyncio
 

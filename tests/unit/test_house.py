@@ -1,4 +1,4 @@
-"""What every file of the project keeps, whatever it does."""
+"""House rules that every file of the project follows."""
 
 import ast
 import importlib.util
@@ -19,7 +19,7 @@ PYTHON = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob(
 BINARY = (".png", ".pyc", ".coverage")
 MAX_FUNCTION_LINES = 60
 
-# A child that starts with a module has none of ours loaded, but need not import torch again.
+# Each forked child starts without modules of the project, but with torch already imported.
 IMPORT_EACH_FIRST = """
 import contextlib, importlib, json, os, sys, traceback
 def ours(name):
@@ -59,7 +59,7 @@ def name_of(path):
 
 
 def fresh(code, *arguments):
-    """Run code in a new interpreter; returns the last line that it printed."""
+    """Run code in a new Python interpreter, and return the last line that it printed."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
@@ -73,7 +73,7 @@ def functions_of(path):
 
 
 def length_of(function):
-    """Lines from the signature to the end, the docstring's left out."""
+    """Return the number of lines of a function from its signature to its end, without its docstring."""
     lines = function.end_lineno - function.lineno + 1
     first = function.body[0]
     if ast.get_docstring(function) is not None:
@@ -82,7 +82,7 @@ def length_of(function):
 
 
 def texts():
-    """The project's files that people read: (path from the root, text)."""
+    """Return the text of each project file that people read, by its path from the root."""
     folders = ["rltrain", "workers", "config", "tests", "docker", "examples", ".ci"]
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     files = [path for path in (*inside, *ROOT.iterdir()) if path.is_file() and not path.name.endswith(BINARY)]

@@ -1,4 +1,4 @@
-"""The command line before there is a config, and system errors."""
+"""The command line before there is a config, and the handling of system errors."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""F4 in one process: N steps are k steps, a restart from the checkpoint, and N-k steps, to the last bit."""
+"""Invariant F4 in one process: N steps equal k steps, a restart from the checkpoint, and N-k steps, bit for bit."""
 
 import asyncio
 import json
@@ -45,13 +45,16 @@ async def _end_runs():
 
 
 async def end_runs():
-    """End what the runs so far do in the background, as a kill would."""
+    """Cancel the background tasks of all earlier runs, as a kill would."""
     for run in OPEN:
         await run.tasks.cancel()
 
 
 async def new_run(model, folder, *overrides, prompts=64, steps=4):
-    """A run in a folder of its own; a new object is what a new process would be, and no earlier one works any more."""
+    """Make a run in a folder of its own, and end all earlier runs.
+
+    A new object takes the place of a new process.
+    """
     await end_runs()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "parity.py").write_text(REWARD)
@@ -77,23 +80,23 @@ async def new_run(model, folder, *overrides, prompts=64, steps=4):
 
 
 async def fitted(*arguments, **named):
-    """A new run after its last step."""
+    """Return a new run after its last step."""
     return await (await new_run(*arguments, **named)).fit()
 
 
 async def resumed_run(*arguments, **named):
-    """A new run that goes on from the newest checkpoint."""
+    """Return a new run that has resumed from the newest checkpoint."""
     return await (await new_run(*arguments, **named)).resume()
 
 
 class Run:
-    """A run, and what a test does with it."""
+    """A run with its trainer, and the actions that tests take on it."""
 
     def __init__(self, folder, trainer):
         self.folder, self.trainer, self.tasks, self.checkpoints = folder, trainer, trainer.tasks, trainer.checkpoints
 
     async def steps(self, count):
-        """Take steps and save after each."""
+        """Take `count` steps, and save a checkpoint after each."""
         if self.trainer.origin is None:
             self.trainer.beginning = self.trainer.state_dict()
         await self.trainer.sync_weights()
@@ -116,7 +119,7 @@ class Run:
         return self
 
     def result(self):
-        """Everything that must be equal: tensors of the last checkpoint, driver's state, ledger, metrics."""
+        """Return everything that must be equal: tensors of the last checkpoint, driver's state, ledger, metrics."""
         found = {}
         for role, group in self.trainer.trained().items():
             tensors = group.ranks[0].process.host.roles[role].state.tensors()
@@ -138,7 +141,7 @@ def assert_same(one, other):
 
 
 def reseed():
-    """Whoever draws from a global stream would now draw something else."""
+    """Reseed all global random streams, so that code which draws from them would give different results."""
     seed = random.SystemRandom().randrange(1 << 31)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -170,7 +173,7 @@ async def test_F4_a_restart_from_a_checkpoint_changes_nothing_to_the_last_bit(st
 
 
 async def test_F4_also_across_the_edge_of_an_epoch_where_each_prompt_is_used_once_an_epoch(start, tmp_path):
-    # 4 prompts a step: step 2 lies over the edge
+    # with 4 prompts a step, step 2 crosses the end of the epoch
     whole = await fitted(start, tmp_path / "whole", prompts=6)
     for count in (1, 1, 1):
         part = await new_run(start, tmp_path / "parts", prompts=6)
@@ -181,7 +184,7 @@ async def test_F4_also_across_the_edge_of_an_epoch_where_each_prompt_is_used_onc
 
 
 async def test_a_discarded_future_leaves_no_trace(start, tmp_path):
-    """What came after the checkpoint is taken back in the same process, engines and files included."""
+    """Everything after the checkpoint is undone in the same process, including engines and files."""
     whole = await fitted(start, tmp_path / "whole")
     run = await (await new_run(start, tmp_path / "run")).steps(2)
     kept = run.checkpoints.newest()
@@ -215,7 +218,7 @@ async def test_groups_in_flight_are_kept_or_issued_again_and_each_is_trained_on_
     for count in (1, 2):
         run = await new_run(start, tmp_path, *overrides, steps=6)
         await (await run.resume_or_start()).steps(count)
-        assert run.trainer.collector.groups.groups  # some were in flight
+        assert run.trainer.collector.groups.groups  # some groups were in flight
     run = await (await resumed_run(start, tmp_path, *overrides, steps=6)).fit()
     assert [uid for line in run.ledger() for uid in line["used"]] == list(range(24))
     assert [line["step"] for line in run.ledger()] == [1, 2, 3, 4, 5, 6]
@@ -223,7 +226,7 @@ async def test_groups_in_flight_are_kept_or_issued_again_and_each_is_trained_on_
 
 
 def stop_after(run, count):
-    """A signal comes when this number of answers and scores has arrived."""
+    """Send a signal when `count` answers and scores have arrived."""
     collector, left = run.trainer.collector, count
 
     def counted(poll):
@@ -250,7 +253,8 @@ async def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_a
     whole = await fitted(start, tmp_path / "whole", *overrides, steps=3)
     stopped = await new_run(start, tmp_path / "parts", *overrides, steps=3)
     stop_after(stopped, arrived)
-    with pytest.raises(Stopped):  # a step has 32 answers and scores or more, so this is before the last step
+    # a step has at least 32 answers and scores, so the signal arrives before the last step
+    with pytest.raises(Stopped):
         await stopped.fit()
     state = json.loads(json.dumps(stopped.trainer.state_dict()["collector"]))
     await stopped.trainer.save()
@@ -262,7 +266,7 @@ async def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_a
 
 
 def out_of_order(run, *, after: int = 0, of=range(1000)):
-    """From this step on the rewards of these groups fail."""
+    """Make the rewards of the groups `of` fail from step `after` on."""
     rewards = run.trainer.collector.rewards
     poll = rewards.poll
 
@@ -333,7 +337,7 @@ async def test_a_run_that_ends_in_the_users_aggregation_goes_on_when_it_is_repai
 
 
 async def test_failed_rewards_of_a_step_that_is_prefetched_are_asked_for_again_by_who_resumes(start, tmp_path):
-    """They are in the checkpoint that was made before anybody missed them."""
+    """The failed rewards are in a checkpoint that was saved before any step waited for them."""
     overrides = ["trainer.max_staleness=1", "trainer.save_every=2"]
     failed = await new_run(start, tmp_path, *overrides)
     out_of_order(failed, of=range(8, 12))
@@ -379,7 +383,7 @@ async def test_a_run_that_takes_over_in_another_folder_has_the_checkpoint_there_
 
 
 async def test_a_save_blocks_the_step_only_while_tensors_are_copied(start, tmp_path, monkeypatch):
-    """The next step runs while the files are written: its metrics are there before the checkpoint is current."""
+    """The next step runs while the checkpoint is written: its metrics exist before the save is complete."""
     go_on, work = threading.Event(), RankState._work
 
     def held(self, *arguments):

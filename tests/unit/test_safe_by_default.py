@@ -1,11 +1,14 @@
-"""Nothing that is loaded may run as code: each use of what could is known, and says why it is safe."""
+"""Loaded data must never run as code.
+
+Each use of a function that could run code is listed, with the reason why it is safe.
+"""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / folder).rglob("*.py"))
-# Pickles whose bytes come from a process that this run started, or that can name nothing.
+# Uses of pickle that are safe: the bytes come from a process of the same run, or the unpickler finds no globals.
 PICKLES = {
     # The driver sends its own data to the process that renders chat templates, and gets JSON back.
     ("rltrain/data/chat_templates.py", "pickle.dumps"),
@@ -19,7 +22,7 @@ PICKLES = {
     ("workers/models/state_files.py", "pickle.UnpicklingError"),
     ("workers/rollout/vllm_worker.py", "pickle.loads"),
 }
-# Model-written programs are what the sandbox is for; a file of the user's rewards is imported.
+# Programs written by the model run in the sandbox, and reward files of the user are imported.
 RUNS_CODE = {
     (f"rltrain/rewards/{name}_inside.py", function)
     for name in ("code_tests", "sandbox")
@@ -29,7 +32,7 @@ LOADERS = ("from_pretrained", "from_config")
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:
-    """Every call, by what is called as it is written."""
+    """Return every call in a file, with the called expression as it is written."""
     return [
         (ast.unparse(node.func), node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
     ]
@@ -97,7 +100,7 @@ def test_a_models_own_code_is_never_run():
     found = 0
     for path in SOURCES:
         for name, call in calls(path):
-            # AutoX alone look for code beside the weights; a class of transformers' own has none.
+            # only Auto classes look for code beside the weights; a concrete class of transformers never loads any
             if name.rpartition(".")[2] in LOADERS and name.startswith(("Auto", "kind.")):
                 found += 1
                 assert keyword(call, "trust_remote_code") is False, f"{named(path)}:{call.lineno}: {name}"

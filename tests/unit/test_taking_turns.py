@@ -1,4 +1,4 @@
-"""Engines and training ranks that take turns on one device (invariant E6): fakes that refuse every other order."""
+"""Engines and training ranks take turns on one device (invariant E6); the fakes refuse every other order."""
 
 import pytest
 import torch
@@ -20,7 +20,10 @@ REQUEST = Request((0, 0), [1], 1.0, 4, 0)
 
 
 class Device:
-    """One device: who computes on it while the other holds its memory fails. `log` is what happened."""
+    """A fake device: computation on it fails while the other side, engine or actor, holds its memory.
+
+    The list `log` records what happened.
+    """
 
     def __init__(self):
         self.log, self.engine_holds, self.sleeps = [], True, True
@@ -31,7 +34,7 @@ class Device:
 
 
 class Engine:
-    """Refuses to load or to answer with memory that it does not hold."""
+    """A fake engine that refuses to load weights or to answer while it does not hold its memory."""
 
     def __init__(self, device, fails_once=False):
         self.device, self.weights, self.cache, self.fails = device, True, True, fails_once
@@ -64,7 +67,7 @@ class Engine:
 
 
 class Process:
-    """A process whose methods are called at once, under the names of the role's methods."""
+    """A fake process that calls its own methods at once, by the names of the role's methods."""
 
     concurrent, how_lost = True, ""
 
@@ -76,7 +79,7 @@ class Process:
 
 
 class OneReplica(Process):
-    """A rollout worker that is its receiver and its engine."""
+    """A fake rollout worker with a real receiver and a fake engine."""
 
     def __init__(self, engine):
         self.engine, self.receiver, self.answers = engine, Receiver(), []
@@ -95,7 +98,7 @@ class OneReplica(Process):
         return answers
 
     def close(self):
-        """The engine has no processes of its own."""
+        """The fake engine has no processes to close."""
 
     def start_load(self, sync, version):
         return self.receiver.start(self.engine, sync, version) and None
@@ -111,7 +114,7 @@ class OneReplica(Process):
 
 
 class Actor(Process):
-    """A training rank on the device; also the group of it."""
+    """A fake training rank on the device, which is also its own worker group."""
 
     def __init__(self, device):
         self.device, self.version, self.ranks = device, 0, [Role(self, "actor")]
@@ -136,7 +139,7 @@ class Actor(Process):
 
 
 class Collector:
-    """Asks the pool, and makes up the answers."""
+    """A fake collector that sends requests to the rollout pool, and makes up the batch."""
 
     def __init__(self, pool):
         self.rollout, self.state_dict = pool, dict
@@ -167,7 +170,7 @@ class Collector:
 
 
 class Silent:
-    """A tracker that says nothing."""
+    """A fake tracker that ignores all calls."""
 
     def __getattr__(self, name):
         return lambda *args, **named: None

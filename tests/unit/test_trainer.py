@@ -20,7 +20,7 @@ from workers.rollout.messages import Completion
 
 
 def samples(version: int) -> DataProto:
-    """Two groups of two one-token answers, one right and one wrong each."""
+    """Return two groups of two answers, each with one right and one wrong answer of a single token."""
     return DataProto.from_dict(
         {"prompts": jagged([[1]] * 4, torch.int64), "responses": jagged([[2]] * 4, torch.int64),
          "response_mask": jagged([[True]] * 4, torch.bool),
@@ -36,7 +36,7 @@ def samples(version: int) -> DataProto:
 
 
 class FakeCollector:
-    """Also the rollout pool: it knows which weights it was given."""
+    """Fake collector and rollout pool in one object, which logs the versions of the weights that it gets."""
 
     def __init__(self, log):
         self.log, self.rollout, self.asleep = log, self, False
@@ -59,10 +59,10 @@ class FakeCollector:
         return samples(0)
 
     async def sleep(self):
-        """Keep the memory."""
+        """Do nothing, because the fake holds no device memory."""
 
     async def hold_weights(self):
-        """Nothing waits for weights."""
+        """Do nothing, because no answer of the fake waits for weights."""
 
     async def load(self, ranks, version, *, check):
         assert len(ranks) == 1
@@ -70,7 +70,7 @@ class FakeCollector:
 
 
 class FakeGroup:
-    """One role; `columns` are what it adds to a batch."""
+    """A fake group of one role, which adds the constant columns `columns` to a batch."""
 
     def __init__(self, role, log, **columns):
         self.role, self.log, self.columns = role, log, columns
@@ -113,7 +113,7 @@ BASE = [
 
 
 def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None, val=()):
-    """A Trainer on fakes, and the log that all of them write."""
+    """Return a Trainer made of fakes, and the log that all fakes write to."""
     log: list[str] = []
     made = Trainer(
         compose([*BASE, *overrides])[0],
@@ -126,11 +126,11 @@ def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None,
     return made, log
 
 
-# While a role computes
+# Work that continues while a role computes
 
 
 class Engines(Waiting):
-    """Answer the first step's groups at once, and later groups as soon as a role computes."""
+    """Fake engines that answer the first step's groups at once, and later groups as soon as a role computes."""
 
     def __init__(self, computing):
         super().__init__()
@@ -149,7 +149,10 @@ class Engines(Waiting):
 
 
 class Judges(Waiting):
-    """Score every second answer with 1; `second_step` is set when all answers of the second step have scores."""
+    """Fake judges that score every second answer with 1.
+
+    The event `second_step` is set when all answers of the second step have scores.
+    """
 
     def __init__(self):
         super().__init__()
@@ -164,7 +167,7 @@ class Judges(Waiting):
 
 
 class Slow(FakeGroup):
-    """A role whose method with the name `slow` returns only when all answers of the second step have scores."""
+    """A fake role whose method named `slow` returns only when all answers of the second step have scores."""
 
     def __init__(self, role, computing, judges, slow, **columns):
         super().__init__(role, [], **columns)
@@ -225,7 +228,7 @@ async def test_answers_and_scores_arrive_while_a_role_computes(tasks, slow):
 SYNC = ["load actor as 1, checked: True"]
 
 
-# The phases of a step
+# The phases of a training step
 
 
 async def test_a_grpo_step_without_reference_generates_asks_the_actor_and_only_then_for_scores_updates_and_syncs():
@@ -373,7 +376,7 @@ async def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
     assert made.tracker.evals[0][1]["eval/greedy_reward"] == pytest.approx(2 / 3)
 
 
-# What stops a run
+# Errors that stop a run
 
 
 @pytest.mark.parametrize("old", [-1.5, float("nan")])
@@ -385,7 +388,7 @@ async def test_E1_engine_and_actor_that_disagree_stop_the_run_at_step_one(old, s
         LogProbError, match=f"disagree by {gap} nats .* above rollout.max_log_prob_gap=0.4: .* check model"
     ):
         await made.train_step()
-    assert log == ["answers 0", "actor compute_log_probs 1111"]  # nothing was trained
+    assert log == ["answers 0", "actor compute_log_probs 1111"]  # the log shows no update, so nothing was trained
 
 
 async def test_E1_at_later_steps_the_gap_is_only_shown():
@@ -410,7 +413,7 @@ async def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_
     assert batch.values("old_log_probs").tolist() == [-1.0] * 4
 
 
-# One optimizer step on all: the old log-probs are the current ones
+# One optimizer step on the whole batch: the old log-probs equal the current ones
 
 ONE_STEP = "trainer.prompts_per_minibatch=2"
 
@@ -456,8 +459,10 @@ async def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
     )
     made.actor.entropies = [0.4, 0.3, 0.6, 0.4, 0.4]
     shown = [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(6)]
-    assert [coef for (coef,) in made.actor.arguments] == shown  # what is shown is what the actor was given
-    assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018, 0.02])  # above the target the bonus is off
+    # the metric shows the coefficient that the actor was given
+    assert [coef for (coef,) in made.actor.arguments] == shown
+    # while the entropy is above the target, the bonus is off
+    assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018, 0.02])
 
 
 async def test_without_a_target_the_entropy_coefficient_stays_and_is_not_shown():
@@ -473,7 +478,7 @@ async def test_only_the_actor_is_given_an_entropy_coefficient():
     assert (made.actor.arguments, made.critic.arguments) == ([(0.02,)], [()])
 
 
-# What is trained on
+# The data of a training step
 
 
 async def test_what_leaves_the_mask_leaves_the_actors_batch_after_the_statistics():

@@ -37,7 +37,10 @@ def score(prompt, response):
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory):
-    """Prompts that open with an odd digit give every answer the same score."""
+    """Return the config override for a reward function in a file.
+
+    All answers to a prompt that begins with an odd digit get the same score.
+    """
     file = tmp_path_factory.mktemp("rewards") / "parity.py"
     file.write_text(REWARD)
     return f"reward.functions=[{{name: parity, path: '{file}:score', weight: 1.0}}]"
@@ -66,12 +69,12 @@ async def weights(made: Trainer) -> dict[str, torch.Tensor]:
 
 
 async def run(made: Trainer, steps: int):
-    """Metrics and batches of the steps, and the weights after them."""
+    """Return the metrics and batches of the given number of steps, and the final weights."""
     history = [await made.train_step() for _ in range(steps)]
     return [metrics for metrics, _ in history], [batch for _, batch in history], await weights(made)
 
 
-# One optimizer step on all
+# One optimizer step on the whole batch
 
 VARIANTS = {
     "grpo": [],
@@ -159,7 +162,10 @@ async def test_a_step_whose_groups_all_score_the_same_moves_no_weight(tasks, sta
 
 
 async def sequential(tasks, model, steps, *overrides):
-    """Sample, score, train, send the weights: one after the other, without trainer, collector, pools and credit."""
+    """Sample, score, train and send the weights one after the other.
+
+    The oracle uses no trainer, collector, pools or credit assignment.
+    """
     config = compose([*BASE, *overrides])[0]
     workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=False)
     engine = workers.rollout.replicas[0].role.process.host.roles["rollout"].engine
@@ -196,7 +202,7 @@ async def sequential(tasks, model, steps, *overrides):
             "responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool)
         )
         mask = batch.padded("response_mask")
-        if step == 0:  # where the engine is checked the actor's own pass is the old policy
+        if step == 0:  # in a step that checks the engine, the actor's own pass gives the old log-probs
             columns = log_probs_columns(config.algorithm)
             batch = batch.union(
                 await workers.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
@@ -237,7 +243,7 @@ async def test_with_staleness_one_every_group_is_trained_on_once_and_none_is_old
     assert (made.collector.groups.groups, made.collector.rollout.pending) == ({}, 0)
 
 
-# Every feature at once, and greedy baselines
+# Runs with every feature at once, and with greedy baselines
 
 
 async def test_a_greedy_baseline_is_scored_for_each_prompt(tasks, start, reward):
@@ -251,7 +257,10 @@ async def test_a_greedy_baseline_is_scored_for_each_prompt(tasks, start, reward)
 
 
 async def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(tasks, start, reward):
-    """The value is that of transformers' own forward pass over the whole answer, with the weights before the step."""
+    """The expected value comes from transformers' own forward pass over the whole answer.
+
+    The pass uses the weights before the step.
+    """
     settings = [
         "algorithm=ppo",
         "algorithm.bootstrap_truncated=true",
@@ -262,7 +271,7 @@ async def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(tasks,
         "rollout.max_response_length=4",
     ]
     made = await trainer(tasks, start, reward, *settings)
-    await made.train_step()  # before it every value is 0
+    await made.train_step()  # the first step makes the critic's values differ from 0
     (critic,) = (rank.process.host.roles["critic"] for rank in made.critic.ranks)
     copy = AutoModelForTokenClassification.from_pretrained(start, num_labels=1)
     copy.score = torch.nn.Linear(copy.config.hidden_size, 1, bias=False)
@@ -296,11 +305,13 @@ async def test_features_go_together(tasks, start, reward):
     metrics, batches, _ = await run(made, 2)
     assert all(value == value and abs(value) < float("inf") for step in metrics for value in step.values())
     assert {"full_kl", "ref_hidden", "entropies"} <= set(batches[0].keys())
-    assert metrics[0]["actor/correction_weight_mean"] == pytest.approx(1, abs=0.1)  # engine and actor agree
+    # importance weights are near 1, because engine and actor agree
+    assert metrics[0]["actor/correction_weight_mean"] == pytest.approx(1, abs=0.1)
     assert metrics[0]["actor/rejection_dropped_fraction"] == 0
     assert "ref_log_probs" not in batches[0]
     assert metrics[0]["actor/selected_fraction"] > 0
-    assert metrics[0]["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: nothing is learnt yet
+    # Invariant D7: the KL to the reference is 0 before anything is learnt
+    assert metrics[0]["reward/kl"] == pytest.approx(0, abs=1e-6)
     assert metrics[1]["reward/kl"] > 0
     cut = torch.tensor([reason == "length" for reason in batches[0].non_tensor_batch["finish_reason"]])
     assert not bool(batches[0].padded("response_mask")[cut].any())

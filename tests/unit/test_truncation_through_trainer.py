@@ -1,6 +1,6 @@
-"""Answers that were cut, and rewards that failed, through the real trainer: invariants C4 and C5 at its far end.
+"""Truncated answers and failed rewards, seen at the end of the real trainer (invariants C4 and C5).
 
-Engines, reward workers and (but for one test) the models are fakes; collector, credit and trainer are real.
+Engines, reward workers and models (except in one test) are fakes; collector, credit assignment and trainer are real.
 """
 
 import asyncio
@@ -26,11 +26,14 @@ from workers.rollout.messages import Completion
 from workers.training.worker_group import WorkerGroup
 
 PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
-LENGTHS = [2, 4, 3]  # of the answers to one prompt; answer 1 is cut, though others might be longer
+LENGTHS = [2, 4, 3]  # lengths of the answers to one prompt; answer 1 is the truncated one in most tests
 
 
 class Engines(Immortal):
-    """Answer n to every prompt has LENGTHS[n] tokens; those in `cut` ended at the limit."""
+    """Fake engines: answer n to every prompt has LENGTHS[n] tokens.
+
+    The answers in `cut` end at the length limit.
+    """
 
     def __init__(self, cut):
         self.cut, self.waiting = cut, []
@@ -54,7 +57,7 @@ class Engines(Immortal):
 
 
 class Judges:
-    """Gives the score of a key; None fails."""
+    """Fake judges that return the score of each key; the score None makes the reward fail."""
 
     def __init__(self, scores):
         self.scores, self.waiting = scores, []
@@ -77,7 +80,7 @@ class Judges:
 
 
 class FakeGroup:
-    """A role that knows its columns and learns nothing."""
+    """A fake role that returns constant columns and learns nothing."""
 
     def __init__(self, **columns):
         self.columns, self.ranks = columns, []
@@ -100,7 +103,10 @@ BASE, _ = compose(
 
 
 async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
-    """The batch that one step trained on, and its metrics. `scores`: by (group, answer)."""
+    """Return the batch that one training step used, and the step's metrics.
+
+    The mapping `scores` is indexed by (group, answer).
+    """
     async with BackgroundTasks() as tasks:
         collector = Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS, tasks=tasks)
         collector.start()
@@ -113,7 +119,7 @@ async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
 
 
 def two_groups(cut_score):
-    """Scores of which only that of the cut answer, row 1, differs."""
+    """Return scores of two groups in which only the score of the truncated answer, row 1, varies."""
     return {
         (0, 0): 1.0,
         (0, 1): cut_score,
@@ -131,14 +137,14 @@ def changed(**changes):
 
 
 def modes():
-    """Every normalisation that the config accepts; of the divisor of the std only the usual one."""
+    """Yield every normalisation that the config accepts, with the usual divisor of the standard deviation."""
     for mean, std, out in itertools.product((None, "batch", "group"), (None, "batch", "group"), (False, True)):
         if not out or (mean is not None and std is None):
             yield NormalizationConfig(mean_level=mean, std_level=std, leave_one_out=out, unbiased=True)
 
 
 def pairs():
-    """Of scores and of advantages: all pairs, and the other divisor in both."""
+    """Yield all pairs of normalisations of scores and advantages, and equal pairs with the other divisor."""
     yield from itertools.product(modes(), modes())
     yield from ((mode, mode) for mode in (dataclasses.replace(m, unbiased=False) for m in modes()) if mode.std_level)
 
@@ -169,7 +175,8 @@ async def test_C5_no_estimator_lets_a_cut_answer_move_the_others(estimator, how)
     assert torch.equal(found[0][others], found[1][others])
     assert found[0].abs().sum() > 0
     kept, _ = await trained(two_groups(100.0), config=changed(advantage_estimator=estimator, suppress_truncated=False))
-    if ADVANTAGE_ESTIMATORS.metadata(estimator)["statistics"] != "none":  # else no row sees another in any case
+    # for estimators without statistics, no row depends on another row
+    if ADVANTAGE_ESTIMATORS.metadata(estimator)["statistics"] != "none":
         assert not torch.equal(kept.padded("advantages")[others], found[0][others])
 
 
@@ -180,7 +187,7 @@ def test_there_are_eleven_normalisations_and_all_their_pairs():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 async def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
-    """The invariant's own case, scores [1, 1] and [1, 100], with batch-mean normalisation."""
+    """The example of invariant C5: scores [1, 1] and [1, 100] with batch-mean normalisation."""
     batch_mean = dataclasses.replace(NONE, mean_level="batch")
     config = changed(advantage_estimator=estimator, reward_normalization=batch_mean)
     config = dataclasses.replace(
@@ -195,7 +202,7 @@ async def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
 
 
 async def test_the_score_of_a_finished_answer_of_any_length_counts():
-    """Answer 1 is the longest, and finished: it is not cut."""
+    """Answer 1 is the longest one, but finished, so it is not truncated."""
     found = [(await trained(two_groups(score), cut=()))[0].padded("advantages")[0, 0] for score in (1.0, 100.0)]
     assert found[0] != found[1]
 
@@ -221,7 +228,7 @@ async def test_C4_under_gae_a_suppressed_answer_keeps_its_value_term():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 async def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisation(estimator):
-    """What the other rows get is what they would get without it: whatever it would have scored."""
+    """All other rows get the advantages that they would get without the failed row, whatever it would have scored."""
     scores = two_groups(1.0) | {(1, 1): None}
     for rewards, advantages in (
         (one, other) for mode in modes() for one, other in ((mode, NONE), (NONE, mode), (mode, mode))
@@ -235,7 +242,8 @@ async def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisa
         assert metrics["reward/failed_fraction"] == pytest.approx(1 / 6)
     plain = changed(advantage_estimator=estimator, reward_normalization=dataclasses.replace(NONE, mean_level="batch"))
     rewards = (await trained(scores, config=plain))[0].padded("token_level_rewards").sum(-1)
-    # The mean of four is 0.5; the cut answer has earned nothing, as the last one of each group.
+    # The four counted scores have mean 0.5; the truncated answer has earned nothing, like the last answer of each
+    # group.
     assert rewards.tolist() == pytest.approx([0.5, -0.5, -0.5, 0.5, 0.0, -0.5])
 
 

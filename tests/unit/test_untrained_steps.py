@@ -1,4 +1,4 @@
-"""A step that trains nothing moves no controller and checks no engine; one that is skipped is told and kept."""
+"""A step without trained tokens moves no controller and checks no engine; skipped updates are reported."""
 
 import pytest
 from test_trainer import FakeCollector, samples, trainer
@@ -14,7 +14,7 @@ ENTROPY = [
 
 
 class SomeUntrained(FakeCollector):
-    """The steps of these versions have no trained token."""
+    """A fake collector whose steps of the given versions have no trained token."""
 
     def __init__(self, *versions):
         super().__init__([])
@@ -70,7 +70,7 @@ async def test_once_checked_the_engine_is_not_asked_about_again():
 
 
 def skipping(made, count, **metrics):
-    """The actor skips so many updates, and the tracker writes down what it is told."""
+    """Make the actor skip `count` updates, and make the tracker record its alarms."""
 
     async def update(*_):
         return {"loss": 0.5, "skipped_updates": count, **metrics}

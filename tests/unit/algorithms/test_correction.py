@@ -79,7 +79,7 @@ def test_D8_weights_are_detached_bounded_and_finite(level, mode, one_sided):
 
 
 def test_D8_behaviour_is_the_policy_that_sampled():
-    """By enumeration, truncated weights turn samples of the rollout policy into an estimate under the trained policy."""
+    """By enumeration, truncated weights turn samples of the rollout policy into estimates under the trained one."""
     rollout, trainer = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
     weights, _, _ = rollout_correction(
         trainer.log()[None], rollout.log()[None], torch.ones(1, 3), level="token", mode="truncate", lower=0, upper=None
@@ -203,6 +203,7 @@ def test_a_ratio_on_the_bound_is_inside(level):
 
 def test_D8_the_decoupled_objective_has_the_gradient_of_samples_from_the_policy_itself():
     """arXiv 2110.00641, 2505.24298: the behaviour policy mu samples, pi_old is the proximal policy, and pi is trained.
+
     By enumeration,
 
     E_mu[(pi_old / mu) (pi / pi_old) A grad log pi] = E_pi[A grad log pi] where nothing is clipped.

@@ -234,7 +234,7 @@ def test_D7_on_policy_grpo_with_whole_groups_has_the_loss_beta_times_kl(name):
 
 
 def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
-    """arXiv 2402.03300: the gradient is the mean of -(A + beta (pi_ref / pi - 1)) grad log pi over tokens, then rows."""
+    """arXiv 2402.03300: the gradient averages -(A + beta (pi_ref / pi - 1)) grad log pi over tokens, then rows."""
     _, gradient, advantages, old, ref, mask = one_step_of_grpo("k3", 0.04)
     for i, t in mask.nonzero().tolist():
         push = advantages[i, t].item() + 0.04 * (math.exp(ref[i, t] - old[i, t]) - 1)

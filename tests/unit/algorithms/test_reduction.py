@@ -1,5 +1,6 @@
-"""Invariants A: changes that must not affect a mini-batch's gradient, for every loss, aggregation mode and loss
-term.
+"""Invariants A: some changes must not affect a mini-batch's gradient.
+
+The tests cover every loss, aggregation mode and loss term.
 """
 
 import pytest

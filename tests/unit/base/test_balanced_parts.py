@@ -85,8 +85,9 @@ def works(source, rows, square):
 
 @pytest.mark.parametrize(("rows", "bound"), [((8, 32), OF_A_PLAN), ((4, 8), OF_A_PLAN), ((1, 4), 4 / 3)])
 def test_of_random_plans_the_largest_load_is_near_what_no_plan_can_be_below(rows, bound):
-    """From 8 rows per rank on, the lower bound is max(mean, heaviest row); with fewer rows, some rows must share a
-    rank.
+    """From 8 rows per rank on, the lower bound is max(mean, heaviest row).
+
+    With fewer rows, some rows must share a rank.
     """
     source = random.Random(0)
     for _ in range(300):

@@ -159,8 +159,9 @@ def test_a_rank_has_an_empty_micro_batch_only_where_it_has_too_few_rows(lengths,
 
 
 def test_a_rank_with_room_splits_its_micro_batch_rather_than_add_an_empty_one():
-    """Rank 0 could put its 8 tokens into one micro-batch, but splits them, because rank 1 needs two for its 12
-    tokens.
+    """Rank 0 splits its rows, because rank 1 needs two micro-batches.
+
+    The 8 tokens of rank 0 would fit into one micro-batch, but the 12 tokens of rank 1 do not.
     """
     lengths, work = [4, 2, 2, 6, 6], [9, 1, 1, 6, 6]
     plan = assign_minibatch(lengths, [0, 1, 2, 3, 4], 2, 8, work=work)

@@ -20,9 +20,7 @@ def example(rows: int = 4, *, tokens: int = 3) -> DataProto:
 
 
 class Store:
-    """Fake of shared memory that holds the bytes of a sent batch once and read-only, and gives every reader the same
-    bytes.
-    """
+    """Fake shared memory: it holds the bytes of a sent batch once, read-only, and all readers get the same bytes."""
 
     def __init__(self, batch: DataProto) -> None:
         sent: list[pickle.PickleBuffer] = []

@@ -1,6 +1,4 @@
-"""Chat templates are rendered in a separate process: the text is the same as in this process, and no template does
-harm.
-"""
+"""Chat templates are rendered in a separate process, with the same text as in this process, and can do no harm."""
 
 import gc
 import os

@@ -34,8 +34,9 @@ pathlib.Path.open = open
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Yield a local hub server. The cache of the test process is also the client's cache, and no snapshot has been
-    found in it yet.
+    """Yield a local hub server.
+
+    The cache of the test process is also the client's cache, and no snapshot has been found in it yet.
     """
     monkeypatch.setattr(hub_module, "_snapshots", {})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))

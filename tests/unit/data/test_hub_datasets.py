@@ -41,8 +41,9 @@ def repository(folder, splits: dict[str, list[str]], rows: int = 3):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Yield a hub that holds a data set in the form of GSM8K. The environment of the test process, and so of its
-    children, points to the hub.
+    """Yield a hub that holds a data set in the form of GSM8K.
+
+    The environment of the test process, and so of its children, points to the hub.
     """
     with Hub(tmp_path / "store") as hub:
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -1,6 +1,4 @@
-"""Weight files are accepted if transformers would load the whole model of config.json from them; all others are
-refused.
-"""
+"""Weight files are accepted only if transformers would load the whole model of config.json from them."""
 
 import json
 import shutil

@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def function(tmp_path):
-    """Return a function that writes a file with the given text, and returns the name of its function `rows` as a
-    source.
-    """
+    """Return a function that writes a file, and returns the name of the file's function `rows` as a source."""
 
     def function(text: str) -> str:
         (tmp_path / "made.py").write_text(text)

@@ -1,5 +1,6 @@
-"""The lower bound on a text's token count never exceeds the count, and rejects texts of megabytes without
-tokenising.
+"""The lower bound on a text's token count never exceeds the count.
+
+It is high enough to reject texts of megabytes without tokenising them.
 """
 
 import random

@@ -60,9 +60,7 @@ EVALUATION = {"eval/sampled_reward": 0.25, "eval/greedy_reward": 0.5}
 
 @pytest.fixture
 def run(tmp_path):
-    """Write two steps and one evaluation, close the tracker, and return (directory, tracker, display, learning
-    curve).
-    """
+    """Write and close a run of two steps: (directory, tracker, display, learning curve), with one evaluation."""
     display = FakeDisplay()
     tracker = Tracker(tmp_path, display, PARTS)
     tracker.log_eval(0, EVALUATION)

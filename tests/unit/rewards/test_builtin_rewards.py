@@ -95,9 +95,7 @@ def cases(name):
 
 
 def differences(name):
-    """Return the lines of a golden set whose score differs from the expected one, with calls made as the workers make
-    them.
-    """
+    """Return the lines of a golden set that get an unexpected score if called as the workers call."""
     function, wrong = bind(load(name)), []
     for why, response, arguments, score in cases(name):
         got = function("a prompt", response, arguments | {"finish_reason": "stop", "uid": 3})

@@ -1,4 +1,7 @@
-"""What makes a checkpoint one, which are kept, and what happens when one cannot be written; ranks are fakes."""
+"""Which folders count as checkpoints, which checkpoints are kept, and what happens if one cannot be written.
+
+The training ranks are fakes.
+"""
 
 import asyncio
 import json
@@ -23,7 +26,7 @@ HISTORY = {
 
 
 class Ranks:
-    """Two ranks that write one file each, when they are asked for the second time and `writes` is set."""
+    """Two ranks that write one file each once they are asked for the second time, provided that `writes` is set."""
 
     def __init__(self):
         self.url, self.looks, self.error, self.writes = "", 0, "", True
@@ -41,7 +44,7 @@ class Ranks:
             return [None, None]
         try:
             return self._write(Folder(self.url))
-        except OSError as error:  # ranks raise nothing, they tell
+        except OSError as error:  # ranks report an error in their result instead of raising it
             return [Saved(error=str(error)), Saved()]
 
     def _write(self, folder):
@@ -60,11 +63,11 @@ def made(tmp_path, *, keep=0, best=None) -> Checkpoints:
     return Checkpoints(Folder(str(tmp_path / "checkpoints")), "seed: 0\n", keep=keep, best=best, sources={"a": 7})
 
 
-LINES = tempfile.TemporaryDirectory()  # the run's files of lines; removed when the tests end
+LINES = tempfile.TemporaryDirectory()  # folder for the run's history files; it is removed when the tests end
 
 
 def history_files(folder):
-    """The files of lines of a run, which have grown since its checkpoint was begun."""
+    """Return the history files of a run, which have grown since the checkpoint was started."""
     for name, content in HISTORY.items():
         (folder / name).write_bytes(content + b"a line of a later step\n")
     return {name: FileStart(folder / name, len(content)) for name, content in HISTORY.items()}
@@ -137,7 +140,8 @@ async def test_F4_whichever_file_is_damaged_it_is_named_and_the_one_before_is_us
             (folder / name).write_bytes(bad)
         caplog.clear()
         assert checkpoints.newest().step == 1, name
-        if not (harm == "remove" and name == MANIFEST):  # then it never was one
+        # a folder without a manifest never was a checkpoint, so nothing is logged
+        if not (harm == "remove" and name == MANIFEST):
             (said,) = caplog.messages
             assert f"{folder}: {name}" in said
             assert "\n" not in said
@@ -230,7 +234,7 @@ async def test_an_abandoned_save_is_said_and_leaves_nothing(tmp_path, caplog, be
     assert "step_2: not saved, a rank died while it wrote; the run goes on" in said
     assert (checkpoints.writing, checkpoints.last) == (None, None)
     assert os.listdir(tmp_path / "checkpoints") == ["step_1"]
-    await checkpoints.finish()  # nothing is left to wait for
+    await checkpoints.finish()  # no save is left to wait for
 
 
 async def test_a_rank_that_dies_while_it_writes_fails_the_save_and_is_reported_by_finish(tmp_path, caplog):
@@ -265,7 +269,7 @@ async def test_a_save_begins_only_when_the_one_before_is_complete(tmp_path):
 async def test_an_abandoned_save_whose_manifest_is_being_written_is_complete_before_the_run_goes_on(
     tmp_path, monkeypatch
 ):
-    """A thread writes the manifest, and a thread cannot be cancelled."""
+    """The manifest is written in a thread, and a thread cannot be cancelled."""
     checkpoints, entered, leave = made(tmp_path), threading.Event(), threading.Event()
     commit = checkpoints._commit
 

@@ -29,7 +29,7 @@ def refusal(*overrides):
 
 
 def model_of(folder, kind):
-    """A model of this type with random weights, as small as it can be."""
+    """Save a model of the given type with random weights, as small as possible."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     older = {"gpt2": {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}}
@@ -135,7 +135,7 @@ def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     )
     check(
         config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto")
-    )  # whose it is `rltrain.run.resume` looks at
+    )  # whether the folder belongs to the run is checked later, in `rltrain.run.resume`
 
 
 def test_an_output_folder_that_is_there_and_holds_no_run_is_fine(tmp_path):

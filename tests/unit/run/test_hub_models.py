@@ -1,4 +1,4 @@
-"""The models of a run by name: pinned in the config, and kept when the run is resumed."""
+"""The models of a run by hub name: their commits are pinned in the config, and kept when the run is resumed."""
 
 import io
 
@@ -17,7 +17,10 @@ STEP = "run/checkpoints/step_2"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with the model org/model, whose commit is `first`. Downloads of this process go there."""
+    """Yield a hub with the model org/model, whose commit is named `first`.
+
+    Downloads of the test process use the hub.
+    """
     monkeypatch.setattr(hub_module, "_snapshots", {})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -35,7 +38,7 @@ def push(hub, tmp_path, weights: bytes, name: str = "org/model") -> str:
 
 
 def fetched(*overrides: str):
-    """(config after the download, what the console shows)."""
+    """Return the config after the models were downloaded, and the text on the console."""
     console = Console(file=io.StringIO(), width=200)
     config = fetch_models(compose(overrides)[0], console)
     return config, console.file.getvalue()

@@ -196,11 +196,12 @@ def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
         "; to start, a rank takes 4.0 GB of host memory for the whole model"
     )
     frozen = row("memory", reference, "model.dtype=bfloat16", facts=gib)
-    assert frozen.startswith("a rank: actor 16.0 GB + reference 2.0 GB + critic")  # it is never trained
+    # the reference has no optimizer states, because it is never trained
+    assert frozen.startswith("a rank: actor 16.0 GB + reference 2.0 GB + critic")
 
 
 def test_memory_is_over_the_ranks_that_share_one_copy_of_the_model():
-    """Adapters and reward models are sharded over the same ranks."""
+    """The memory of adapters and reward models is divided by the same number of ranks as that of the actor."""
     facts = Facts(path="m", parameters=2**30)
     copies = ("placement.actor_ranks=8", "placement.shard_ranks=1")
     assert row("memory", *copies, facts=facts).startswith("a rank: actor 16.0 GB;")
@@ -216,7 +217,8 @@ def test_an_engine_holds_its_shard_in_its_own_dtype():
     overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]
     assert "an engine: weights 1.0 GB, 50% of its GPU in all;" in row("memory", *overrides, facts=gib)
     assert "an engine: weights 4.0 GB;" in row("memory", "rollout=hf", facts=gib)
-    another = ["rollout.engine=hf", "rollout.vllm.tensor_parallel_size=2"]  # vLLM's settings are there, and idle
+    # vLLM's settings have no effect with the engine hf
+    another = ["rollout.engine=hf", "rollout.vllm.tensor_parallel_size=2"]
     assert "an engine: weights 4.0 GB;" in row("memory", *another, facts=gib)
     assert "+ 1 engine +" in row("processes", *another)
 

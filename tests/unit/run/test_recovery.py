@@ -1,4 +1,4 @@
-"""Restarts of the training ranks: counted, with pauses that grow, and what they leave to who comes after."""
+"""Restarts of the training ranks: their number, the growing pauses between them, and the final error."""
 
 import logging
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ async def test_ranks_that_die_while_they_start_count_too_and_the_end_is_one_line
     ) as told:
         await Restarts(restart, 3).after(LOST, 0)
     assert len(tried) == 3
-    assert not isinstance(told.value, WorkerLost)  # which would be met by another try
+    assert not isinstance(told.value, WorkerLost)  # a WorkerLost error would be answered with another restart
 
 
 async def test_an_error_of_a_fresh_rank_is_not_tried_again(pauses):

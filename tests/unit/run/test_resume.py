@@ -1,4 +1,4 @@
-"""Which checkpoint `trainer.resume` means, and which configs may go on with it."""
+"""Which checkpoint `trainer.resume` selects, and which configs may resume from it."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def config(tmp_path, *overrides) -> Config:
 
 
 async def saved(tmp_path, *overrides, steps=(2,)):
-    """A run's folder with checkpoints."""
+    """Write a run's output folder with checkpoints of the given steps."""
     checkpoints = made(tmp_path)
     checkpoints.config = to_yaml(config(tmp_path, *overrides))
     for step in steps:
@@ -258,7 +258,7 @@ def changed(path, value):
 
 
 def write_index(checkpoint):
-    """What ranks write beside their tensors."""
+    """Write the index file that ranks store beside their tensors."""
     checkpoint.folder.write("state/actor/.metadata", pickle.dumps(Metadata({}, None, {})))
 
 
@@ -329,7 +329,7 @@ def test_a_config_that_is_none_is_refused_in_one_line(tmp_path, content):
 async def test_the_order_of_keys_and_the_way_a_number_is_written_make_no_difference(tmp_path):
     await saved(tmp_path)
     plain = dataclasses.asdict(config(tmp_path))
-    (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))  # JSON is YAML
+    (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))  # JSON is also valid YAML
     assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2
 
 

@@ -1,4 +1,4 @@
-"""What the first and the second signal come to, before and after there is a safe place to stop at."""
+"""What the first and the second signal do, before and after the run can be stopped safely."""
 
 import asyncio
 import os
@@ -17,7 +17,10 @@ from workers.cluster.hangups import hangups_ignored
 
 @pytest.fixture(autouse=True)
 def _listening():
-    """What a shell without job control starts in the background ignores SIGINT, and so might these tests."""
+    """Restore the default handlers of SIGINT and SIGHUP.
+
+    A shell without job control makes background programs ignore SIGINT, which may include these tests.
+    """
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -37,7 +40,8 @@ def send_twice(number, seen) -> None:
             signals.stop_with(tasks)
             tasks.check()
             os.kill(os.getpid(), number)
-            seen.append("computing goes on")  # outside the waits where nothing can be lost
+            # a signal does not interrupt computation, only waits in which nothing can be lost
+            seen.append("computing goes on")
             await asyncio.sleep(0)
             with pytest.raises(Stopped):
                 tasks.check()
@@ -76,7 +80,7 @@ os.kill(pid, number)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_also_ends_a_wait_when_nothing_else_happens_in_the_event_loop(number):
-    """Another process sends the signal while the event loop sleeps. The loop has no timer that could wake it."""
+    """Another process sends the signal while the event loop sleeps. The event loop has no timer that could wake it."""
     senders = []
 
     async def run():

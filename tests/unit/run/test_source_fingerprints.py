@@ -1,4 +1,7 @@
-"""Other content under an unchanged name is another run: prompts, reward files, weights that no checkpoint replaces."""
+"""Changed content under an unchanged name makes another run.
+
+Such content is prompts, reward files, and weights that no checkpoint replaces.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sweeps without training: the command of each job is replaced, so that a test sees what would be started."""
+"""Tests of sweeps without training: a fake replaces the command of each job and records what would be started."""
 
 import json
 import sys
@@ -15,7 +15,10 @@ from rltrain.settings.overrides import from_command_line
 
 @pytest.fixture
 def jobs(tmp_path, monkeypatch):
-    """Commands that a sweep starts. A job with seed 3 fails, and the accuracy of the others is their seed / 10."""
+    """Return the list of commands that a sweep has started.
+
+    The job with seed 3 fails, and all other jobs have an accuracy of seed / 10.
+    """
     started: list[list[str]] = []
 
     def run(command):

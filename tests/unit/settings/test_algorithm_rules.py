@@ -1,4 +1,4 @@
-"""What the chosen functions cannot act on is refused before any worker starts."""
+"""Settings that the chosen algorithm functions cannot honour are refused before any worker starts."""
 
 import re
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def test_every_estimator_passes_with_its_defaults(estimator):
     accepted(f"advantage_estimator={estimator}")
 
 
-# Names and knobs
+# Names and knobs of algorithm functions
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_aliases_are_what_presets_and_papers_call_their_functions():
         "gmpo": "geo_mean", "otb": "optimal_token_baseline", "reinforce++": "reinforce_plus_plus",
     }  # fmt: skip
     assert refusal("advantage_estimator=gmpo").startswith("algorithm.advantage_estimator=gmpo: unknown")
-    assert "'geo_mean'" not in refusal("advantage_estimator=gmpo")  # that is a loss
+    assert "'geo_mean'" not in refusal("advantage_estimator=gmpo")  # geo_mean is a loss, and no advantage estimator
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_knob_that_no_tensor_holds_is_refused_in_one_line_with_its_section():
 
 @contextmanager
 def registered(registry, name, function):
-    """Under this name for as long as the block lasts."""
+    """Register a function under the given name while the context is open."""
     registry.register(name)(function)
     try:
         yield
@@ -261,11 +261,11 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
         with pytest.raises(ConfigError, match=f"^{re.escape(found)} with gdpo: it adds the .*functions up itself"):
             check_algorithm(compose([setting, f"algorithm.{gdpo}"])[0])
         check_algorithm(compose([setting])[0])
-    accepted(gdpo, "reward_shaping.overlong_penalty=2")  # off: it has no buffer
+    accepted(gdpo, "reward_shaping.overlong_penalty=2")  # the overlong penalty is off, because it has no buffer
     accepted(gdpo, "advantage_normalization.std_level=batch", "suppress_truncated=true")
 
 
-# Cut answers that end with the critic's value
+# Truncated answers whose return ends with the critic's value
 
 CONTRADICTIONS = [
     ([], "with grpo: it reads no values"),
@@ -286,7 +286,7 @@ def test_a_cut_answer_that_is_in_no_statistic_may_end_with_a_value():
     accepted("bootstrap_truncated=true", "advantage_estimator=gae", "exclude_truncated=true", reward)
 
 
-# Engine and actor
+# Differences between the engine's and the actor's log-probs: bounds of the rejection
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
@@ -308,7 +308,7 @@ def test_bounds_of_the_rejection_must_let_data_that_agree_through():
 # Groups
 
 
-# They read `uid`: by their answers' peers.
+# Estimators that read `uid`, because they compare the answers to one prompt.
 IN_GROUPS = [
     "gdpo", "gpg", "grpo", "grpo_passk", "opo", "optimal_token_baseline", "reinforce_plus_plus_baseline", "rloo",
 ]  # fmt: skip
@@ -369,7 +369,7 @@ def test_dynamic_sampling_drops_groups_so_it_is_for_estimators_that_compare_in_g
     )
 
 
-# Scores that would not reach the advantages
+# Reward scores that would not reach the advantages
 
 
 def test_a_greedy_baseline_and_normalised_scores_would_be_on_two_scales():

@@ -1,4 +1,4 @@
-"""What the schema declares of each key: meaning, bounds, and whether it may change on resume."""
+"""What the schema declares for each key: meaning, bounds, and whether a resumed run may change it."""
 
 import dataclasses
 import typing
@@ -63,7 +63,7 @@ CHANGEABLE = {
 
 @section
 class Small:
-    """One bound of each kind."""
+    """A config section with one bound of each kind."""
 
     count: int = key("Count.", at_least=1)
     share: float = key("Share.", above=0, at_most=1)
@@ -162,7 +162,7 @@ def changed(values, path, value):
 
 
 def outside(one):
-    """Values just outside the bounds of a key."""
+    """Return values just outside the bounds of a key."""
     step = 1 if int in {one.hint, *typing.get_args(one.hint)} else 0.5
     low = [] if one.key.at_least is None else [type(step)(one.key.at_least) - step]
     high = [] if one.key.at_most is None else [one.key.at_most + step]

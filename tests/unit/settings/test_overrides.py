@@ -1,4 +1,4 @@
-"""Config files of a user, and option names of other trainers."""
+"""Tests of a user's config files, and of option names from other trainers."""
 
 import re
 
@@ -133,7 +133,7 @@ def test_text_of_a_file_stays_as_it_is(own):
     assert compose(["trainer.seed=0"], [own(written)])[0].data == config.data
 
 
-# Names of other trainers
+# Option names from other trainers
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[3]
-# These say what the config holds, or refuse it: a key that only they read would have no effect.
+# Files that describe or check the config: a key that is read only in these files would have no effect.
 TELLERS = {*(ROOT / "rltrain/settings").glob("*.py"), ROOT / "rltrain/run/plan.py", ROOT / "rltrain/run/checks.py"}
-# Sections that are handed over whole, as keyword arguments of a function; and what it does not get from there.
+# section passed whole as keyword arguments: (function, arguments that are no keys, keys that are no arguments)
 HANDED_WHOLE = {
     "reward_normalization": (normalize_rewards, {"eps", "counted"}, set()),
     "advantage_normalization": (normalize_advantages, {"eps"}, set()),
     "correction": (rollout_correction, set(), set()),
-    "rejection": (rollout_rejection, set(), {"only_negative"}),  # this one says which column goes with the others
+    # the key only_negative selects a column, and is no argument of the function
+    "rejection": (rollout_rejection, set(), {"only_negative"}),
 }
 
 
@@ -39,16 +40,16 @@ def loads(tree):
 
 
 def properties():
-    """What each property of the config reads, by the property's name."""
+    """Return the attributes that each config property reads, by the property's name."""
     trees = [ast.parse((ROOT / "rltrain/settings" / file).read_text()) for file in ("schema.py", "algorithm_config.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {f.name: loads(f) for f in functions if any(getattr(d, "id", "") == "property" for d in f.decorator_list)}
 
 
 def attributes_read():
-    """Every name that the program reads as an attribute, itself or through a property of the config that it reads.
+    """Return every name that the program reads as an attribute, directly or through a config property.
 
-    Files that only describe the config do not count.
+    Files that only describe the config are left out.
     """
     files = [file for folder in ("rltrain", "workers") for file in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(file.read_text()) for file in files if file not in TELLERS]

@@ -25,7 +25,10 @@ TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=Fal
 
 
 class Engines(Immortal):
-    """Answers one request at a time, in random order: the token says which request, the version which weights."""
+    """Fake engines that answer one request at a time, in random order.
+
+    The token encodes the request, and the version names the weights.
+    """
 
     def __init__(self, version=0):
         self.waiting, self.requests, self.groups, self.version = [], [], [], version
@@ -48,7 +51,7 @@ class Engines(Immortal):
 
 
 class Judges(Waiting):
-    """Scores in reverse order; `score` makes a result of a request."""
+    """Fake judges that score in reverse order; the function `score` makes the result of a request."""
 
     def __init__(self, score):
         super().__init__()
@@ -74,7 +77,7 @@ def some_fail(request) -> SampleScores:
 
 @pytest.fixture
 def collector(tasks):
-    """Makes collectors that receive answers and scores."""
+    """Return a function that makes collectors, which receive answers and scores."""
 
     def make(score=by_key, *, engines=None, max_failed=0.5, staleness=0) -> Collector:
         config, _ = compose(
@@ -90,19 +93,19 @@ def collector(tasks):
 
 
 async def turns(count):
-    """Let the other tasks run so often."""
+    """Let the other tasks run for `count` turns of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def at_once(coroutine):
-    """The result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that finishes without waiting."""
     with pytest.raises(StopIteration) as end:
         coroutine.send(None)
     return end.value.value
 
 
-# Through the engines and the reward workers
+# Paths through the engines and the reward workers
 
 
 async def test_G3_a_batch_holds_each_answer_with_its_own_score_sorted_by_group_and_sample(collector):
@@ -172,7 +175,7 @@ async def test_all_that_is_under_way_may_arrive_while_the_caller_does_something_
 
 
 async def test_scores_are_received_while_the_engines_answer_and_nobody_is_asked_in_vain(collector):
-    """The last answer comes only when all others are scored."""
+    """The last answer arrives only when all other answers have scores."""
     scored, late, found = [], asyncio.Event(), []
 
     def score(request):
@@ -203,7 +206,10 @@ async def test_scores_are_received_while_the_engines_answer_and_nobody_is_asked_
 
 
 async def test_what_is_lost_while_all_requests_are_dropped_is_not_requested_again(collector):
-    """A replica dies while the requests of another one are dropped: its groups belong to the discarded steps too."""
+    """A replica dies while another replica's requests are dropped.
+
+    The groups of the dead replica belong to the discarded steps too.
+    """
 
     class DiesMeanwhile(Engines):
         def __init__(self):
@@ -317,7 +323,7 @@ async def test_rewards_of_which_none_applies_are_named_so(collector):
         await collect(collector(lambda request: SampleScores(request.key, (None,))), 0)
 
 
-# Groups as a batch
+# Groups converted to a batch
 
 
 def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:

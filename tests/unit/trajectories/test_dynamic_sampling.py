@@ -1,4 +1,4 @@
-"""Groups of one outcome are replaced or left out, and greedy baselines, with fakes for engines and reward workers."""
+"""Groups with equal outcomes are replaced or left out, and greedy baselines; engines and reward workers are fakes."""
 
 import asyncio
 import random
@@ -21,8 +21,10 @@ REMAX = ["algorithm.advantage_estimator=remax"]
 
 
 class Engines(Immortal):
-    """Answers one request at a time, in random order; `reason` says how the answer to a key ended, `lengths` how long
-    each answer to a prompt is."""
+    """Fake engines that answer one request at a time, in random order.
+
+    The function `reason` gives the finish reason of a key, and `lengths` the answer lengths of a prompt.
+    """
 
     def __init__(self, seed=0, reason=lambda key: "stop", tokens=1, lengths=None):
         self.lengths = lengths or [tokens] * (SAMPLES + 1)
@@ -48,7 +50,10 @@ class Engines(Immortal):
 
 
 class Judges(Waiting):
-    """Scores at once; `score` gives the number of a key, None where it does not apply, or "fails"."""
+    """Fake judges that score at once.
+
+    The function `score` gives the number for a key, None if the reward does not apply, or "fails".
+    """
 
     def __init__(self, score):
         super().__init__()
@@ -66,7 +71,7 @@ class Judges(Waiting):
 
 @pytest.fixture
 def collector(tasks):
-    """Makes collectors that receive answers and scores."""
+    """Return a function that makes collectors, which receive answers and scores."""
 
     def make(score, *overrides, engines=None, staleness=0) -> Collector:
         config, _ = compose(
@@ -90,7 +95,7 @@ def varied(uid, number):
 
 
 def flat(*uids):
-    """Scores that are all the same in these groups, and vary in the others."""
+    """Return a score function whose scores are equal within the groups `uids`, and vary within all other groups."""
     return lambda uid, number: 1.0 if uid in uids else varied(uid, number)
 
 
@@ -196,10 +201,10 @@ async def test_where_no_group_has_spread_one_is_left_and_trains_nothing(collecto
     assert len(batch) == SAMPLES
     assert facts(metrics) == (5, 2)
     assert not bool(batch.values("response_mask").any())
-    assert batch.batch["valid"].all()  # a masked row, not a failed one
+    assert batch.batch["valid"].all()  # the row is masked, but it has not failed
 
 
-# The mean over all that was generated
+# The mean score over all generated groups
 
 
 async def test_the_mean_score_is_also_told_over_all_answers_that_were_generated_those_of_dropped_groups_included(
@@ -233,7 +238,7 @@ async def test_greedy_answers_are_not_in_the_mean_over_all(collector):
     assert metrics["reward/mean_generated"] == 0.5
 
 
-# What has no spread
+# Groups without spread in their scores
 
 
 async def test_a_group_whose_answers_were_cut_has_no_spread_where_they_are_in_no_statistic(collector):
@@ -250,7 +255,7 @@ async def test_a_group_whose_answers_were_cut_has_no_spread_where_they_are_in_no
 @pytest.mark.parametrize("outcome", [0.0, 1.0])
 @pytest.mark.parametrize("preset", ["dapo", "top_entropy"])
 async def test_C8_an_all_wrong_or_all_right_group_is_replaced_whatever_its_lengths_cost(preset, outcome, collector):
-    """Answers of 13 to 16 tokens of at most 16, of which the last three cost up to 1."""
+    """Answers have 13 to 16 of at most 16 tokens, and the last three tokens cost up to 1 in score."""
     batch, metrics = await collect_with_metrics(
         collector(
             lambda uid, n: outcome if uid == 0 else varied(uid, n),
@@ -289,7 +294,8 @@ async def test_a_group_with_a_failed_reward_is_dropped_like_others_where_the_res
     assert facts(metrics) == (2, 0)
     assert not bool(batch.batch["failed"].any())
     assert bool(batch.values("response_mask").all())
-    await collect(collector(score, sampling(2), "reward.max_failed_fraction=0.05"), 0)  # 1 of the 5 groups' 20
+    # 1 failed result of the 20 of five groups
+    await collect(collector(score, sampling(2), "reward.max_failed_fraction=0.05"), 0)
     with pytest.raises(
         RewardError, match=r"^5% of .* failed, 1 of 20, above .*=0\.04: broke \(1 x, .* group 1, sample 0\)$"
     ):
@@ -304,7 +310,7 @@ async def test_the_steps_last_group_stays_masked_and_counted_though_a_reward_fai
     assert (uids(batch), facts(metrics)) == ([5], (5, 2))
     assert batch.batch["failed"].tolist() == [True, False, False, False]
     assert not bool(batch.values("response_mask").any())
-    with pytest.raises(RewardError, match=r"^4% of the rewards failed"):  # 1 of the 6 groups' 24
+    with pytest.raises(RewardError, match=r"^4% of the rewards failed"):  # 1 failed result of the 24 of six groups
         await collect(collector(score, sampling(2), "reward.max_failed_fraction=0.04"), 0)
 
 
@@ -362,8 +368,8 @@ async def test_the_baseline_is_shaped_as_the_scores_are(collector):
         "algorithm.reward_shaping.bias=-1", "algorithm.reward_shaping.clip=5",
     )  # fmt: skip
     batch = await collect(made, 0)
-    assert batch.batch["baseline_rewards"].tolist() == [5.0] * 12  # (4 - 1) * 2, clipped
-    assert batch.batch["scores"].tolist() == [1.0] * 12  # what the functions said
+    assert batch.batch["baseline_rewards"].tolist() == [5.0] * 12  # shaped greedy reward: (4 - 1) * 2, clipped to 5
+    assert batch.batch["scores"].tolist() == [1.0] * 12  # scores are kept as the reward functions returned them
 
 
 async def test_a_greedy_answer_without_a_score_leaves_its_group_without_a_baseline_and_untrained(collector):
@@ -379,7 +385,7 @@ async def test_C4_a_greedy_answer_whose_reward_failed_fails_its_group_and_is_cou
     def score(uid, number):
         return "fails" if number == SAMPLES and uid == 1 else varied(uid, number)
 
-    batch = await collect(collector(score, *REMAX, "reward.max_failed_fraction=0.07"), 0)  # 1 result of 15
+    batch = await collect(collector(score, *REMAX, "reward.max_failed_fraction=0.07"), 0)  # 1 failed result of 15
     assert batch.batch["failed"].tolist() == [False] * 4 + [True] * 4 + [False] * 4
     assert batch.batch["valid"].tolist() == [True] * 4 + [False] * 4 + [True] * 4
     with pytest.raises(RewardError, match=r"^7% of the rewards failed.*: broke \(1 x, .* group 1, sample 4\)$"):

@@ -1,4 +1,4 @@
-"""Prompt groups under engines, reward workers and a trainer that act in any order."""
+"""Property tests of prompt groups under engines, reward workers and a trainer that act in any order."""
 
 import random
 
@@ -12,7 +12,7 @@ from tests.unit.trajectories.test_prompt_groups import completion, prompt, score
 
 
 class Life(RuleBasedStateMachine):
-    """Engines, reward workers and a trainer that act in any order; the weights advance at each take."""
+    """State machine of engines, reward workers and a trainer that act in any order; each take advances the weights."""
 
     @initialize(
         samples=st.integers(1, 3), per_step=st.integers(1, 3), staleness=st.integers(0, 3), steps=st.integers(1, 5),
@@ -26,11 +26,12 @@ class Life(RuleBasedStateMachine):
         self.staleness, self.per_step, self.samples = staleness, per_step, samples + greedy
         self.steps, self.first = steps, first
         self.version = self.added = 0
-        self.generating: list[tuple[int, int, int]] = []  # (uid, number, version), copies and orphans too
+        # requests as (uid, number, version), including duplicates and requests of dropped groups
+        self.generating: list[tuple[int, int, int]] = []
         self.scoring: list[tuple[int, int]] = []
         self.used: list[int] = []
         self.dropped: list[int] = []
-        self.empty_places = 0  # of groups that were dropped and not replaced
+        self.empty_places = 0  # places of groups that were dropped without a replacement
 
     @rule()
     def fill(self):
@@ -63,7 +64,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.groups.oldest(self.places()))
     @rule(data=st.data())
     def give_up(self, data):
-        """As dynamic sampling does: a group of the current step; the last place of a step is never left empty."""
+        """Drop a group of the current step, as dynamic sampling does; the last place of a step is always refilled."""
         places = self.places()
         uid = data.draw(st.sampled_from([group.uid for group in self.groups.oldest(places)]))
         replace = places == 1 or data.draw(st.booleans())
@@ -72,12 +73,12 @@ class Life(RuleBasedStateMachine):
         self.empty_places += not replace
 
     def age(self, group):
-        """How many versions old a group that is shipped now is, at most, when the step comes that uses it."""
+        """Return the number of versions between the shipping of a group and the step that uses it, at most."""
         before = sum(uid < group.uid for uid in self.groups.groups)
         return (len(self.used) + self.empty_places + before) // self.per_step - group.shipped
 
     def places(self):
-        """Groups that the current step still takes."""
+        """Return the number of groups that the current step still takes."""
         return (self.version + 1) * self.per_step - len(self.used) - self.empty_places
 
     @precondition(lambda self: self.version < self.steps)
@@ -110,7 +111,7 @@ class Life(RuleBasedStateMachine):
         assert len(self.groups.groups) + self.groups.used <= self.steps * self.per_step, "no step would use it"
 
     def teardown(self):
-        """Whatever happened, the run can go on: with the engines at work a further step comes about."""
+        """Check that the run can continue after any history: with working engines, a further step is completed."""
         if not hasattr(self, "groups"):
             return
         before, places = len(self.used), self.places()
@@ -134,7 +135,7 @@ test_groups_in_any_order_of_events = Life.TestCase
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_the_staleness_bound_is_reached_and_never_passed(staleness):
-    """Engines of random speed under a trainer that takes a step as soon as it can."""
+    """Engines of random speed work for a trainer that takes each step as soon as it can."""
     draw, ages = random.Random(staleness), set()
     made = PromptGroups(samples_per_prompt=2, prompts_per_step=2, max_staleness=staleness, steps=60)
     version, running, added = 0, [], 0
@@ -150,4 +151,4 @@ def test_the_staleness_bound_is_reached_and_never_passed(staleness):
             ages |= {version - v for group in taken for c in group.completions.values() for v in c.versions}
             version += 1
     assert max(ages) == staleness
-    assert (added, running) == (120, [])  # nothing was generated that no step used
+    assert (added, running) == (120, [])  # every generated group was used by a step

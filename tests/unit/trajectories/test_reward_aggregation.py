@@ -1,4 +1,4 @@
-"""Several reward functions as one score: gates, weights, and `reward.aggregation`, from the batch to the algorithm."""
+"""Several reward functions combined into one score by gates, weights and `reward.aggregation`."""
 
 import asyncio
 import math
@@ -94,7 +94,7 @@ def config_of(*overrides, gate="false"):
 
 
 def batch(config, *groups, failed=()):
-    """Groups of rows of two scores, None where a function does not apply."""
+    """Return a batch with groups of rows of two scores; None means that a function does not apply."""
     made = []
     for uid, rows in enumerate(groups):
         keys = [(uid, n) for n in range(len(rows))]
@@ -119,14 +119,16 @@ def test_a_gate_at_or_below_0_silences_the_others_and_one_that_does_not_apply_is
     assert shaped(config_of(gate="true"), rows)[0] == [7.0, 0.0, -1.0, 6.0]
     assert shaped(config_of(), rows)[0] == [7.0, 6.0, 5.0, 6.0]
     made = batch(config_of(gate="true"), rows)
-    assert made.batch["reward_components"][:, 1].tolist() == [3.0] * 4  # what a function said stays
+    # components keep the values that the functions returned
+    assert made.batch["reward_components"][:, 1].tolist() == [3.0] * 4
     assert on_last_token(made, made.batch["scores"]).tolist() == [0.0, 7.0, 0.0, 0.0, 0.0, -1.0, 0.0, 6.0]  # B8
 
 
 def test_normalize_then_sum_takes_each_function_in_units_of_its_own_group():
     config = config_of("reward.aggregation=normalize_then_sum")
     scores, valid = shaped(config, [(0.0, 10.0), (1.0, 30.0)], [(5.0, 1.0), (5.0, 3.0)])
-    unit = round(1 / math.sqrt(2), 4)  # two values are half their distance, over its sqrt(1/2), from their mean
+    # each of two values is half their distance from the mean, and the std is the distance times sqrt(1/2)
+    unit = round(1 / math.sqrt(2), 4)
     assert scores == pytest.approx([-3 * unit, 3 * unit, -2 * unit, 2 * unit], abs=1e-3)
     assert valid == [True] * 4
 
@@ -189,7 +191,7 @@ def test_an_aggregation_that_returns_something_else_stops_the_run_in_one_line(ow
 
 def test_an_aggregation_that_says_nan_for_every_row_of_several_groups_stops_the_run(own):
     config = config_of(f"reward.aggregation={own}:nothing")
-    assert shaped(config, [(1.0, 3.0), (9.0, 1.0)])[1] == [False, False]  # one group may have none
+    assert shaped(config, [(1.0, 3.0), (9.0, 1.0)])[1] == [False, False]  # a single group without any score is allowed
     with pytest.raises(RewardError, match=r"own\.py:nothing returned NaN for every row, so nothing is learnt"):
         shaped(config, [(1.0, 3.0), (9.0, 1.0)], [(1.0, 3.0), (9.0, 1.0)])
 

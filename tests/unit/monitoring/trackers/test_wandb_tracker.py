@@ -1,5 +1,6 @@
-"""Tests of the Weights & Biases tracker in offline mode. The test reads the offline files with wandb's own record
-format.
+"""Tests of the Weights & Biases tracker in offline mode.
+
+The test reads the offline files with wandb's own record format.
 """
 
 import json

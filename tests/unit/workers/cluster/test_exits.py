@@ -1,4 +1,4 @@
-"""The end of a process of this machine is known at once."""
+"""The end of a process on the same machine is known at once."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ async def exits():
 
 
 def ended(pid):
-    """Wait until the process has ended, and leave it uncollected."""
+    """Wait until a process has ended, without reaping it."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
@@ -48,7 +48,7 @@ async def test_each_end_wakes_once(exits, sleeper):
     await asyncio.wait_for(exits.wait(FOREVER_S), 30)
     waiting = asyncio.ensure_future(exits.wait(FOREVER_S))
     for _ in range(10):
-        await asyncio.sleep(0)  # the event loop asks the system each time
+        await asyncio.sleep(0)  # in each turn, the event loop asks the system for events
     assert not waiting.done()
     waiting.cancel()
 

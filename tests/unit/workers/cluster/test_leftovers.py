@@ -1,4 +1,4 @@
-"""What is left of processes that were killed is found and removed, and nothing that belongs to others."""
+"""Leftovers of killed processes are found and removed, and nothing that belongs to other programs."""
 
 import os
 import secrets
@@ -13,7 +13,7 @@ from workers.cluster import leftovers
 from workers.cluster.leftovers import MARK
 from workers.cluster.progress import began_of, state_of
 
-# A process that starts another one, and then gives itself a title that overwrites its environment.
+# A process that starts a child, and then sets a process title that overwrites its own environment.
 FAMILY = """
 import subprocess, sys, time
 from setproctitle import setproctitle
@@ -41,7 +41,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def started():
-    """Starts a program and waits for its first line; ends what was started."""
+    """Return a function that starts a program and waits for its first line; all programs are ended after the test."""
     processes = []
 
     def start(code, *arguments, **environment):
@@ -60,7 +60,7 @@ def started():
 
 @pytest.fixture
 def shared():
-    """Makes files in shared memory."""
+    """Return a function that makes files in shared memory."""
     made = []
 
     def make(name):
@@ -78,7 +78,7 @@ def test_all_processes_of_a_run_are_ended_and_no_others(started, tmp_path):
     logs.mkdir()
     first, child = started(FAMILY, str(logs / "log.txt"), **{MARK: mark})
     other, _ = started(FAMILY, str(tmp_path / "log.txt"), **{MARK: "of another run"})
-    with (logs / "log.txt").open():  # as somebody who reads the log
+    with (logs / "log.txt").open():  # the test has the log open, like a user who reads the log
         assert {process.pid for process in leftovers.marked(mark, logs)} == {first.pid, int(child)}
     leftovers.end_marked(mark, logs)
     assert first.poll() is not None
@@ -107,7 +107,7 @@ def test_pythons_shared_memory_has_the_name_that_is_looked_for():
 
 def test_weight_files_of_killed_processes_are_removed_and_those_in_use_are_kept(started, shared):
     abandoned, used, empty = shared("rltrain-weights-"), shared("rltrain-weights-"), shared("rltrain-weights-")
-    empty.write_bytes(b"")  # its creator has not locked it yet
+    empty.write_bytes(b"")  # an empty file, whose creator has not locked it yet
     started(LOCKER, str(used))
     leftovers.end_marked(secrets.token_hex(8))
     assert [path.exists() for path in (abandoned, used, empty)] == [False, True, True]

@@ -1,4 +1,4 @@
-"""What is made of the sights of processes: who counts as lost, and which waits end with that."""
+"""Tests of process liveness: which observed processes count as lost, and which waits end because of a loss."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from workers.cluster.ray_daemons import Daemons
 
 
 class Eyes:
-    """An observer that sees what it is told to."""
+    """A fake observer that sees what a test sets."""
 
     def __init__(self):
         self.sights, self.killed, self.looks = {}, [], 0
@@ -35,7 +35,7 @@ class Eyes:
 
 
 class Daemon:
-    """A daemon of Ray that may be gone."""
+    """A fake Ray daemon that a test can end."""
 
     name, gone = "gcs_server", False
 
@@ -52,7 +52,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 async def watch(tasks, clock, tmp_path):
-    """Liveness that looks with `Eyes`, and makes processes: one for each of the sights that it is given."""
+    """Return a Liveness object that looks with `Eyes`, and makes one process for each given sight."""
 
     class Watch(Liveness):
         def __init__(self):
@@ -76,7 +76,7 @@ async def watch(tasks, clock, tmp_path):
     return Watch()
 
 
-# Who counts as lost
+# Processes that count as lost
 
 
 async def test_a_process_that_is_gone_is_known_at_the_next_look(watch):
@@ -86,7 +86,7 @@ async def test_a_process_that_is_gone_is_known_at_the_next_look(watch):
     assert process.how_lost == ""
     watch.look()
     assert [one.how_lost for one in watch.processes] == ["", "is gone (killed, crashed or out of memory)"]
-    assert watch.eyes.killed == [1]  # and so is what it started
+    assert watch.eyes.killed == [1]  # killing the lost process also ends the processes that it started
 
 
 async def test_looks_are_rare_unless_a_process_ends(watch, monkeypatch):
@@ -137,7 +137,7 @@ async def test_a_stopped_process_counts_as_dead_after_a_while_only_and_is_ended(
     watch.look()
     watch.eyes.sights[0] = Sight("S")
     clock[0] += STOPPED_S
-    watch.look()  # it went on
+    watch.look()  # the stopped process has resumed
     watch.eyes.sights[0] = Sight("T")
     watch.look()
     clock[0] += STOPPED_S - 0.1

@@ -1,4 +1,4 @@
-"""What is seen of real processes from outside."""
+"""The state of real processes, as observed from outside."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ with progress.call():
 
 @pytest.fixture
 def child():
-    """A process that ticks when it is told to, as it announced itself."""
+    """Start a process that increments its progress counter for each line on standard input."""
     running = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -56,7 +56,7 @@ def test_ticks_calls_and_states_of_a_process_are_seen_from_outside(child):
     assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
     os.kill(child.pid, signal.SIGSTOP)
     assert seen_as(child.announced, Sight("T", ticks=1, calls=1))
-    Observer().kill([child.announced])  # stopped as it is
+    Observer().kill([child.announced])  # a stopped process can be killed too
     assert seen_as(child.announced, Sight(""))
 
 
@@ -84,7 +84,8 @@ def test_a_process_writes_its_stacks_down_when_it_is_asked(child):
     assert "in work" in text
     assert innermost(text).startswith("work (<string>:")
     os.kill(child.pid, signal.SIGSTOP)
-    assert Observer().stacks([child.announced]) == [text]  # of before: it cannot now
+    # a stopped process cannot write its stacks, so the earlier ones are returned
+    assert Observer().stacks([child.announced]) == [text]
 
 
 def test_without_an_announcement_ticks_cost_nothing_and_mean_nothing():

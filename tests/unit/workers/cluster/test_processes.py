@@ -1,4 +1,4 @@
-"""Worker processes as objects: how calls reach them, and what a wait for results makes of their errors and deaths."""
+"""Worker processes as objects: how calls reach them, and how waits for results handle their errors and deaths."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ from workers.cluster.worker_process import Host
 
 
 class Greeter:
-    """A role."""
+    """A role with sync and async methods, and a method that raises."""
 
     def greet(self, name, *, mark="."):
         return f"hello {name}{mark}"
@@ -34,7 +34,10 @@ class Greeter:
 
 
 class Remote:
-    """An actor's handle. Each call of a method is noted, and its reply is open until the test gives its result."""
+    """A fake handle of a Ray actor.
+
+    Each method call is recorded, and its reply stays pending until the test gives a result.
+    """
 
     def __init__(self, number=0):
         self._actor_id, self.calls, self.introduction = bytes([number]), [], Reply()
@@ -57,12 +60,12 @@ async def liveness(tasks):
 
 
 def pending(*replies, liveness=None):
-    """One call on each of so many processes."""
+    """Return one pending call for each reply, each on its own process."""
     ranks = [RayProcess(Remote(number), f"training rank {number}", liveness) for number in range(len(replies))]
     return [Pending(rank, reply) for rank, reply in zip(ranks, replies, strict=True)]
 
 
-# The driver's own process
+# Roles in the driver's own process
 
 
 async def test_a_role_in_this_process_is_called_at_once_and_values_are_passed_as_they_are():
@@ -185,7 +188,7 @@ def test_every_error_of_the_project_survives_pickling():
         assert (type(copy), str(copy)) == (kind, "value, rule, way out")
 
 
-# What else is done while ranks compute
+# Other work while training ranks compute
 
 
 async def test_while_ranks_compute_the_driver_does_what_else_there_is_to_do(tasks):
@@ -204,7 +207,7 @@ async def test_while_ranks_compute_the_driver_does_what_else_there_is_to_do(task
     await settled()
     assert not waiting.done()
     replies[0].give("a")
-    assert await waiting == ["a", "b"]  # by rank, whoever was first
+    assert await waiting == ["a", "b"]  # results are ordered by rank, not by time of arrival
 
 
 async def test_with_nothing_else_to_do_it_waits_for_good(monkeypatch):
@@ -225,7 +228,7 @@ async def test_what_another_task_raises_meanwhile_comes_out_of_the_wait_as_it_is
     tasks.start(fail(), "another task")
     with pytest.raises(kind, match=r"^an engine died$") as caught:
         await tasks.until(results(pending(Reply())))
-    assert caught.value.__context__ is None  # no talk of cancelled waits
+    assert caught.value.__context__ is None  # the error does not mention the cancelled waits
 
 
 async def test_one_ranks_error_ends_the_wait_though_the_others_go_on():
@@ -249,7 +252,7 @@ async def test_the_death_of_a_process_on_which_the_results_depend_ends_the_wait(
         await waiting
 
 
-# Calls of Ray actors
+# Method calls of Ray actors
 
 
 async def test_a_call_reaches_the_method_of_the_role_and_its_phase_is_known():
@@ -275,7 +278,7 @@ async def test_a_pending_result_is_an_argument_as_it_is():
 
 
 async def test_without_its_daemons_ray_is_asked_nothing(liveness, monkeypatch):
-    """Or Ray could end the driver without a message."""
+    """Asking Ray without its daemons could end the driver without a message."""
 
     def check(**_):
         raise errors.ClusterLost("the raylet is gone")

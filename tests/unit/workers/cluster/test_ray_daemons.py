@@ -1,4 +1,4 @@
-"""The death of one of Ray's daemons is named, and a run that can still save a checkpoint does so first."""
+"""The death of a Ray daemon is reported by name, and a run that can still save a checkpoint saves one first."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def running():
-    """Two processes in the places of gcs_server and raylet."""
+    """Start two processes that stand for gcs_server and raylet."""
     processes = {name: subprocess.Popen(["sleep", "1000"]) for name in (GCS, RAYLET)}
     yield processes
     for process in processes.values():
@@ -74,7 +74,8 @@ def test_without_gcs_server_a_step_may_end_and_then_a_checkpoint_can_be_saved(wa
         watched.check(at_rest=True)
     assert told.value.can_save
     clock[0] += GRACE_S
-    with pytest.raises(ClusterLost, match="gcs_server") as told:  # before Ray ends the driver itself
+    # the error is raised before Ray would end the driver itself
+    with pytest.raises(ClusterLost, match="gcs_server") as told:
         watched.check()
     assert not told.value.can_save
 
@@ -100,7 +101,7 @@ def test_a_gcs_server_elsewhere_counts_as_dead_when_nobody_answers_there_for_a_w
             clock[0] += 10
             assert not daemon.ended()
     clock[0] += 60
-    assert not daemon.ended()  # it may have been a moment without a network
+    assert not daemon.ended()  # a single failed look may be a short network failure
     clock[0] += 5
     assert not daemon.ended()
     clock[0] += 5
@@ -117,11 +118,12 @@ def test_only_the_gcs_server_of_the_runs_own_ray_session_counts():
     try:
         deadline = time.monotonic() + 10
         while running[1].pid not in found_of("session_12", running) and time.monotonic() < deadline:
-            time.sleep(0.01)  # until the process has its own command line
+            time.sleep(0.01)  # wait until the started process has its own command line
         assert found_of("session_1", running) == [running[0].pid]
         assert found_of("session_12", running) == [running[1].pid]
         running[0].kill()
-        os.waitid(os.P_PID, running[0].pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+        # wait until the process has ended, without reaping it
+        os.waitid(os.P_PID, running[0].pid, os.WEXITED | os.WNOWAIT)
         assert found_of("session_1", running) == []
     finally:
         for process in running:

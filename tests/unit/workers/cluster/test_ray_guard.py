@@ -1,4 +1,4 @@
-"""The guard outlives the driver: it ends what is left of it, and says what Ray itself does not say."""
+"""The guard outlives the driver: it ends the driver's remaining processes, and reports deaths that Ray does not."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from workers.cluster.progress import began_of, state_of
 
-# A driver with a guard, one process that bears its mark, and one beside it that does not.
+# A driver with a guard, a process with the driver's mark, and a process without the mark.
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
@@ -32,7 +32,7 @@ guard.close()
 
 
 class Run:
-    """The driver, and the processes below it."""
+    """The driver of a run, and the processes below it."""
 
     def __init__(self, session):
         (session / "sockets").mkdir()
@@ -50,7 +50,7 @@ class Run:
         (self.session / "logs" / name).write_text(f"[2026-01-01 00:00:00,000 I 1 1] x.cc:1: started\n{words}\n")
 
     def said(self):
-        """What driver and guard wrote to standard error, which both have closed then."""
+        """Return the standard error of driver and guard, once both have closed it."""
         return self.driver.communicate(timeout=60)[1]
 
 
@@ -70,7 +70,7 @@ def alive(pid):
 
 
 def gone(pid):
-    """A process that init has to reap may be seen for a moment."""
+    """Return whether a process ends within 20 s; an ended process may be visible until init reaps it."""
     deadline = time.monotonic() + 20
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)

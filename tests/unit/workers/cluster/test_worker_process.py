@@ -1,4 +1,4 @@
-"""A worker process: the model that its roles need."""
+"""A worker process loads the model that its roles need."""
 
 import os
 import socket
@@ -12,12 +12,12 @@ from rltrain.data import hub as hub_module
 from tests.hub_server import Hub
 from workers.cluster.worker_process import Host
 
-OFFLINE = {"HF_HUB_OFFLINE": "1"}  # what every worker process gets, for the libraries in it
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # environment of every worker process, for the libraries that it uses
 
 
 @pytest.fixture
 def pinned(tmp_path, monkeypatch):
-    """The pinned name of a model on a hub that this process uses. Its cache is empty."""
+    """Return the pinned name of a model on a hub that the test process uses. The model cache is empty."""
     (tmp_path / "commit").mkdir()
     (tmp_path / "commit" / "config.json").write_text("{}")
     (tmp_path / "commit" / "model.safetensors").write_bytes(b"w")

@@ -1,4 +1,4 @@
-"""Layers are compiled once, whatever the packs look like; the place of kernels is taken by one that runs on a CPU."""
+"""Layers are compiled once for packs of all shapes; a CPU function takes the place of attention kernels."""
 
 import functools
 from dataclasses import replace
@@ -22,7 +22,7 @@ SIZES = {
 
 @torch.library.custom_op("rltrain_tests::attend", mutates_args=())
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
-    """Opaque to the compiler, as real kernels are."""
+    """Fake attention kernel that is opaque to the compiler, as real kernels are."""
     assert longest == int(offsets.diff().max())
     return q + k + v
 
@@ -42,11 +42,15 @@ def gradients(model, packed):
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
+# the compiler reads .grad and causes the warning
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing, monkeypatch):
-    """Else they are compiled for the first eight counts of attention batches, and then, in silence, no more."""
+    """A graph may not depend on the number of attention batches.
+
+    Otherwise, layers are compiled for the first eight numbers of attention batches, and then silently no more.
+    """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:
         monkeypatch.setattr(
@@ -73,7 +77,7 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
 
 
 def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():
-    """FSDP makes new dataclasses of those that it casts."""
+    """FSDP makes new dataclass objects when it casts tensors."""
     packed = of_lengths([3, 4])
     cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
     assert cast is not packed

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and the exact KL in the place of the last layer, against all logits at once."""
+"""Log-probs, entropies and the exact KL computed in the place of the last layer, compared with all logits at once."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def inputs(r=7, v=11, h=4, *, dtype=torch.float64, bias=True, seed=0):
 
 
 def oracle(hidden, head, bias, targets, temperature):
-    """The definition, from all logits at once, as a model gives them."""
+    """Compute log-probs and entropies by definition, from all logits at once, as a model returns them."""
     logits = torch.nn.functional.linear(hidden, head, bias)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     log_pi = logits.log_softmax(-1)
@@ -52,7 +52,7 @@ def oracle(hidden, head, bias, targets, temperature):
 
 
 def values_and_gradients(log_probs, entropies, leaves):
-    weights = torch.linspace(-1, 2, len(log_probs), dtype=torch.float64)  # each token weighs something else
+    weights = torch.linspace(-1, 2, len(log_probs), dtype=torch.float64)  # each token has a different weight
     outputs = [log_probs] if entropies is None else [log_probs, entropies]
     loss = sum((weights.roll(n) * output).sum() for n, output in enumerate(outputs))
     return [
@@ -62,7 +62,7 @@ def values_and_gradients(log_probs, entropies, leaves):
 
 
 def furthest(actual, expected) -> float:
-    """The largest difference, of the largest value."""
+    """Return the largest difference in relation to the largest expected value."""
     pairs = zip(actual, expected, strict=True)
     return max(float((a - e).abs().max()) / max(float(e.abs().max()), 1e-30) for a, e in pairs)
 
@@ -85,7 +85,7 @@ def test_any_chunk_gives_the_values_and_gradients_of_all_logits_at_once(temperat
 @pytest.mark.parametrize("entropies", [False, True])
 @pytest.mark.parametrize("unused", [[2], [0, 1, 2, 3, 4, 8, 9, 10]], ids=["one word", "whole chunks"])
 def test_words_with_a_logit_of_minus_infinity_are_as_if_they_were_not_there(unused, entropies, chunk_size):
-    """p log p is 0 at p = 0: values and gradients are those of the vocabulary without these words."""
+    """With p log p = 0 at p = 0, values and gradients equal those of the vocabulary without the words."""
     hidden, head, bias, _ = inputs()
     with torch.no_grad():
         bias[unused] = -torch.inf
@@ -145,7 +145,7 @@ def test_an_entropy_near_zero_beside_large_logits_keeps_its_digits():
     targets = torch.zeros(20, dtype=torch.int64)
     _, entropies = token_log_probs(logits, torch.eye(60), targets, entropies=True, chunk_size=64)
     _, expected = oracle(logits.double(), torch.eye(60).double(), None, targets, 1.0)
-    assert expected.min() < 1e-4  # or the test would say nothing
+    assert expected.min() < 1e-4  # without low entropies, the test would prove nothing
     assert torch.allclose(entropies.double(), expected, rtol=1e-5, atol=5e-7)
 
 
@@ -175,7 +175,7 @@ def test_a_target_outside_the_vocabulary_has_no_log_prob():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers how many numbers the largest tensor had that any operation gave out."""
+    """Remembers the number of elements in the largest tensor that any operation returned."""
 
     numbers = 0
 
@@ -205,7 +205,7 @@ def test_chunks_cover_every_logit_once_and_none_is_too_large():
         assert bool((seen == 1).all())
 
 
-# In the place of a model's last layer
+# The fused head in the place of a model's last layer
 
 
 def batch_of(rows=6, seed=0) -> DataProto:
@@ -219,7 +219,7 @@ def batch_of(rows=6, seed=0) -> DataProto:
 
 
 def plain(model, packed, temperature):
-    """The model's own forward pass, all its logits, and their definition."""
+    """Compute log-probs and entropies by definition, from all logits of the model's own forward pass."""
     logits = model(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
         logits_to_keep=packed.predicting, packed=packed,
@@ -281,17 +281,21 @@ def test_the_exact_kl_to_another_model_comes_from_the_same_pass(monkeypatch):
     logits, ref_logits = own[0] @ own[1].T / 0.7, reference[0] @ reference[1].T / 0.7
     expected = (logits.softmax(-1) * (logits.log_softmax(-1) - ref_logits.log_softmax(-1))).sum(-1)
     output = policy_output(model, packed, temperature=0.7, reference=reference)
-    assert furthest([output.full_kl.detach()], [expected.detach()]) < 1e-6  # Qwen2's norms are float32
+    # the tolerance allows for Qwen2's norms in float32
+    assert furthest([output.full_kl.detach()], [expected.detach()]) < 1e-6
     assert output.entropies is None
     same = policy_output(model, packed, temperature=0.7, reference=own).full_kl
     assert bool((same == 0).all())
 
 
-# Sharded over ranks: this file run as a program
+# Models sharded over ranks: each rank runs this file as a program
 
 
 def sharded_gradients(name, batch, plan):
-    """Full gradients of two micro-batches of a sharded model on this rank's rows, log-probs without gradient before."""
+    """Return the full gradients of a sharded model after two micro-batches of one rank.
+
+    A pass for log-probs without gradient comes first.
+    """
     torch.manual_seed(0)
     model = MODELS[name]().double()
     for layer in model.model.layers:
@@ -314,7 +318,7 @@ def run_rank(rank, ranks, folder):
     )
     CHUNK_SIZES["cpu"] = 64
     batch = batch_of()
-    # Rows 0 and 5 have no response token. Two micro-batches a rank, one of them empty.
+    # Rows 0 and 5 have no response token. Each rank has two micro-batches; one of the micro-batches is empty.
     plans = {1: [[[0, 1, 2, 3], [4, 5]]], 2: [[[1, 4, 2], [0]], [[3], [5, 0]]]}[ranks]
     covered = [[row for plan in plans for rows in plan for row in rows]][0]
     for name in MODELS:
@@ -324,7 +328,7 @@ def run_rank(rank, ranks, folder):
         log_probs, entropies = plain(model, pack(batch[covered]), 0.7)
         (log_probs.square() + 0.5 * entropies).sum().backward()
         for parameter, value in model.named_parameters():
-            assert furthest([found[parameter]], [value.grad]) < 1e-6, (name, parameter)  # Cohere's norms are float32
+            assert furthest([found[parameter]], [value.grad]) < 1e-6, (name, parameter)  # float32 norms of Cohere
     dist.barrier()
     dist.destroy_process_group()
 

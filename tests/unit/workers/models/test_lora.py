@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what travels, what an engine makes of it, and what is saved."""
+"""Tests of LoRA adapters: what is trained and sent, how the engine merges it, and what is saved."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ REQUEST = Request((0, 0), char_tokenizer()("2299907=")["input_ids"], 0.0, 8, 0)
 
 
 class Run:
-    """An actor with adapters, fresh from the start."""
+    """A freshly started actor with adapters."""
 
     def __init__(self, path, *overrides):
         self.config = compose([*CONSTANT, LORA, *overrides])[0]
@@ -58,7 +58,7 @@ class Run:
         return metrics
 
     def save(self, folder: Path) -> Path:
-        """A checkpoint's part in `folder`; returns the model that is exported with it."""
+        """Save a checkpoint's part in `folder`, and return the exported model."""
         self.worker.save_state(str(folder))
         while (saved := self.worker.saved_state()) is None:
             time.sleep(0.01)
@@ -80,12 +80,12 @@ def load(made: HFEngine, sent: list[Bucket]) -> None:
     made.start_load()
     for bucket in sent:
         made.load_bucket(bucket)
-        bucket.data[:] = 255  # as the room in shared memory is written again
+        bucket.data[:] = 255  # the buffer in shared memory is overwritten after the load
     made.finish_load(sent[0].version)
 
 
 def by_peft(run: Run, start: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The merged weights as peft itself makes them from the base model and the adapter that was saved."""
+    """Return the weights as peft merges them from the base model and the saved adapter."""
     from peft import PeftModel
 
     base, saved = AutoModelForCausalLM.from_pretrained(start), run.save(folder)
@@ -156,7 +156,7 @@ async def test_E5_after_each_sync_the_engine_has_the_merged_weights_once(
 ):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
     run, made = Run(start, f"model.lora={{rank:4,targets:{targets}}}"), engine(start)
-    for version in range(4):  # the first of weights that are still the base's; two of the same in a row
+    for version in range(4):  # version 0 still equals the base weights; versions 2 and 3 are equal
         sent = run.sent(version)
         assert (len(sent) > 1) == (bucket_bytes == 5000)
         load(made, sent)
@@ -185,12 +185,12 @@ async def test_E5_a_merge_onto_merged_weights_is_caught(start, sampled_batch, mo
     merged = {}
 
     def tensor(self, name):
-        """What the engine holds, instead of what its files hold."""
+        """Return the tensor that the engine holds, instead of the tensor in its files."""
         return dict(made.model.named_parameters())[name].detach().clone()
 
     monkeypatch.setattr(BaseWeights, "tensor", tensor)
     await run.update(sampled_batch)
-    load(made, run.sent(1))  # once is right
+    load(made, run.sent(1))  # a single merge onto the base weights is right
     merged |= dict(made.model.named_parameters())
     with pytest.raises(SyncError, match="does not compute with the actor's 'model"):
         load(made, run.sent(2))
@@ -243,7 +243,7 @@ def test_a_half_of_an_adapter_is_missed(start, monkeypatch):
 
 
 def sharded(start: str, folder: Path) -> Path:
-    """The same model in two files with an index."""
+    """Copy a model into two weight files with an index."""
     shutil.copytree(start, folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -259,7 +259,7 @@ def test_base_weights_are_read_from_the_files_that_transformers_reads(start, tmp
     expected = load_file(Path(start) / "model.safetensors")
     indexed = sharded(start, tmp_path / "indexed")
     both, swapped = (shutil.copytree(indexed, tmp_path / name) for name in ("both", "swapped"))
-    shutil.copy(Path(start) / "model.safetensors", both)  # goes before the index
+    shutil.copy(Path(start) / "model.safetensors", both)  # a single weight file takes precedence over the index
     save_file({}, both / "part-0.safetensors")
     (swapped / "part-0.safetensors").rename(swapped / "part")
     (swapped / "part-1.safetensors").rename(swapped / "part-0.safetensors")
@@ -281,7 +281,7 @@ def test_merging_is_the_sum_and_the_scaled_product():
     assert adapters.merge(w, b, a, 0.5).tolist() == [[1.5, 1.0, 2.0], [0.5, 1.0, 0.0]]
 
 
-# What is refused
+# Models and settings that are refused
 
 
 @pytest.mark.parametrize(

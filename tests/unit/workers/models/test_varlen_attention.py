@@ -1,4 +1,4 @@
-"""One kernel for all rows of a pack, its place taken on a CPU by a slow one with the same signature (invariant B6)."""
+"""One varlen attention kernel for all rows of a pack; on a CPU, a slow one with the same signature stands in (B6)."""
 
 import itertools
 import types
@@ -19,7 +19,7 @@ ROWS = [([5, 6, 7], [20, 21, 22, 23]), ([9], [30]), ([3, 4, 5, 6, 7, 8], []), ([
 
 
 def slow(query, key, value, offsets, longest, scale):
-    """Softmax over each row's own past, a row and a head at a time; as many heads of keys as of queries."""
+    """Compute causal attention row by row and head by head, with as many key heads as query heads."""
     assert offsets.dtype == torch.int32, "kernels take 32-bit offsets"
     bounds = offsets.tolist()
     assert longest == max(end - begin for begin, end in itertools.pairwise(bounds))
@@ -66,7 +66,7 @@ KERNELS = {
 
 
 def outputs(model, rows):
-    """Log-probs (R,) of a pack, and the gradients of a weighted sum of them."""
+    """Return the log-probs (R,) of a pack, and the gradients of their weighted sum."""
     batch = {"prompts": [row[0] for row in rows], "responses": [row[1] for row in rows]}
     packed = pack(DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in batch.items()}))
     found = policy_output(model, packed, temperature=0.7).log_probs
@@ -93,7 +93,7 @@ def test_B6_a_kernel_of_all_rows_gives_the_log_probs_and_gradients_of_the_bucket
 
 
 def on(device, dtype, width):
-    """What `kernel_for` looks at in heads; there is no GPU to make them on."""
+    """Return a fake tensor with the attributes that `kernel_for` reads, because the test has no GPU."""
     return types.SimpleNamespace(device=torch.device(device), dtype=dtype, size=lambda axis: width)
 
 
@@ -118,7 +118,7 @@ def test_this_torchs_own_kernel_has_the_signature_that_is_used():
 
 def test_a_torch_that_is_too_old_has_no_kernel():
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-        """Knows no window."""
+        """Stand in for a kernel of an older torch without the argument for windows."""
 
     with pytest.raises(NotImplementedError, match="no arguments `window_size`"):
         varlen_attention.of_torch(types.SimpleNamespace(varlen_attn=varlen_attn))

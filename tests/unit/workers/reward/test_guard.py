@@ -1,4 +1,4 @@
-"""The guard of a reward process, in a process of its own: it ends whatever lies below it."""
+"""The guard of a reward process, which is a separate process, ends all processes below the reward process."""
 
 import subprocess
 import sys
@@ -67,7 +67,7 @@ guard.stop()
 
 
 def test_a_process_that_is_ended_takes_nothing_along_of_the_one_beside_it(tmp_path):
-    """The other one starts programs all the while, in which none may be killed."""
+    """A second reward process starts programs all the time, and none of them may be killed."""
     (tmp_path / "own.py").write_text(
         "import subprocess, time\n"
         "def score(response):\n"

@@ -1,4 +1,4 @@
-"""The pool's bookkeeping on scripted workers, and the whole pool in one process."""
+"""The bookkeeping of the reward pool with scripted workers, and the whole pool in one process."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Held, Lost
 from workers.reward.worker import RewardWorker
 
-UNUSED = "rltrain.rewards.final_answer:final_answer"  # scripted workers call nothing
+UNUSED = "rltrain.rewards.final_answer:final_answer"  # scripted workers never call the reward function
 
 
 def function(name: str, path: str = UNUSED, **changes) -> RewardFunctionConfig:
@@ -36,9 +36,9 @@ ROUNDS = 20_000
 
 
 class ScriptedWorkers:
-    """Workers whose answers the test decides: `lose(request, function, rng)` says what a call does to its worker.
+    """Fake workers with scripted answers: `lose(request, function, rng)` decides what a call does to its worker.
 
-    Answers come in random order, some hold the first results only, and a lost worker is away for a while.
+    Answers come in random order, some contain only the first results, and a lost worker is away for a while.
     """
 
     def __init__(self, size: int, functions: int, lose, seed: int = 0) -> None:
@@ -86,7 +86,7 @@ class ScriptedWorkers:
             SampleScores(r.key, tuple(float(r.response) * 10**function for function in chosen))
             for r in call.requests[:count]
         ]
-        if count < len(call.requests) and call.function is None:  # the budget ran out between two functions
+        if count < len(call.requests) and call.function is None:  # the time budget ran out between two functions
             last = results[-1]
             results[-1] = SampleScores(last.key, last.scores[:1])
         return Answer(slot, results)
@@ -129,7 +129,8 @@ async def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_ord
         del numbers[:count]
         results += await pool.poll()
     results += await finish(pool)
-    assert Counter(r.key for r in results) == Counter(request(n).key for n in range(512))  # none lost, none doubled
+    # no result is lost, and none comes twice
+    assert Counter(r.key for r in results) == Counter(request(n).key for n in range(512))
     good = {r.key: r for r in results if not r.failed}
     assert good == {(n // 8, n % 8): expected(n, len(functions)) for n in range(512) if n not in deadly}
     last = functions[-1].name
@@ -220,11 +221,14 @@ async def test_poll_waits_until_there_are_results_and_begins_nothing_after_it_wa
     assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(40)]
 
 
-# Calls that take long
+# Calls that take a long time
 
 
 class Slow(ScriptedWorkers):
-    """One worker with a spare process, in which the calls for these responses are held and then go as `fates` say."""
+    """A worker with a spare process.
+
+    Calls for the responses in `fates` are held first, and then end as `fates` says.
+    """
 
     def __init__(self, functions: int, fates: dict[str, str]) -> None:
         super().__init__(2, functions, lambda *_: None)
@@ -251,7 +255,7 @@ class Slow(ScriptedWorkers):
         return [Lost(slot, timed_out=late, reason="ended its process", results=now[call.requests.index(request) :])]
 
     def _so_far(self, call, row):
-        """The samples before this one whole, and of this one the first of two functions."""
+        """Return complete results of the rows before `row`, and the first of two scores of `row` itself."""
         results = [SampleScores(r.key, (float(r.response), 1.0)[: self._functions]) for r in call.requests[: row + 1]]
         results[-1] = replace(results[-1], scores=results[-1].scores[: self._functions - 1])
         return results if self._functions > 1 else results[:-1]
@@ -278,7 +282,8 @@ async def test_a_call_that_takes_long_and_answers_has_its_score_and_leaves_the_s
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(64))
     assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(64)]
-    assert [len(call.requests) for call in workers.log] == [16, 16, 44]  # it grows with those that are whole
+    # the size of a call grows after calls that returned all results
+    assert [len(call.requests) for call in workers.log] == [16, 16, 44]
 
 
 async def test_after_a_death_whose_call_is_known_the_others_of_its_chunk_are_not_tried_one_by_one():

@@ -1,4 +1,4 @@
-"""What a pool of replicas does when weight syncs break off, and with engines that have nothing to do."""
+"""Rollout pools when weight syncs break off, and with idle engines."""
 
 import time
 
@@ -38,14 +38,16 @@ async def test_after_a_sync_that_a_training_rank_broke_off_engines_are_left_alon
         await pool.load(LOST_RANKS, 1, check=True)
     replicas.told.clear()
     await settled()
-    replicas.processes[1].say()  # its poll of before
-    assert ([await keys_of(pool), await keys_of(pool)], replicas.told) == ([[], []], [])  # as while new ranks start
-    assert replicas.liveness.scopes == set()  # nor do they hang who may not go on
+    replicas.processes[1].say()  # the poll was started before the sync
+    # the pool stays idle, as it does while new training ranks start
+    assert ([await keys_of(pool), await keys_of(pool)], replicas.told) == ([[], []], [])
+    assert replicas.liveness.scopes == set()  # replicas that may not continue do not count as hanging
     await pool.abort()
-    assert sorted(replicas.told) == [(0, "abort"), (1, "abort")]  # they still have the old requests
+    # the replicas still have the requests from before the sync
+    assert sorted(replicas.told) == [(0, "abort"), (1, "abort")]
     monkeypatch.setattr(pool_module, "sync", give_weights)
     await pool.load(RANKS, 1, check=True)
-    await pool.abort()  # what went wrong before is over
+    await pool.abort()  # the error from before does not return
     pool.submit([[request(0)]])
     await settled()
     replicas.processes[0].answer((0, 0))
@@ -62,7 +64,7 @@ async def test_a_replica_that_dies_in_a_sync_does_not_keep_the_others_from_the_n
             replicas.processes[0].alive = False
             replicas.processes[1].fail_poll()
         else:
-            await settled()  # as all others have turns while the actor is waited for
+            await settled()  # lets all other tasks run, as while the actor is waited for
         await give_weights(ranks, engines, *arguments, **options)
 
     monkeypatch.setattr(pool_module, "sync", sync)
@@ -114,7 +116,7 @@ async def test_answers_that_came_with_an_error_are_not_lost(made, tasks):
 
 
 async def test_who_had_nothing_to_do_is_seen_before_it_gets_work(made, monkeypatch, tasks):
-    """Or the time in which nobody looked would count as that of a hang."""
+    """Otherwise, the time without looks would count towards the hang timeout."""
     pool, replicas = await made(1)
     process, now = replicas.processes[0], [time.monotonic()]
     monkeypatch.setattr("workers.cluster.liveness.time", type("Clock", (), {"monotonic": lambda: now[0]}))

@@ -1,4 +1,4 @@
-"""The transformers engine: what it samples, with which log-probs, and that batches do not matter."""
+"""The transformers engine: its samples, its log-probs, and their independence of batches."""
 
 import dataclasses
 
@@ -123,7 +123,7 @@ def test_E6_after_a_sync_it_decodes_with_the_new_weights(start, process_group, t
 
 
 def shaken(start: str, seed: int) -> torch.nn.Module:
-    """The model with other weights."""
+    """Return the model with slightly changed weights."""
     model, generator = AutoModelForCausalLM.from_pretrained(start), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -138,7 +138,7 @@ def bucket_of(model: torch.nn.Module, version: int) -> Bucket:
 
 @torch.no_grad()
 def one_by_one(models: list[torch.nn.Module], request: Request) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs of an answer whose token t is sampled with `models[t]`, nothing cached."""
+    """Return tokens and log-probs of an answer whose token t is sampled with `models[t]`, without a cache."""
     tokens, log_probs = [], []
     stream = stream_draws(torch.full((request.max_tokens,), request.seed), torch.arange(request.max_tokens))
     for model, uniform in zip(models, stream, strict=False):
@@ -153,7 +153,7 @@ def one_by_one(models: list[torch.nn.Module], request: Request) -> tuple[list[in
 def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(
     start, process_group, together
 ):
-    """Every token has the version and the log-prob of the weights it was sampled with, and its place in its stream."""
+    """Every token has the version and log-prob of the weights that sampled it, and the draw of its own position."""
     models = {0: AutoModelForCausalLM.from_pretrained(start), 3: shaken(start, 1), 4: shaken(start, 2)}
     made, asked = engine(start, f"rollout.max_concurrent_sequences={together}"), requests(temperature=1.5)
     made.add(asked)

@@ -1,4 +1,4 @@
-"""Several replicas as one: slow ones, whose polls stay open until they have something to say."""
+"""Several rollout replicas as one: slow replicas, whose polls stay open until they have answers."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ async def test_a_slow_replica_holds_no_other_up_and_is_asked_once(made):
     for _ in range(3):
         assert await keys_of(pool) == []
     assert (slow.open, slow.open.open) == (asked, True)
-    assert not quick.open.open  # who has nothing to answer is not asked
+    assert not quick.open.open  # a replica without requests is not polled
     assert (slow.patience, quick.patience) == ([LONG_POLL_S], [LONG_POLL_S])
     slow.answer((0, 0), (2, 0))
     assert await keys_of(pool) == [(0, 0), (2, 0)]
@@ -46,7 +46,7 @@ async def test_submissions_are_not_waited_for_and_one_that_failed_ends_the_run(m
     arrival, submit = Reply(), replicas.processes[0].take_submit
     replicas.processes[0].take_submit = lambda requests: submit(requests) and arrival
     pool.submit([[request(0)]])
-    assert replicas.keys == [[(0, 0)], []]  # nothing goes to a replica that has nothing to do
+    assert replicas.keys == [[(0, 0)], []]  # a replica without requests gets no call
     assert await keys_of(pool) == []
     assert arrival.open
     tasks.check()
@@ -67,7 +67,7 @@ async def test_a_replica_that_said_nothing_is_asked_again(made):
 
 
 class LocalEngine:
-    """An engine in this process that answers its third poll only."""
+    """A fake engine in the same process, which answers only its third poll."""
 
     def __init__(self):
         self.patience, self.key = [], None
@@ -123,7 +123,7 @@ async def test_an_answer_to_what_was_aborted_is_not_passed_on(made):
     pool, replicas = await made(1)
     pool.submit([[request(0), request(0, 1)]])
     await settled()
-    replicas.processes[0].answer((0, 0))  # on its way when the abort comes
+    replicas.processes[0].answer((0, 0))  # the answer is on its way when the abort comes
     await pool.abort()
     assert (pool.pending, await keys_of(pool)) == (0, [])
     pool.submit([[request(1)]])
@@ -144,7 +144,7 @@ async def test_what_comes_while_an_abort_waits_for_slow_replicas_is_not_passed_o
     first.take_abort = second.take_abort = lambda: slow
     aborting = asyncio.ensure_future(pool.abort())
     await settled()
-    assert replicas.told == [(number, "abort") for number in range(3)]  # all at the same time
+    assert replicas.told == [(number, "abort") for number in range(3)]  # all replicas abort at the same time
     second.answer((1, 0))
     third.die()
     await settled()
@@ -175,7 +175,7 @@ async def test_an_abort_ends_when_no_poll_of_before_is_open_that_could_take_answ
 
 
 class Traffic(RuleBasedStateMachine):
-    """Groups come, replicas finish answers and say so, polls and aborts happen, all in any order."""
+    """State machine in any order: groups arrive, replicas finish and return answers, polls and aborts happen."""
 
     @initialize(size=st.integers(1, 3))
     def begin(self, size):
@@ -241,7 +241,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.pool.pending == len(self.wanted) - len(self.got)
 
     def teardown(self):
-        """Whatever happened: when the replicas finish all, every answer comes, once."""
+        """Check that after any history, every answer arrives exactly once when the replicas finish all requests."""
         if not hasattr(self, "pool"):
             return
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""Replicas that die where engines and ranks take turns on their devices: none is built beside ranks that compute."""
+"""Replicas that die while engines and ranks share devices in turns: no engine is built beside computing ranks."""
 
 import asyncio
 
@@ -11,7 +11,10 @@ from workers.rollout.replica import ReplicaState
 
 @pytest.fixture
 async def made(monkeypatch, tasks):
-    """Two engines that may sleep. Those that take the places of others are built when a test says so."""
+    """Return a pool of two engines that may sleep, and its replicas.
+
+    A test decides when replacement engines are built.
+    """
     pool, replicas = await pool_of(2, monkeypatch, tasks)
     pool.sleeps = True
     return pool, replicas

@@ -1,4 +1,4 @@
-"""What vLLM is told, and in which order, when it sleeps and wakes (invariant E6); one that notes takes its place."""
+"""The calls to vLLM and their order when it sleeps and wakes (invariant E6), recorded by a fake."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ LOAD = ["start_weight_update", "update_weights", "finish_weight_update", "reset_
 
 
 class Core:
-    """Holds memory by tag as vLLM does, and refuses what needs memory that sleeps."""
+    """A fake vLLM core that holds memory by tag, and refuses calls whose memory is asleep."""
 
     def __init__(self, log):
         self.log, self.asleep, self.paused, self.arguments = log, set(), False, {}
@@ -50,7 +50,7 @@ class Core:
 
 
 class AsyncCore:
-    """The same calls, awaited, and those that AsyncLLM has besides."""
+    """The calls of `Core` as coroutines, and the additional calls of AsyncLLM."""
 
     def __init__(self, core):
         self.core = core
@@ -85,7 +85,7 @@ class AsyncCore:
 
 @pytest.fixture(params=["inprocess", "async"])
 def made(request, monkeypatch, start):
-    """An engine on a pretended GPU, the core below it, and the log; made for a config as a run does."""
+    """Return a function that makes an engine on a fake GPU, the core below it, and the log."""
     log: list[str] = []
     core = Core(log)
 
@@ -168,7 +168,7 @@ def test_on_a_cpu_nothing_sleeps(made, monkeypatch):
 
 @pytest.mark.parametrize("made", ["async"], indirect=True)
 def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monkeypatch):
-    """Answers that nobody took, and vLLM ends what is aborted with an answer too, which may come whenever."""
+    """Some answers are never fetched, and vLLM may end an aborted request with an answer at any later time."""
     engine, _, _ = made()
     queues, requests = {}, [Request((0, number), [1], 1.0, 4, 0) for number in range(2)]
 

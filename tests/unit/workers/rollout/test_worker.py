@@ -1,4 +1,4 @@
-"""A rollout worker: its engine's thread, and what may happen in it when."""
+"""A rollout worker: the thread of its engine, and which calls are allowed at which time."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from workers.rollout.worker import RolloutWorker
 
 
 class BusyEngine:
-    """Always has work; notes a step between the beginning and the end of a weight sync."""
+    """A fake engine that always has work, and notes steps between the beginning and the end of a weight sync."""
 
     busy = True
 
@@ -38,7 +38,7 @@ class BusyEngine:
 
 
 class DyingEngine(BusyEngine):
-    """Its first step fails."""
+    """A fake engine whose first step fails."""
 
     def step(self):
         raise ArithmeticError("no such kernel")
@@ -78,7 +78,7 @@ def test_an_engine_whose_step_failed_says_why_to_whoever_asks_next(worker):
 
 
 class AnsweringEngine(BusyEngine):
-    """Finishes an answer every few milliseconds, and the last of them when `left` is 0."""
+    """A fake engine that finishes an answer every few milliseconds, and the last answer when `left` is 0."""
 
     left = 40
 

@@ -1,4 +1,4 @@
-"""The order of a weight sync, and what is left when it breaks off, on fakes that run at once."""
+"""The order of a weight sync, and the cleanup when the sync breaks off, with fakes that run at once."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from workers.sync.sender import Offer
 
 
 class Engine:
-    """Notes what it is told, and fails where it should."""
+    """A fake engine that records its calls, and fails in the call `fail`."""
 
     def __init__(self, log, fail=""):
         self.log, self.fail = log, fail
@@ -32,7 +32,7 @@ class Engine:
 
 
 class Process:
-    """A process whose calls run at once: those of its methods."""
+    """A fake process that calls its own methods at once."""
 
     concurrent, how_lost = True, ""
 
@@ -41,7 +41,7 @@ class Process:
 
 
 class Rank(Process):
-    """A training rank. Only the first of them notes what it is told, and fails where it should."""
+    """A fake training rank. Only the first rank records its calls, and fails in the call `fail`."""
 
     def __init__(self, number, log, buckets, where, fail, error):
         self.number, self.log, self.buckets, self.where, self.fail, self.error = (
@@ -70,12 +70,12 @@ class Rank(Process):
 
 
 def ranks(log, buckets=3, wheres=("here", "here"), fail="", error=WorkerError):
-    """Two ranks on hosts that may differ."""
+    """Return two fake ranks, whose hosts may differ."""
     return [Role(Rank(n, log, buckets, where, fail, error), "actor") for n, where in enumerate(wheres)]
 
 
 class Replica(Process):
-    """A rollout worker that is nothing but its receiver."""
+    """A fake rollout worker with a real receiver and no other part."""
 
     def __init__(self, engine, where):
         self.engine, self.where, self.receiver = engine, where, Receiver()
@@ -96,7 +96,7 @@ class Replica(Process):
 
 
 class Replicas:
-    """Rollout workers, and their receivers."""
+    """Fake rollout workers, and their receivers."""
 
     def __init__(self, engines, wheres=None):
         self.roles = [
@@ -159,7 +159,7 @@ async def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_e
 
 
 async def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
-    """As an error of the sync it would be answered with another sync, by processes that die with the daemon."""
+    """If the daemon's death were an error of the sync, another sync would follow with dying processes."""
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     with pytest.raises(ClusterLost):

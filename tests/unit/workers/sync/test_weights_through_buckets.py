@@ -1,4 +1,4 @@
-"""Buckets, checksums and probes without an engine: what one rank or several write, and what an engine reads."""
+"""Buckets, checksums and probes without an engine: what one or several ranks write, and what an engine reads."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Model(nn.Module):
-    """A matrix with odd sizes, a vector, and a second matrix under two names."""
+    """A model with a matrix of odd sizes, a vector, and a second matrix under two names."""
 
     def __init__(self, tied: bool = False):
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 def sent(dtype="float32", check=True, model=None, path=None) -> list[Bucket]:
-    """All buckets of one rank."""
+    """Return all buckets of one rank."""
     sender = Sender(model or Model(), version=3, dtype=dtype, check=check)
     sender.offer(path)
     return [join([sender.write(number, path)]) for number in range(len(sender.layout))]
@@ -79,13 +79,15 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
     path = new_path()
     sender = Sender(Model(), version=3, dtype="float32", check=True)
     assert sender.offer(path).buckets == 3
-    assert os.path.getsize(path) == 2 * sender.slot == 2 * 192  # the largest: 7 x 5 numbers of 4 bytes, aligned
+    # a slot holds the largest tensor: 7 x 5 numbers of 4 bytes, aligned
+    assert os.path.getsize(path) == 2 * sender.slot == 2 * 192
     written = [sender.write(number, path) for number in range(2)]
     assert [bucket.offset for bucket in written] == [0, 192]
     assert os.path.exists(path)
     third = sender.write(2, path)
     assert third.offset == 0
-    assert not os.path.exists(path)  # whoever takes part has it open by now: nothing is left however they end
+    # all participants have the file open, so its name can be removed and nothing is left behind
+    assert not os.path.exists(path)
     reader = Reader()
     reader.file = sender.file
     (name, tensor), = tensors_of(third, reader.data(third))  # fmt: skip
@@ -97,7 +99,7 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
 
 
 def of_ranks(size: int, shared: bool) -> tuple[Bucket, dict[str, torch.Tensor]]:
-    """A bucket that this many ranks wrote, each its rows as torch.chunk cuts them, and the whole tensors."""
+    """Return a bucket that `size` ranks wrote, with rows split as torch.chunk does, and the whole tensors."""
     path, parts, whole = new_path() if shared else None, [], dict(Model().named_parameters())
     for rank in range(size):
         sender = Sender(Model(), version=3, dtype="float32", check=True)
@@ -140,7 +142,8 @@ def test_what_is_cut_by_rows_is_sent_by_who_holds_it_and_the_rest_by_the_first_r
 
     assert torch.equal(rows(Replicate(), Shard(0))[0], matrix)
     assert rows(Replicate(), Shard(0))[1] == 0
-    assert rows(Replicate(), Shard(1)) is None  # gathered; this is not the first rank
+    # a tensor that is not sharded by rows is gathered, and sent by the first rank alone
+    assert rows(Replicate(), Shard(1)) is None
     assert rows(Shard(0), Shard(0)) is None
     assert own_rows(matrix, False) is None
     assert own_rows(matrix, True) == (matrix, 0)
@@ -163,7 +166,7 @@ def test_E5_any_flipped_bit_is_seen_also_after_a_trip_through_pickle(dtype):
 
 
 def test_E5_checksum_and_probe_are_those_of_the_whole_whatever_is_copied_at_once(monkeypatch):
-    model = nn.Linear(3, 101)  # 12 bytes a row
+    model = nn.Linear(3, 101)  # a row has 12 bytes
     (whole,) = sent(model=model)
     monkeypatch.setattr("workers.sync.sender.CHUNK_BYTES", 100)
     (chunked,) = sent(model=model)

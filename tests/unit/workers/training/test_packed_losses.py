@@ -1,4 +1,4 @@
-"""B6 for every loss: what the actor and the critic make of a pack, against each row alone with plain attention."""
+"""Invariant B6 for every loss: actor and critic on a pack, compared with plain attention on each row alone."""
 
 from dataclasses import replace
 
@@ -23,19 +23,20 @@ PROMPTS = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8], [11, 12], [30, 31]]
 RESPONSES = [[20, 21, 22, 23], [30], [], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3]]
 TOKENS = sum(map(len, RESPONSES))
 TERMS = ["algorithm.kl_loss.kl_loss_coef=0.5", "algorithm.entropy_coef=0.3"]
-ATTENTIONS = [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("rltrain")]  # all that we registered
-PACKS = ([[0, 1, 2, 3, 4]], [[3, 0], [4, 2, 1]])  # of one micro-batch, and of two
+# all attention functions that rltrain registers
+ATTENTIONS = [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("rltrain")]
+PACKS = ([[0, 1, 2, 3, 4]], [[3, 0], [4, 2, 1]])  # plans of one and of two micro-batches
 
 
 def model_of(kind):
-    """In float64, but for norms, rotations and the critic's values, which are float32 whatever the model is."""
+    """Return a model in float64, except for norms, rotations and the critic's values, which are always float32."""
     torch.manual_seed(0)
     model = kind(LlamaConfig(**SIZES, num_labels=1, initializer_range=0.2, attn_implementation="eager"))
     return model.double().eval()
 
 
 def batch_of() -> DataProto:
-    """Every column that a loss may ask for; the tools' tokens in row 3 are not trained on."""
+    """Return a batch with every column that a loss may ask for; tool tokens in row 3 are not trained on."""
     generator = torch.Generator().manual_seed(1)
 
     def normal():
@@ -54,7 +55,7 @@ def batch_of() -> DataProto:
 
 
 def alone(model, row):
-    """The logits that row's response tokens are predicted from: one row, no pack, eager attention."""
+    """Return the logits that predict a row's response tokens, from the row alone with eager attention."""
     prompt, response = PROMPTS[row], RESPONSES[row]
     return model(torch.tensor([prompt + response]), use_cache=False).logits[0][len(prompt) - 1 : -1]
 
@@ -69,13 +70,14 @@ def gradients(loss, model):
 
 
 def assert_equal(found, expected):
-    assert max(float(want.abs().max()) for want in expected) > 1e-3  # or the comparison would say nothing
+    # with values near 0, the comparison would prove nothing
+    assert max(float(want.abs().max()) for want in expected) > 1e-3
     for got, want in zip(found, expected, strict=True):
         assert (got - want).abs().max() <= 3e-6 * max(float(want.abs().max()), 1e-3)
 
 
 def actor_columns(batch, rows, model, *, packed):
-    """The columns of one micro-batch with what the policy says now."""
+    """Return the columns of a micro-batch, with log-probs and entropies of the current policy."""
     _, pack, columns = microbatch(batch, rows)
     if packed:
         output = policy_output(model, pack, temperature=0.7, entropies=True)
@@ -91,7 +93,7 @@ def actor_columns(batch, rows, model, *, packed):
 
 @pytest.fixture(scope="module", params=ATTENTIONS)
 def forwards(request):
-    """The columns of each way to compute the batch, with their graphs: by row, and the packs."""
+    """Return the columns of each way to compute a batch, with their graphs: row by row, and in packs."""
     model, batch = model_of(LlamaForCausalLM), batch_of()
     for name in TOKEN_SELECTORS.names():
         algorithm = compose([f"algorithm.loss_mode={name}"])[0].algorithm
@@ -124,7 +126,8 @@ def test_B6_editing_one_row_of_a_pack_leaves_every_other_as_it_was_bit_for_bit(e
         assert torch.equal(before[row_of != edited], after[row_of != edited])
         assert not torch.equal(before[row_of == edited], after[row_of == edited])
     for before, after in zip(found[0][2], found[1][2], strict=True):
-        assert torch.allclose(before, after, rtol=1e-5, atol=1e-6)  # the others' gradient does not see the edit
+        # the gradients of all other rows do not change with the edit
+        assert torch.allclose(before, after, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())

@@ -1,4 +1,4 @@
-"""What correction and rejection take from the actor's loss: the policy term of a token, and nothing else."""
+"""Correction and rejection remove only the policy term of a token from the actor's loss."""
 
 import functools
 import math
@@ -14,14 +14,14 @@ from workers.training.actor import actor_loss, policy_term
 
 ROWS, TOKENS = 2, 4
 COUNTS = {"num_tokens": ROWS * TOKENS, "num_sequences": ROWS, "max_response_length": 16}
-# A kept token's part of the mean, of two answers of four tokens.
+# Weight of a kept token in the mean over two answers of four tokens.
 SHARE = {
     "token-mean": 1 / 8, "token-sum": 1.0, "seq-mean-token-sum": 1 / 2, "seq-mean-token-mean": 1 / 8,
     "seq-mean-token-sum-norm": 1 / 32,
 }  # fmt: skip
-# log(engine / actor) of each token that makes the preset drop some; 0 elsewhere. The bounds: weights in [0.5, 5] for
-# icepop and up to 5 for decoupled_ppo, so a log-ratio of -2 (a weight of 7.4) is outside; a mean above 0.5 in a row
-# whose advantage is negative for sequence_masking.
+# log(engine / actor) of the tokens that make a preset drop tokens; 0 elsewhere. Icepop keeps weights in [0.5, 5], and
+# decoupled_ppo weights up to 5, so a log-ratio of -2 (a weight of 7.4) is outside. Sequence masking drops a row with a
+# negative advantage and a mean log-ratio above 0.5.
 FAR = {
     "icepop": [[0, 0, -2, -2], [0, 0, -2, -2]],
     "decoupled_ppo": [[0, 0, 0, -2], [0, 0, 0, -2]],
@@ -35,7 +35,7 @@ def algorithm_of(preset, *overrides):
 
 
 def columns_of_batch(far, *, advantage=1.0):
-    """Two answers at ratio 1; where `far` is not 0 the engine's log-prob is as much above the actor's."""
+    """Return the columns of two answers at ratio 1; `far` is the engine's log-prob minus the actor's."""
     far = torch.tensor(far, dtype=torch.float64)
     log_probs = torch.full((ROWS, TOKENS), -3.0, dtype=torch.float64, requires_grad=True)
     old = log_probs.detach()
@@ -60,8 +60,9 @@ def test_A4_dropping_some_tokens_leaves_the_gradient_of_a_kept_token_as_it_was(p
     kept = torch.tensor(FAR[preset]) == 0
     assert torch.allclose(gradient, kept.double() * SHARE[mode], rtol=1e-12)
     name = "rejection" if preset == "sequence_masking" else "correction"
-    assert sums[f"{name}_dropped_fraction"].item() == (~kept).sum()  # a sum: the share is over all trained tokens
-    assert sums["ratio_mean"].item() == ROWS * TOKENS  # the loss's own metrics are over dropped tokens too
+    # a sum over tokens; dividing it by the number of trained tokens gives the fraction
+    assert sums[f"{name}_dropped_fraction"].item() == (~kept).sum()
+    assert sums["ratio_mean"].item() == ROWS * TOKENS  # the loss's own metrics include dropped tokens
 
 
 @pytest.mark.parametrize("preset", FAR)
@@ -73,7 +74,7 @@ def test_A4_the_presets_own_aggregation_gives_an_eighth_to_each_of_eight_tokens(
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("preset", FAR)
 def test_A4_dropped_tokens_keep_their_kl_and_entropy_terms(preset, mode):
-    """k2 at a gap of 0.5 nats: the gradient of a token's term is 0.5."""
+    """For k2 at a gap of 0.5 nats, the gradient of a token's KL term is 0.5."""
     terms = ["kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=k2", f"loss_agg_mode={mode}"]
     columns = columns_of_batch(FAR[preset], advantage=-1.0)
     algorithm = algorithm_of(preset, *terms)
@@ -94,7 +95,7 @@ def test_dropping_every_token_leaves_kl_and_entropy_alone():
 
 
 def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
-    """A loss of one's own may divide by 0 where engine and actor are far apart: NaN times a weight of 0 is NaN."""
+    """A user's loss may divide by 0 where engine and actor differ a lot, and NaN times a weight of 0 is NaN."""
     far = torch.tensor(FAR["icepop"]) != 0
 
     def broken(log_probs, old_log_probs, advantages, response_mask):
@@ -112,7 +113,7 @@ def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
 
 
 def test_the_sequence_mask_compares_the_engine_with_the_policy_of_each_update():
-    """Row 1 is near the engine before the update and far in its second mini-batch; row 0 the other way round."""
+    """Row 1 is near the engine before the update and far from it in its second mini-batch; row 0 is the reverse."""
     algorithm = algorithm_of("sequence_masking")
     columns = columns_of_batch([[0.6] * TOKENS, [0.4] * TOKENS], advantage=-1.0)
     assert gradients(columns, algorithm)[0][0].abs().sum(-1).tolist() == pytest.approx([0, 0.5])
@@ -129,7 +130,7 @@ def test_the_sequence_mask_never_drops_a_good_answer():
 
 
 def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
-    """As in the report, whose ratio is to the policy that sampled."""
+    """The paper's ratio is also taken to the policy that sampled the tokens."""
     algorithm = algorithm_of("sequence_masking", "old_log_probs=rollout")
     columns = columns_of_batch([[0.1] * TOKENS, [0.6] * TOKENS], advantage=-1.0)
     columns["old_log_probs"] = columns["rollout_log_probs"]
@@ -142,7 +143,7 @@ def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
 
 
 def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two():
-    """One optimizer step on all: the ratio is 1, and only the weight knows the policy that sampled."""
+    """With a single optimizer step, the ratio is 1, and only the weight depends on the sampling policy."""
     stale = compose(["trainer.max_staleness=4"])[0].algorithm
     columns = columns_of_batch([[0, math.log(2), math.log(4), 0], [0, -math.log(1.5), -math.log(4), 0]])
     (gradient,), sums = gradients(columns, stale)
@@ -153,7 +154,7 @@ def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two(
     assert torch.equal(uncorrected, torch.full_like(expected, -1 / 8))
 
 
-# Any loss, any split
+# Every loss with every split into micro-batches
 
 
 SETTINGS = {
@@ -168,7 +169,10 @@ SETTINGS = {
 
 
 def uneven_batch(name):
-    """Six rows with holes; row 4 has no trained token. The columns that the loss asks for, its selector's included."""
+    """Return six rows with masked tokens between trained ones; row 4 has no trained token.
+
+    The columns include those that the loss and its token selector read.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def normal(scale=1.0):
@@ -189,7 +193,7 @@ def uneven_batch(name):
 
 
 def split_gradient(batch, algorithm, parts):
-    """To the log-probs of all rows, added up over micro-batches; the metric sums likewise."""
+    """Return the gradient to the log-probs of all rows and the metric sums, both summed over micro-batches."""
     log_probs = batch["log_probs"].clone().requires_grad_()
     mask, totals = batch["response_mask"], {}
     counts = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(-1).sum()), "max_response_length": 16}
@@ -220,7 +224,7 @@ def test_A1_what_is_dropped_does_not_depend_on_the_split_into_micro_batches(name
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_A4_a_kept_token_has_the_term_that_it_has_without_rejection(name):
-    """A loss of a whole row, such as gspo, is still that of all its trained tokens."""
+    """A loss of a whole row, such as gspo, still covers all trained tokens of the row."""
     batch = uneven_batch(name)
     plain, _ = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}"))
     some, sums = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}", *SETTINGS["rejected tokens"]))

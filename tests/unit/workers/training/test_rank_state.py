@@ -1,4 +1,4 @@
-"""A rank's state on disk: what is written is what is read, by any reader; and nothing in a stranger's file is run."""
+"""A rank's state on disk: every reader gets what was written, and nothing in a foreign file is run."""
 
 import io
 import os
@@ -49,7 +49,7 @@ def learn(made, steps=2):
 
 
 def write(made, url) -> dict:
-    """Save and wait; the files that were written."""
+    """Save the state, wait for the end, and return the files that were written."""
     made.save_state(str(url))
     while (found := made.saved_state()) is None:
         time.sleep(0.01)
@@ -58,7 +58,7 @@ def write(made, url) -> dict:
 
 
 class Alone:
-    """A group of one rank."""
+    """A fake worker group of one rank."""
 
     def __init__(self, worker):
         self.worker = worker
@@ -198,7 +198,7 @@ def test_a_full_disk_is_told_in_one_line(start):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of its own with little room."""
+    """Mount a separate disk with little space."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -217,7 +217,7 @@ async def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_th
 ):
     made = actor(start)
     checkpoints = Checkpoints(Folder(str(small_disk)), "a: 1", keep=0, best=None)
-    for step in (1, 2):  # one takes 7 MB
+    for step in (1, 2):  # one checkpoint takes 7 MB of the 8 MB disk
         await checkpoints.start(step, 0, {"actor": Alone(made)}, {}, history={}, metrics={})
         await checkpoints.finish()
         learn(made)
@@ -232,7 +232,7 @@ async def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_th
 
 
 class Evil:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -284,7 +284,7 @@ def test_tensors_are_read_without_running_what_is_in_them(start, tmp_path):
     assert not mark.exists()
 
 
-# python -m rltrain.export
+# Export with python -m rltrain.export
 
 
 async def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, capsys):
