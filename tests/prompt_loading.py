@@ -29,7 +29,7 @@ STRICT_TEMPLATE = (
 def tokenizer(*, adds: str = "<s> $A", chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character (its code + 3).
 
-    The template `adds` says which special tokens it puts around a text.
+    The template `adds` says which special tokens the tokenizer puts around a text.
     """
     vocab = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code + 3 for code in range(128)}
     inner = Tokenizer(WordLevel(vocab, unk_token="<unk>"))

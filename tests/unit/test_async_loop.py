@@ -285,7 +285,7 @@ async def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, 
 
 async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_were_change_nothing(collector):
     class Stray(Engines):
-        """Sends every earlier answer again, and also answers that were never requested."""
+        """Fake engines that send every earlier answer again, and also answers that were never requested."""
 
         sent = ()
 
@@ -313,7 +313,7 @@ async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_nev
         return seen, sorted(judges.asked)
 
     clean, stray = await run(Engines(), Judges(varied)), await run(Stray(), StrayJudges(varied))
-    assert stray == clean  # equal calls also show that no answer is judged twice
+    assert stray == clean  # the comparison of all calls also shows that no answer is judged twice
     assert len(clean[1]) == 4 * P * G + 4 * 3
 
 

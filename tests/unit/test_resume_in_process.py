@@ -80,12 +80,12 @@ async def new_run(model, folder, *overrides, prompts=64, steps=4):
 
 
 async def fitted(*arguments, **named):
-    """Return a new run after its last step."""
+    """Start a new run, take all its steps, and return the run."""
     return await (await new_run(*arguments, **named)).fit()
 
 
 async def resumed_run(*arguments, **named):
-    """Return a new run that has resumed from the newest checkpoint."""
+    """Resume a new run from the newest checkpoint, and return the run."""
     return await (await new_run(*arguments, **named)).resume()
 
 

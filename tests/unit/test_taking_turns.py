@@ -20,7 +20,7 @@ REQUEST = Request((0, 0), [1], 1.0, 4, 0)
 
 
 class Device:
-    """A fake device: computation on it fails while the other side, engine or actor, holds its memory.
+    """A fake device: a computation of engine or actor fails while the other of the two holds the memory.
 
     The list `log` records what happened.
     """

@@ -259,7 +259,7 @@ async def test_a_greedy_baseline_is_scored_for_each_prompt(tasks, start, reward)
 async def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(tasks, start, reward):
     """The expected value comes from transformers' own forward pass over the whole answer.
 
-    The pass uses the weights before the step.
+    The critic computes the expected value with the weights before the step.
     """
     settings = [
         "algorithm=ppo",

@@ -242,8 +242,7 @@ async def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisa
         assert metrics["reward/failed_fraction"] == pytest.approx(1 / 6)
     plain = changed(advantage_estimator=estimator, reward_normalization=dataclasses.replace(NONE, mean_level="batch"))
     rewards = (await trained(scores, config=plain))[0].padded("token_level_rewards").sum(-1)
-    # The four counted scores have mean 0.5; the truncated answer has earned nothing, like the last answer of each
-    # group.
+    # The four counted scores have mean 0.5; the truncated answer earns nothing, like the last one of each group.
     assert rewards.tolist() == pytest.approx([0.5, -0.5, -0.5, 0.5, 0.0, -0.5])
 
 

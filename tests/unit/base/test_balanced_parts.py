@@ -87,7 +87,7 @@ def works(source, rows, square):
 def test_of_random_plans_the_largest_load_is_near_what_no_plan_can_be_below(rows, bound):
     """From 8 rows per rank on, the lower bound is max(mean, heaviest row).
 
-    With fewer rows, some rows must share a rank.
+    With fewer than 8 rows per rank, some rows must share a rank.
     """
     source = random.Random(0)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Users without a home folder, or with one that they cannot write to."""
+"""Tests of users without a home folder, or with a home folder that they cannot write to."""
 
 import os
 import pwd

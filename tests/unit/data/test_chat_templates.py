@@ -1,4 +1,4 @@
-"""Chat templates are rendered in a separate process, with the same text as in this process, and can do no harm."""
+"""Chat templates are rendered in a separate process, with the same result as in the test process, and do no harm."""
 
 import gc
 import os

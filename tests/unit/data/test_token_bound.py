@@ -1,6 +1,6 @@
 """The lower bound on a text's token count never exceeds the count.
 
-It is high enough to reject texts of megabytes without tokenising them.
+The bound is high enough to reject texts of megabytes without tokenising them.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Tokenizers that lose words or characters are distinguished from tokenizers that only write them differently."""
+"""Tokenizers that lose words or characters are distinguished from tokenizers that only spell text differently."""
 
 import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers

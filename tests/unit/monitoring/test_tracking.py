@@ -60,7 +60,7 @@ EVALUATION = {"eval/sampled_reward": 0.25, "eval/greedy_reward": 0.5}
 
 @pytest.fixture
 def run(tmp_path):
-    """Write and close a run of two steps: (directory, tracker, display, learning curve), with one evaluation."""
+    """Return (directory, tracker, display, learning curve) of a finished run with two steps and one evaluation."""
     display = FakeDisplay()
     tracker = Tracker(tmp_path, display, PARTS)
     tracker.log_eval(0, EVALUATION)

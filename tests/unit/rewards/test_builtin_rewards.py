@@ -95,7 +95,10 @@ def cases(name):
 
 
 def differences(name):
-    """Return the lines of a golden set that get an unexpected score if called as the workers call."""
+    """Return the lines of a golden set whose computed score differs from the expected one.
+
+    The function is called in the same way as the reward workers call it.
+    """
     function, wrong = bind(load(name)), []
     for why, response, arguments, score in cases(name):
         got = function("a prompt", response, arguments | {"finish_reason": "stop", "uid": 3})

@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
     def handle_error(self, *_):
-        """Ignore clients that disconnect, because some tests make them do so."""
+        """Ignore clients that disconnect, which some tests provoke."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -26,7 +26,7 @@ HISTORY = {
 
 
 class Ranks:
-    """Two ranks that write one file each once they are asked for the second time, provided that `writes` is set."""
+    """Two fake ranks that each write one file at the second request, provided that `writes` is set."""
 
     def __init__(self):
         self.url, self.looks, self.error, self.writes = "", 0, "", True

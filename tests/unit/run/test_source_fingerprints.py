@@ -1,6 +1,6 @@
 """Changed content under an unchanged name makes another run.
 
-Such content is prompts, reward files, and weights that no checkpoint replaces.
+The content can be prompts, reward files, or weights that no checkpoint replaces.
 """
 
 import pytest

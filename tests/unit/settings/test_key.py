@@ -12,7 +12,7 @@ from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, parse
 
 EVERY = tuple(declared_keys(Config))
-# A resumed run may change these keys, and no others: they do not affect what the model learns.
+# Keys that a resumed run may change, because they do not affect what the model learns; all other keys are fixed.
 CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
     "critic.max_tokens_per_microbatch",

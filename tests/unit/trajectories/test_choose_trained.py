@@ -48,7 +48,7 @@ def test_C4_cut_answers_leave_the_mask_where_the_config_says_so_and_only_by_fini
 
 @pytest.mark.parametrize("preset", ["icepop", "sequence_masking", "decoupled_ppo", "tis"])
 def test_A4_correction_and_rejection_take_nothing_out_of_the_mask(preset):
-    """The mask sets the sizes in mini-batch means, so a dropped token still counts."""
+    """The mask defines how many tokens a mini-batch mean divides by, so a dropped token still counts."""
     made, algorithm = batch(), compose([f"algorithm={preset}"])[0].algorithm
     assert choose_trained(made, algorithm).values("response_mask").tolist() == [True] * 6
 

@@ -73,7 +73,7 @@ class Life(RuleBasedStateMachine):
         self.empty_places += not replace
 
     def age(self, group):
-        """Return the number of versions between the shipping of a group and the step that uses it, at most."""
+        """Return the largest possible number of versions between a group's shipping and the step that uses it."""
         before = sum(uid < group.uid for uid in self.groups.groups)
         return (len(self.used) + self.empty_places + before) // self.per_step - group.shipped
 

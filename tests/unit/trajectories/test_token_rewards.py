@@ -384,7 +384,7 @@ def test_every_row_failed_gives_zero_advantages_and_finite_metrics():
     }
 
 
-# Coefficients and knobs of the KL penalty
+# Coefficients of the entropy bonus, and knobs of algorithm functions
 
 
 def test_the_coefficient_of_the_entropy_bonus_is_fixed_without_a_target():

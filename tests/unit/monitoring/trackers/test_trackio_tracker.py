@@ -63,7 +63,7 @@ def test_a_resumed_run_is_the_same_run_and_a_repeated_step_comes_last(tmp_path, 
     second = started(tmp_path / "run")
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
-    second.restore(2, [], [])  # as after the loss of a training rank
+    second.restore(2, [], [])  # `restore` is called after the loss of a training rank
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     (run,) = trackio.Api().runs("rltrain")

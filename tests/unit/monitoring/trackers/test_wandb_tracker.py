@@ -107,7 +107,7 @@ def test_a_resumed_run_is_the_same_run_taken_back_to_the_step_of_the_checkpoint(
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
     time.sleep(1.1)  # wandb names files by time with a resolution of one second
-    second.restore(2, [], [])  # as after the loss of a training rank
+    second.restore(2, [], [])  # `restore` is called after the loss of a training rank
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     files = read(tmp_path)

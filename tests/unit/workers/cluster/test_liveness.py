@@ -18,7 +18,7 @@ from workers.cluster.ray_daemons import Daemons
 
 
 class Eyes:
-    """A fake observer that sees what a test sets."""
+    """A fake observer that reports the process states that a test sets."""
 
     def __init__(self):
         self.sights, self.killed, self.looks = {}, [], 0
@@ -52,7 +52,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 async def watch(tasks, clock, tmp_path):
-    """Return a Liveness object that looks with `Eyes`, and makes one process for each given sight."""
+    """Return a Liveness object with the fake observer `Eyes`, which makes one process for each given state."""
 
     class Watch(Liveness):
         def __init__(self):

@@ -47,9 +47,10 @@ def gradients(model, packed):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing, monkeypatch):
-    """A graph may not depend on the number of attention batches.
+    """A compiled graph must not depend on the number of attention batches.
 
-    Otherwise, layers are compiled for the first eight numbers of attention batches, and then silently no more.
+    If graphs depended on the number of attention batches, layers would be compiled for the first eight numbers, and
+    then silently no more.
     """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:

@@ -85,7 +85,7 @@ def test_any_chunk_gives_the_values_and_gradients_of_all_logits_at_once(temperat
 @pytest.mark.parametrize("entropies", [False, True])
 @pytest.mark.parametrize("unused", [[2], [0, 1, 2, 3, 4, 8, 9, 10]], ids=["one word", "whole chunks"])
 def test_words_with_a_logit_of_minus_infinity_are_as_if_they_were_not_there(unused, entropies, chunk_size):
-    """With p log p = 0 at p = 0, values and gradients equal those of the vocabulary without the words."""
+    """Words with p = 0 change no value and no gradient, because p log p is taken as 0 at p = 0."""
     hidden, head, bias, _ = inputs()
     with torch.no_grad():
         bias[unused] = -torch.inf
@@ -328,7 +328,8 @@ def run_rank(rank, ranks, folder):
         log_probs, entropies = plain(model, pack(batch[covered]), 0.7)
         (log_probs.square() + 0.5 * entropies).sum().backward()
         for parameter, value in model.named_parameters():
-            assert furthest([found[parameter]], [value.grad]) < 1e-6, (name, parameter)  # float32 norms of Cohere
+            # the tolerance allows for Cohere's norms in float32
+            assert furthest([found[parameter]], [value.grad]) < 1e-6, (name, parameter)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -47,7 +47,7 @@ async def test_after_a_sync_that_a_training_rank_broke_off_engines_are_left_alon
     assert sorted(replicas.told) == [(0, "abort"), (1, "abort")]
     monkeypatch.setattr(pool_module, "sync", give_weights)
     await pool.load(RANKS, 1, check=True)
-    await pool.abort()  # the error from before does not return
+    await pool.abort()  # the failed sync leaves no error behind
     pool.submit([[request(0)]])
     await settled()
     replicas.processes[0].answer((0, 0))
@@ -116,7 +116,7 @@ async def test_answers_that_came_with_an_error_are_not_lost(made, tasks):
 
 
 async def test_who_had_nothing_to_do_is_seen_before_it_gets_work(made, monkeypatch, tasks):
-    """Otherwise, the time without looks would count towards the hang timeout."""
+    """The time in which nobody looks at a replica must not count towards the hang timeout."""
     pool, replicas = await made(1)
     process, now = replicas.processes[0], [time.monotonic()]
     monkeypatch.setattr("workers.cluster.liveness.time", type("Clock", (), {"monotonic": lambda: now[0]}))

@@ -1,4 +1,4 @@
-"""The calls to vLLM and their order when it sleeps and wakes (invariant E6), recorded by a fake."""
+"""The calls that put vLLM to sleep and wake it, and their order (invariant E6), recorded by a fake."""
 
 import asyncio
 import time

@@ -159,7 +159,7 @@ async def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_e
 
 
 async def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
-    """If the daemon's death were an error of the sync, another sync would follow with dying processes."""
+    """If the daemon's death counted as a sync error, another sync would start with processes that are about to die."""
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     with pytest.raises(ClusterLost):

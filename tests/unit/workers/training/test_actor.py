@@ -69,7 +69,7 @@ def moved(batch: DataProto, by: float) -> DataProto:
 
 @pytest.mark.parametrize("loss", ["vanilla", "reinforce", "gspo"])
 async def test_D8_a_correction_multiplies_the_loss_of_each_token_by_its_weight(start, sampled_batch, loss):
-    """For a loss that is linear in the advantage, a weighted loss equals the loss of a weighted advantage."""
+    """For a loss that is linear in the advantage, weighting the loss is the same as weighting the advantage."""
     run = Run(start, f"algorithm.loss_mode={loss}", "algorithm.correction.level=token")
     batch = moved(await run.prepared(sampled_batch), 0.3)
     weighted = await run.update(batch)

@@ -130,7 +130,7 @@ def test_the_sequence_mask_never_drops_a_good_answer():
 
 
 def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
-    """The paper's ratio is also taken to the policy that sampled the tokens."""
+    """In arXiv 2512.02556 too, the ratio is relative to the policy that sampled the tokens."""
     algorithm = algorithm_of("sequence_masking", "old_log_probs=rollout")
     columns = columns_of_batch([[0.1] * TOKENS, [0.6] * TOKENS], advantage=-1.0)
     columns["old_log_probs"] = columns["rollout_log_probs"]
@@ -171,7 +171,7 @@ SETTINGS = {
 def uneven_batch(name):
     """Return six rows with masked tokens between trained ones; row 4 has no trained token.
 
-    The columns include those that the loss and its token selector read.
+    The columns are all that the loss and its token selector read.
     """
     generator = torch.Generator().manual_seed(3)
 
