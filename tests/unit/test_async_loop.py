@@ -157,7 +157,7 @@ def facts(batch):
     )  # fmt: skip
 
 
-# The bound
+# The staleness bound
 
 
 @pytest.mark.parametrize("batches", [0, 2])

@@ -107,7 +107,7 @@ def test_the_algorithms_import_neither_engines_nor_configs():
 @pytest.mark.parametrize("package", ["rltrain", "workers"])
 def test_a_top_package_imports_nothing(package):
     body = ast.parse((ROOT / package / "__init__.py").read_text()).body
-    assert all(isinstance(node, ast.Expr) for node in body)  # its docstring
+    assert all(isinstance(node, ast.Expr) for node in body)  # the docstring
 
 
 def test_no_function_is_over_60_lines_without_its_docstring():

@@ -321,7 +321,7 @@ async def test_metrics_name_their_role_and_every_phase_is_timed():
     } <= metrics.keys()  # fmt: skip
 
 
-# The loop
+# The training loop
 
 
 async def test_weights_are_synced_before_the_first_step_and_after_each_update_with_the_next_version():

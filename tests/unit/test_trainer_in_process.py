@@ -158,7 +158,7 @@ async def test_a_step_whose_groups_all_score_the_same_moves_no_weight(tasks, sta
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-# The loop
+# The training loop
 
 
 async def sequential(tasks, model, steps, *overrides):

@@ -110,7 +110,7 @@ def test_with_advantages_only_bad_tokens_are_dropped():
     advantages = torch.tensor([[1.0, 1.0, -1.0, 0], [-1.0] * 4, [1.0, -1.0, 0, 0]])
     weights, mask, _ = correct(advantages=advantages, mode="mask")
     assert torch.equal(mask, torch.tensor([[1, 1, 0, 0], [1] * 4, [1, 0, 0, 0]]) == 1)
-    assert weights[0, 1].item() == 2  # kept, capped
+    assert weights[0, 1].item() == 2  # a kept weight is capped at 2
     _, mask, _ = correct(advantages=advantages.abs(), mode="mask")
     assert torch.equal(mask, MASK == 1)
     for mode in MODES:

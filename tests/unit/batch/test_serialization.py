@@ -82,7 +82,7 @@ def test_no_write_to_a_received_batch_reaches_the_store(write):
     store.buffers = [bytearray(buffer) for buffer in store.buffers]
     WRITES[write](store.read())
     assert [bytes(buffer) for buffer in store.buffers] == before
-    assert store.read().union(sent).keys() == sent.keys()  # union compares
+    assert store.read().union(sent).keys() == sent.keys()  # union compares common columns
 
 
 def test_what_was_written_into_ones_own_copy_stays_there():

@@ -223,7 +223,7 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(tmp_path):
     assert result.error.startswith("reward function 'own' raised TimeoutError: the server is slow")
 
 
-# Any mix
+# Mixed forms of reward functions
 
 
 def test_G3_forms_mix_and_scores_stay_in_the_order_of_the_config(path):

@@ -42,7 +42,7 @@ def error_of(path: object) -> str:
     return str(caught.value)
 
 
-# Finding them
+# Finding reward functions
 
 
 @pytest.mark.parametrize("path", [f"{BUILTIN}:final_answer", f"{BUILTIN}.final_answer"])
@@ -182,7 +182,7 @@ def test_a_builtin_that_hides_its_parameters_is_refused():
         check_columns(min, "f", [])
 
 
-# Calling them
+# Calling reward functions
 
 
 def test_a_function_gets_only_what_its_signature_takes():
@@ -319,7 +319,7 @@ def test_an_object_that_can_be_called_is_a_function_too():
     assert bind(Length(0.5))("p", "abcd", {}) == 2.0
 
 
-# G1
+# Invariant G1: final answers
 
 
 GOLDEN = [

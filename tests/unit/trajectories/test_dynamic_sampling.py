@@ -107,7 +107,7 @@ def facts(metrics):
     return metrics["rollout/groups_dropped"], metrics["rollout/groups_missing"]
 
 
-# Replaced
+# Replaced groups
 
 
 async def test_groups_without_spread_are_replaced_by_the_next_prompts(collector):
@@ -171,7 +171,7 @@ async def test_groups_in_flight_for_later_steps_are_dropped_early_and_no_token_i
     assert max(ages) == staleness
 
 
-# The bound
+# The bound on generated batches
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_files_in_shared_memory_go_with_the_processes_that_made_them(started, sh
     mark = secrets.token_hex(8)
     own, buffer, used, data = shared("psm_"), shared("vllm_dist_a-tp:0-[0-1]-cpushm_"), shared("psm_"), shared("data-")
     started(HOLDER, *map(str, (own, buffer, used, data)), **{MARK: mark})
-    started(HOLDER, str(used))  # another run's
+    started(HOLDER, str(used))  # a process of another run
     leftovers.end_marked(mark)
     assert [path.exists() for path in (own, buffer, used, data)] == [False, False, True, True]
 

@@ -107,7 +107,7 @@ def expected(number: int, functions: int) -> SampleScores:
     return SampleScores((number // 8, number % 8), tuple(float(number) * 10**f for f in range(functions)))
 
 
-# G3
+# Invariant G3: every score belongs to its response
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -158,7 +158,7 @@ async def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
 
 async def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_workers():
     workers = ScriptedWorkers(2, 1, lambda *_: None)
-    workers._rng.randint = lambda low, high: high  # whole answers
+    workers._rng.randint = lambda low, high: high  # workers answer whole calls
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(512))
     assert len(await finish(pool)) == 512

@@ -225,7 +225,7 @@ def test_an_engine_that_shows_other_layers_or_nonsense_is_refused(change):
         check_outputs(outputs, probes, version=1, dtype="float32")
 
 
-# The file
+# The file in shared memory
 
 
 def test_the_file_is_this_users_alone_and_goes_with_its_sender(folder):

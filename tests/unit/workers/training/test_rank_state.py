@@ -228,7 +228,7 @@ async def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_th
     assert "No space left on device" in said or "the disk is full" in said
 
 
-# Strangers' files
+# Files of unknown origin
 
 
 class Evil:
