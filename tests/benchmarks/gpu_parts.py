@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 try:
     import tensordict
-except ImportError:  # packages name its class in annotations, and the benchmark makes none
+except ImportError:  # other modules only need the class name TensorDict
     tensordict = ModuleType("tensordict")
     tensordict.TensorDict = type("TensorDict", (), {})
     sys.modules["tensordict"] = tensordict
@@ -72,7 +72,7 @@ class Bench:
 
     @contextlib.contextmanager
     def cell(self, what: str, **sizes: Any) -> Iterator[dict[str, Any]]:
-        """Make one measurement: the values that the block puts into the dictionary become a row, or an error does."""
+        """Make one measurement, whose row holds the values that the block puts into the dictionary, or an error."""
         found: dict[str, Any] = {}
         if time.monotonic() > self.end:
             self.add(what, **sizes, skipped="no time left")

@@ -41,7 +41,7 @@ class Watched:
 def watched_run(
     steps: int, *overrides: str, around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 ) -> Watched:
-    """Call `rltrain.main` in the benchmark's process, and the two of `around` after the warm-up and the last step.
+    """Call `rltrain.main` in the benchmark's process, and the functions `around` after the warm-up and last step.
 
     Raises RuntimeError if the run fails.
     """

@@ -248,7 +248,7 @@ def pss_mb(pid: int) -> float:
 
 
 def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tuple[Side, dict[str, float]]:
-    """Return the side with the fewest seconds per step in a trial after the warm-up, and the seconds of each side."""
+    """Return the side with the fewest seconds per step in a trial after the warm-up, and the seconds of all sides."""
     trial, seconds = dataclasses.replace(job, steps=job.warm_up + steps), dict[str, float]()
     failures = []
     for side in sides:

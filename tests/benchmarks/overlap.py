@@ -1,13 +1,13 @@
 """Overlap of generation and training: a step at staleness 1 against the longer of its two halves, and what is learnt.
 
 The number of sequences that the engine runs at once is tuned so that generation takes as long as training. Then a
-single run changes its staleness, the number of steps that generation is ahead, every few steps. At staleness 1, engine
-and trainer work at the same time, with one thread each. At staleness 0 they take turns, first with the whole machine,
-then with all processes confined to one core; on one core a half also does the work of Ray and the driver, which
-otherwise runs on the idle second core. The compared steps are only seconds apart, because the machine's speed changes
-within minutes. The model has 4.9M parameters, because with the built-in model as many seconds of work would take
-thousands of answers, and the driver's work for each of them. CPU seconds show whether both halves worked all the time;
-any other loss comes from two busy cores, each slower than one alone.
+single run changes its staleness, the number of training steps by which generation runs ahead, every few steps. At
+staleness 1, engine and trainer work at the same time, with one thread each. At staleness 0 generation and training take
+turns, first with the whole machine, then with all processes confined to one core; on one core a half also does the work
+of Ray and the driver, which otherwise runs on the idle second core. The compared steps are only seconds apart, because
+the machine's speed changes within minutes. The model has 4.9M parameters, because with the built-in model as many
+seconds of work would take thousands of answers, and the driver's work for each of them. CPU seconds show whether both
+halves worked all the time; any other loss comes from two busy cores, each slower than one alone.
 """
 
 import argparse

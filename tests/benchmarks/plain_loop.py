@@ -1,4 +1,4 @@
-"""The plainest correct GRPO in one process, with `generate`, padded rows and nothing more, and rltrain against it.
+"""Comparison of rltrain with the plainest correct GRPO: one process, transformers' `generate` and padded rows.
 
 python -m tests.benchmarks.plain_loop            # the rows
 python -m tests.benchmarks.plain_loop JOB.json   # the loop itself, on a job of job.py

@@ -174,7 +174,7 @@ def rows(found: dict[str, list[float]], size: int, extra: int) -> list[Row]:
 
 
 def run() -> list[Row]:
-    """Measure on a Ray cluster that is started and stopped here."""
+    """Measure on a Ray cluster that the benchmark starts and stops."""
     config, _ = compose(SETTINGS)
     with tempfile.TemporaryDirectory() as folder:
         size = make_model(Path(folder))

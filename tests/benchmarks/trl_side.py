@@ -23,7 +23,7 @@ DUAL_CLIP = 3.0  # TRL's delta bounds the loss for a negative advantage, as the 
 
 
 def settings(job: dict[str, Any], engine: str) -> GRPOConfig:
-    """Return the job as TRL's config; options that are not named keep TRL's defaults, unless these are meant for GPUs.
+    """Return the job as TRL's config; an option that is not named keeps TRL's default, unless that default is for GPUs.
 
     One generation serves `minibatches` optimizer steps; the token mean over a mini-batch is TRL's `bnpo`.
     """

@@ -24,7 +24,7 @@ from tests.chaos.runs import lines
 ROOT = Path(__file__).parents[2]
 EVERY_S = 5.0
 WARM_UP = 1 / 3  # share of the run
-SHARE, LEAST = 0.05, 8.0  # growth after the warm-up is reported above: share of the mean; MB, files or threads
+SHARE, LEAST = 0.05, 8.0  # least growth that is reported: share of the mean; MB, files or threads
 MEMORY_MB_AN_HOUR = 5.0  # slope of a process's memory that is always reported
 JOB = [
     "trainer.total_steps=1000000", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",

@@ -15,7 +15,7 @@ PHASES = (
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
 SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # workers get KILL and STOP
-STARTS = 10  # each cycle of strikes has this number of driver kills at the start
+STARTS = 10  # driver kills during start-up in each cycle of strikes
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(
     workers = await workers_of(ranks, config, start, ("actor", "reference"))
     batch = replayed(0)
     batch = batch.union(await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=budget))
-    assert "ref_log_probs" not in batch  # the exact KL does not need it
+    assert "ref_log_probs" not in batch  # the exact KL needs no log-probs of the reference
     actor, rows, columns = workers["actor"], [list(range(24))], update_columns(config.algorithm)
     updates = [await actor.update(ActorWorker.update, batch, columns, rows, budget, 0.0) for _ in range(2)]
     assert kls[0] == pytest.approx(0, abs=1e-9)

@@ -99,7 +99,7 @@ async def merged_log_probs(workers, folder, tokens) -> list[float]:
 @pytest.mark.parametrize("workers", ["inprocess", "async"], indirect=True)
 async def test_E5_E6_adapters_of_all_ranks_are_applied_once_however_many_syncs_there_are(workers, tmp_path):
     said = []
-    for version, share in enumerate([True, True, False, True]):  # first with B = 0; the last two are alike
+    for version, share in enumerate([True, True, False, True]):  # adapters: first B = 0, the last two syncs the same
         if version in (1, 2):
             await on(processes(workers.actor.ranks), shaken)
         await sync(workers.actor.ranks, engines(workers), version, check=True, share=share)

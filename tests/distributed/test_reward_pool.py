@@ -116,7 +116,7 @@ async def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool(
     assert here == in_actor == in_pool == expected
 
 
-ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # if it is on, Ray itself imports torch when a process starts
+ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # makes Ray itself import torch as a process starts
 
 
 @pytest.mark.parametrize("runtime_env", [None, {"env_vars": {ZERO_COPY: "1"}}], ids=["plain", "zero_copy"])

@@ -97,9 +97,9 @@ async def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(poo
         assert bad.error.startswith(f"reward function 'torture' {said}")
     else:
         assert bad == SampleScores((0, 2), (2.0,))
-    assert seconds < 2 * LIMIT_S + GRACE_S  # first in its chunk, then alone
+    assert seconds < 2 * LIMIT_S + GRACE_S  # a call is tried in its chunk, then alone
     until = time.monotonic() + 5.0
-    started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # the process and its spare ones used so far
+    started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # processes in use, spare ones included
     while (left := (left_behind(), len(children_of_the_pool()))) != ([], started) and time.monotonic() < until:
         await asyncio.sleep(0.05)
     assert left == ([], started)

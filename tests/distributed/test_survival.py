@@ -92,7 +92,7 @@ async def test_a_hang_is_named_with_where_it_hangs_and_the_stacks_are_kept(group
     texts = [path.read_text() for path in (tmp_path / STACKS).iterdir()]
     assert len(texts) == 2
     assert all("threading.py" in text for text in texts)
-    assert [rank.process.how_lost for rank in group.ranks] == ["made no progress for 4 s"] * 2  # ended as hung
+    assert [rank.process.how_lost for rank in group.ranks] == ["made no progress for 4 s"] * 2  # hung ranks are ended
 
 
 async def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):

@@ -105,7 +105,7 @@ def is_abandoned(path) -> bool:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.fstat(file.fileno()).st_size > 0
-    except OSError:  # it is in use, or deleted
+    except OSError:  # the file is in use, or deleted
         return False
 
 
@@ -127,7 +127,7 @@ async def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next
     with pytest.raises(SyncError, match="weight sync 3 broke off: a worker failed: RuntimeError: a bug"):
         await sync(workers.actor.ranks, engines(workers), 3, check=True)
     engine = engines(workers)[0]
-    await engine.call(RolloutWorker.submit, [REQUEST])  # may be under way when a sync fails
+    await engine.call(RolloutWorker.submit, [REQUEST])  # the request may be under way when a sync fails
     with pytest.raises(SyncError, match="weight sync 3 failed"):
         await engine.call(RolloutWorker.poll, 0.1)
     await sync(workers.actor.ranks, engines(workers), 4, check=True)

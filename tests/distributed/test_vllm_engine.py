@@ -292,7 +292,7 @@ async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, t
 async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_one_in_process(
     engine, ray_here, start
 ):
-    """Test AsyncLLM with two tensor-parallel shards on the CPU, which is the code path for GPUs."""
+    """Test AsyncLLM with two tensor-parallel shards, the code path for GPUs, on the CPU."""
     apart = await new_engine(start, "rollout.vllm.process=async", "rollout.vllm.tensor_parallel_size=2")
     new = shaken(start, 0.05, seed=9)
     asked = requests(8, seed=2)
@@ -334,7 +334,7 @@ def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypa
 
 
 def shared_by(processes: list[psutil.Process], prefix: str, suffix: str) -> list[str]:
-    """Return the shared-memory mappings of `processes` whose names have this prefix and suffix."""
+    """Return the mappings of `processes` whose shared-memory names start with `prefix` and end with `suffix`."""
     maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
     return [line for line in maps if f"/dev/shm/{prefix}" in line and line.endswith(suffix)]
 

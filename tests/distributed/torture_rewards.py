@@ -1,4 +1,4 @@
-"""A reward function that, on request, does to its process what reward functions in practice do."""
+"""A reward function that, on request, harms its process in the ways that real reward functions do."""
 
 import contextlib
 import ctypes

@@ -276,7 +276,7 @@ def _processes_with(variable):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue
         if variable.encode() in environment:
             found.append(process.name)

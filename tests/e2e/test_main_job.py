@@ -80,7 +80,7 @@ def test_every_preset_runs_with_kl_terms_on(tmp_path, algorithm):
     )  # fmt: skip
     assert run.status == 0, run.stderr
     first, second = run.metrics()
-    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: the actor starts as the reference
+    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: actor equals reference before its first update
     assert second["reward/kl"] > 0
     assert first["actor/ref_kl"] > 0
     assert second["reward/kl_coef"] != first["reward/kl_coef"]

@@ -64,7 +64,7 @@ def check(row: dict) -> None:
 
 
 def check_advantages(rows: list[dict]) -> None:
-    """Invariants C4, C5, B8: each token of an answer gets its score minus the mean score of the answers that count."""
+    """Invariants C4, C5, B8: each token gets its answer's score minus the mean score of valid answers that ended."""
     counted = [row for row in rows if row["valid"] and row["finish_reason"] != "length"]
     assert 0 < len(counted) < len(rows)
     mean = sum(row["score"] for row in counted) / len(counted)

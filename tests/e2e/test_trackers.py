@@ -12,7 +12,7 @@ from runs import SMALL, finish, start, train
 for library in ("wandb", "mlflow", "trackio"):
     pytest.importorskip(library)
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # libraries of trackers warn
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # trackers' libraries emit warnings
 COMMON = [*SMALL, "placement=inprocess", "rollout=hf", "data.val_size=4", "trainer.total_steps=5"]
 ALL = "trainer.trackers=[tensorboard,wandb,mlflow,trackio]"
 

@@ -1,6 +1,7 @@
 """Run the program in given environments, each in a forked process, so that libraries are imported only once.
 
-The server starts with a locale, which a process cannot later, and a socket: it reads `Case`s and writes outcomes.
+The server is started for one locale, because a process cannot change its locale, and with the number of a socket; it
+reads `Case`s and writes outcomes.
 """
 
 import io

@@ -129,7 +129,7 @@ def files(folder: Path) -> dict[str, bytes | None]:
 
 @contextlib.contextmanager
 def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
-    """Check that the block keeps all old files, and makes new files only if its outcome is a start of workers.
+    """Check that the block keeps all old files, and that new files appear only if workers were to start.
 
     The block appends its outcome to the list that it gets. A run that is resumed in its own folder writes its config
     again.

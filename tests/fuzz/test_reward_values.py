@@ -64,7 +64,7 @@ ATTRIBUTES = ("__class__", "shape", "score", "failed", "message")
 
 @dataclass(frozen=True)
 class Made:
-    """A value that is made only when the function returns it, because coroutines must not stay unawaited."""
+    """A value made only when the function returns it, because a coroutine that is never awaited causes a warning."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -258,7 +258,7 @@ def test_whatever_an_aggregation_returns_is_a_number_a_row_or_an_error_of_one_li
         totals = combined_scores(components, uid, counted, reward)
     except RewardError as error:
         check_line(str(error).encode("utf-8", "backslashreplace").decode(), f"reward.aggregation={path} ")
-    except KeyboardInterrupt:  # in the driver's process it is taken for the user's Ctrl-C
+    except KeyboardInterrupt:  # the driver takes a KeyboardInterrupt for the user's Ctrl-C
         pass
     else:
         assert (totals.dtype, totals.shape) == (torch.float32, (3,))

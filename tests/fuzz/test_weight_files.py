@@ -279,7 +279,7 @@ roles = st.sampled_from([[], CRITIC, LORA, ["rollout=vllm", "placement=colocated
 
 
 def spoiled(files, done, folder: Path) -> Path:
-    """Write the model's folder with the harms `done` to it."""
+    """Write the model's folder after applying the harms in `done`."""
     files = dict(files)
     for name, at, what in done:
         if weights_in(files):
@@ -292,7 +292,7 @@ def spoiled(files, done, folder: Path) -> Path:
 
 
 def in_the_files(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of the first format in the folder, which transformers chooses too, without transformers."""
+    """Read all tensors of the format that transformers would load, the first in the folder, by other code."""
     config = json.loads((folder / "config.json").read_text())
     own = config.get("transformers_weights")
     names = [own] if isinstance(own, str) else ["model.safetensors", INDEX, "pytorch_model.bin", TORCH_INDEX]

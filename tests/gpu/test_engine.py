@@ -100,7 +100,7 @@ async def test_E1_engine_and_trainer_agree_in_bfloat16_on_the_gpu(engine, folder
     batch = DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in columns.items()})
     with torch.no_grad():
         packed = to_device(pack(batch), device())
-        for parameter in model.parameters():  # and no buffer: neither trainer nor engine rounds position buffers
+        for parameter in model.parameters():  # no buffers: neither trainer nor engine rounds position buffers
             parameter.data = parameter.data.to(torch.bfloat16)
         ours = policy_output(model.to(device()), packed, temperature=temperature).log_probs.cpu()
     theirs = torch.tensor([log_prob for answer in got for log_prob in answer.log_probs])
