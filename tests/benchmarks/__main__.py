@@ -1,7 +1,8 @@
-"""`python -m tests.benchmarks [NAME ...]`: runs benchmark modules, all by default, and writes what they report.
+"""`python -m tests.benchmarks [NAME ...]`: run benchmark modules, all by default, and write their reports.
 
-A benchmark is a module of this folder with `def run() -> list[Row]`. Each runs in a process of its own, so that none
-inherits another's threads, environment or memory; one that fails gets a row that says so, and the rest go on.
+A benchmark is a module of tests/benchmarks with `def run() -> list[Row]`. Each benchmark runs in a process of its own,
+so that none inherits another's threads, environment or memory; one that fails gets a row that says so, and all others
+still run.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from tests.benchmarks.row import Row
 from tests.benchmarks.table import machine, merge, write_table
 
 HERE = Path(__file__).parent
-GPU = "gpu"  # modules whose name begins so are for GPUs, and run only when they are asked for
+GPU = "gpu"  # prefix of modules for GPUs, which run only on request
 RUN_ONE = """
 import dataclasses, importlib, json, sys
 rows = importlib.import_module(f"tests.benchmarks.{sys.argv[1]}").run()
@@ -26,7 +27,7 @@ open(sys.argv[2], "w").write(json.dumps([dataclasses.asdict(row) for row in rows
 
 
 def names() -> list[str]:
-    """Modules of this folder that define `run`, found without importing them."""
+    """Return the modules of tests/benchmarks that define `run`, without importing them."""
     found = []
     for path in sorted(HERE.glob("*.py")):
         defined = (node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
@@ -36,7 +37,7 @@ def names() -> list[str]:
 
 
 def run_one(name: str, folder: Path) -> list[Row]:
-    """The rows of one module; one row that says why there are none."""
+    """Return the rows of one module; if it fails, one row with the reason."""
     path = folder / f".{name}.rows.json"
     command = [sys.executable, "-c", RUN_ONE, name, str(path)]
     try:
@@ -51,7 +52,7 @@ def run_one(name: str, folder: Path) -> list[Row]:
 
 
 def failed(name: str, why: str) -> Row:
-    """A row in the place of a benchmark's own."""
+    """Make a row for a benchmark that failed."""
     return Row(
         name=name, ratio=math.nan, unit="", target="", ours="failed", theirs="", notes=why[:300],
         command=f"make bench ARGS={name}",
@@ -59,7 +60,7 @@ def failed(name: str, why: str) -> Row:
 
 
 def main() -> int:
-    """Run what was asked for; 1 if any of it failed."""
+    """Run the requested benchmarks; return 1 if any of them failed."""
     known = names()
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(known)}")

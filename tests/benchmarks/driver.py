@@ -1,10 +1,10 @@
-"""The driver's own work in a step, against the number of ranks: everything but the workers' computing.
+"""The driver's own work in a step as the number of ranks grows: everything except the workers' computing.
 
-A step of 1,024 sequences, as `train_step` has it: reference and old log-probs (plan, share, send, collect, union),
-credit assignment, the mini-batches, the update and its metrics. Workers compute nothing: they take their rows and
-answer with columns of zeros. They are objects of this process; what crosses to and from them is pickled and its bytes
-are copied, as Ray does; for small numbers of ranks they are also true Ray actors, whose calls the driver pays for too.
-Times are CPU seconds of the driver, without the workers': a busy machine changes them little.
+A step has 1,024 sequences and does what `train_step` does: reference and old log-probs (plan, share, send, collect,
+union), credit assignment, the mini-batches, the update and its metrics. Workers compute nothing: they take their rows
+and answer with columns of zeros. Workers are objects of the benchmark's process; their arguments and results are
+pickled and copied, as Ray does; for small numbers of ranks they are also real Ray actors, whose calls cost the driver
+time too. Times are CPU seconds of the driver without those of the workers, so a busy machine changes them little.
 
     python -m tests.benchmarks.driver
 """
@@ -48,23 +48,23 @@ SUMS = ("clip_fraction", "ratio_mean", "ppo_kl", "entropy", "ref_kl")
 
 
 class Idle:
-    """A role that computes nothing; it takes the rows that it is given and answers in their shapes."""
+    """A role that computes nothing: it takes rows and returns zeros of their shapes."""
 
     def compute(self, batch: DataProto, microbatches: list[list[int]], name: str) -> DataProto:
-        """A column of zeros for these rows, in the order of the micro-batches."""
+        """Return a column of zeros for the rows of the micro-batches, in their order."""
         part = batch[[row for rows in microbatches for row in rows]]
         return part.with_values("responses", **{name: torch.zeros(len(part.values("responses")))}).select([name])
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """`old_log_probs`."""
+        """Return `old_log_probs` of zeros."""
         return self.compute(batch, microbatches, "old_log_probs")
 
     def compute_ref_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """`ref_log_probs`."""
+        """Return `ref_log_probs` of zeros."""
         return self.compute(batch, microbatches, "ref_log_probs")
 
     def update(self, batch: DataProto, plan: list[Minibatch], entropy_coef: float) -> UpdateResult:
-        """Metrics of zeros."""
+        """Return metrics of zeros."""
         steps = [{"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0} for _ in plan]
         tokens = sum(minibatch.num_tokens for minibatch in plan)
         return UpdateResult(dict.fromkeys(SUMS, 0.0), {"policy_loss": 0.0}, tokens, steps)
@@ -72,14 +72,14 @@ class Idle:
 
 @dataclass
 class Stored:
-    """A value as it lies in a store: pickled, its bytes copied once."""
+    """A value as it is in an object store: pickled, with its bytes copied once."""
 
     stream: bytes
     buffers: list[bytes]
 
     @classmethod
     def of(cls, value: Any) -> "Stored":
-        """Put a value."""
+        """Pickle a value, with its bytes copied."""
         import ray.cloudpickle
 
         buffers: list[pickle.PickleBuffer] = []
@@ -92,10 +92,10 @@ class Stored:
 
 
 class PickledProcess:
-    """A rank in this process, whose arguments and results cross as with Ray: pickle 5, into a store and out of it.
+    """A rank in the driver's process; arguments and results go into and out of a store by pickle 5, as with Ray.
 
     Attributes:
-        elsewhere: CPU seconds spent on what the rank's own process would do.
+        elsewhere: CPU seconds of the work that a real rank would do in its own process.
     """
 
     concurrent, how_lost = True, ""
@@ -108,7 +108,7 @@ class PickledProcess:
         return Stored.of(value)
 
     def start(self, role: str, method: str, *args: Any) -> "Answered":
-        """Send what the rank gets, let it work, and keep what it would send."""
+        """Send the arguments to the rank, let it work, and keep its pickled result."""
         sent = [arg if isinstance(arg, Shared) else Stored.of(arg) for arg in args]
         begin = time.process_time()
         given = [joined(arg) if isinstance(arg, Shared) else arg.get() for arg in sent]
@@ -118,21 +118,21 @@ class PickledProcess:
 
 
 def joined(shared: Shared) -> DataProto:
-    """A batch whose columns lie in the store in several parts."""
+    """Put together a batch whose columns are in the store in several parts."""
     parts: list[DataProto] = [reference.get() for reference in shared.references]
     return functools.reduce(lambda one, other: one.union(other), parts).select(shared.columns)
 
 
 @dataclass
 class Answered:
-    """A call that has ended; see `processes.Pending`. The driver unpickles what the rank has sent."""
+    """A call that has ended, with the interface of `processes.Pending`. The driver unpickles the rank's result."""
 
     process: PickledProcess
     result: Stored
 
     @property
     def outcome(self) -> Any:
-        """What the rank has sent."""
+        """Unpickle the rank's result."""
         return self.result.get()
 
 
@@ -140,12 +140,12 @@ Ranks = Sequence[Role[Idle]]
 
 
 def pickled(count: int) -> Ranks:
-    """This many simulated ranks."""
+    """Make `count` simulated ranks."""
     return [Role(PickledProcess(), "idle") for _ in range(count)]
 
 
 def rollouts() -> DataProto:
-    """A scored batch as the collector makes it; response lengths log-uniform."""
+    """Make a scored batch like the collector's, with log-uniform response lengths."""
     rows = PROMPTS * SAMPLES
     draws = torch.rand(rows, generator=torch.Generator().manual_seed(0))
     lengths = (SHORTEST * (LONGEST / SHORTEST) ** draws).long()
@@ -171,8 +171,8 @@ Clock = Callable[[str], Any]
 
 
 async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> None:
-    """What the driver does in a step, phase by phase."""
-    group, budget = WorkerGroup(ranks), 4 * LONGEST  # a new one, whose columns nobody has put into the store yet
+    """Do the driver's part of a step, phase by phase."""
+    group, budget = WorkerGroup(ranks), 4 * LONGEST  # a new group, so that no column is in the store yet
     read, trained_on = log_probs_columns(config.algorithm), update_columns(config.algorithm)
     with clock("log-probs"):
         batch = batch.union(await group.rows(Idle.compute_ref_log_probs, batch, FORWARD, max_tokens=budget))
@@ -189,7 +189,7 @@ async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> 
 
 
 async def measured(ranks: Ranks, batch: DataProto, config: Config, rounds: int = ROUNDS) -> dict[str, float]:
-    """Median CPU seconds of the driver in each phase and in all; the first step is not counted."""
+    """Return the driver's median CPU seconds in each phase and in all phases, without the first step."""
     seen: dict[str, list[float]] = collections.defaultdict(list)
 
     def elsewhere() -> float:
@@ -208,7 +208,7 @@ async def measured(ranks: Ranks, batch: DataProto, config: Config, rounds: int =
 
 
 async def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]]:
-    """The same with true Ray actors."""
+    """Measure the driver's CPU seconds with real Ray actors, by number of ranks."""
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
@@ -225,13 +225,13 @@ async def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]
 
 
 def slope(times: dict[int, float]) -> tuple[float, float]:
-    """(seconds at no rank, seconds a rank) of the least-squares line."""
+    """Return (seconds at no rank, seconds per rank) of the least-squares line."""
     per_rank, base = np.polyfit(list(times), list(times.values()), 1)
     return float(base), float(per_rank)
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """Milliseconds by phase, one line a number of ranks."""
+    """Format milliseconds by phase, one line for each number of ranks."""
     phases = list(next(iter(results.values())))
     lines = [f"{'ranks':>10}" + "".join(f"{phase:>14}" for phase in phases) + "   (ms of driver CPU a step)"]
     lines += [f"{name:>10}" + "".join(f"{1e3 * t[p]:14.1f}" for p in phases) for name, t in results.items()]
@@ -239,7 +239,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def run() -> list[Row]:
-    """The table is printed on the way; the row says what 256 ranks cost over one."""
+    """Print the table, and return a row with the cost of 256 ranks relative to one."""
     torch.set_num_threads(1)
     config, batch = compose(OVERRIDES)[0], rollouts()
     simulated = {ranks: asyncio.run(measured(pickled(ranks), batch, config)) for ranks in RANKS}

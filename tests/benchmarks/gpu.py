@@ -1,8 +1,8 @@
-"""Training, generation and weight sync of two Qwen2 shapes on one GPU: tokens/s, MFU, peak memory, and what costs most.
+"""Training, generation and weight sync of two Qwen2 models on one GPU: tokens/s, MFU, peak memory and main costs.
 
-Weights are random and made on the spot, so nothing is fetched; torch and transformers are all that is needed, and
-without vLLM the rows that generate are left out. MFU counts the multiply-adds that `rltrain.batch.row_costs` estimates,
-forward and backward once each, against the data sheet's peak for dense bfloat16; what is computed again counts nothing.
+Weights are random and made on the spot, so nothing is downloaded; only torch and transformers are needed, and without
+vLLM the rows for generation are left out. MFU counts the multiply-adds that `rltrain.batch.row_costs` estimates,
+forward and backward once each, against the data sheet's peak for dense bfloat16; recomputed activations do not count.
 
 python -m tests.benchmarks.gpu                  # JSON lines as they come, and in $OUT/gpu.jsonl where OUT is set
 python -m tests.benchmarks.gpu --tiny           # on a CPU, to see that it runs
@@ -55,11 +55,11 @@ from workers.sync.sender import Sender
 
 COMMAND = "python -m tests.benchmarks.gpu"
 SEQUENCES, GENERATED = 16, 256
-ENGINE_SHARE = 0.35  # of the device's memory, beside the model that is trained
+ENGINE_SHARE = 0.35  # share of the GPU's memory for vLLM, beside the model that is trained
 
 
 def matmul(bench: Bench) -> None:
-    """What large products of matrices reach here: no model can be faster."""
+    """Measure large matrix products, whose speed no model can exceed."""
     with bench.cell("matmul") as found:
         size = 256 if bench.tiny else 8192
         a, b = (torch.randn(size, size, device=device(), dtype=torch.bfloat16) for _ in range(2))
@@ -67,13 +67,13 @@ def matmul(bench: Bench) -> None:
 
 
 def train(bench: Bench, name: str, tokens: int, *, checkpointing: bool) -> None:
-    """One row of so many tokens, and where the time goes."""
+    """Measure training on one row of `tokens` tokens, and which operations take the time."""
     with bench.cell("train", model=name, tokens=tokens, checkpointing=checkpointing) as found:
         rows, work = Rows([tokens], config_of(name).vocab_size), row_work(config_of(name).to_dict(), head=True)
         model, optimizer = actor(name, checkpointing=checkpointing)
         packed = rows.pack()
         found.update(speed(3 * rows.work(work), tokens, seconds(lambda: train_pass(model, packed))))
-        optimizer.step()  # makes its state
+        optimizer.step()  # allocates the optimizer's state
         train_pass(model, packed)
         found["optimizer_s"] = once(optimizer.step)
         found["peak_gb"] = peak_gb()
@@ -81,7 +81,7 @@ def train(bench: Bench, name: str, tokens: int, *, checkpointing: bool) -> None:
 
 
 def mixed(bench: Bench, name: str, tokens: int) -> None:
-    """Rows of lengths 1:16 in one pack: one kernel for all, against buckets of rows of like length."""
+    """Measure rows of lengths 1:16 in one pack: one kernel for all rows, against buckets of rows of like length."""
     with bench.cell("train, lengths 1:16", model=name, tokens=tokens) as found:
         source, lengths = random.Random(0), list[int]()
         while sum(lengths) < tokens:
@@ -99,14 +99,14 @@ def mixed(bench: Bench, name: str, tokens: int) -> None:
 
 
 def kernel_name() -> str:
-    """Which kernel attends on this device."""
+    """Return the attention kernel that is used on the device."""
     heads = torch.empty(1, 1, 64, device=device(), dtype=torch.bfloat16)
     kernel = varlen_attention.kernel_for(heads, heads)
     return "buckets" if kernel is None else kernel.__qualname__.partition(".")[0].removeprefix("of_")
 
 
 def costs(function: Callable[[], Any], most: int = 5) -> dict[str, float]:
-    """The operations that take the most of the device's time, by share, and the share of the time that it idles."""
+    """Return the operations with the largest shares of the device's time, and the share of time that it idles."""
     cuda = torch.cuda.is_available()
     synchronize()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
@@ -122,7 +122,7 @@ def costs(function: Callable[[], Any], most: int = 5) -> dict[str, float]:
 
 
 def send(bench: Bench, name: str) -> None:
-    """The actor's part of a sync alone: all weights to the host, with checksums and probes."""
+    """Measure only the actor's part of a sync: all weights to the host, with checksums and probes."""
     with bench.cell("sync, sending", model=name) as found:
         model, _ = actor(name, checkpointing=False)
         sizes: list[int] = []
@@ -131,7 +131,7 @@ def send(bench: Bench, name: str) -> None:
 
 
 def buckets(model: nn.Module, version: int = 1, path: str | None = None) -> Iterator[Any]:
-    """All weights, bucket by bucket."""
+    """Yield all weights, bucket by bucket."""
     sender = Sender(model, version=version, dtype="bfloat16", check=True)
     try:
         sender.offer(path)
@@ -142,7 +142,7 @@ def buckets(model: nn.Module, version: int = 1, path: str | None = None) -> Iter
 
 
 def with_engine(bench: Bench, name: str, lengths: tuple[int, ...]) -> None:
-    """Generation, and syncs into the engine."""
+    """Measure generation, and syncs into the engine."""
     try:
         import vllm  # noqa: F401 (only whether it is there)
     except ImportError as error:
@@ -163,7 +163,7 @@ def with_engine(bench: Bench, name: str, lengths: tuple[int, ...]) -> None:
 
 
 def make_engine(path: str, longest: int) -> Any:
-    """vLLM in this process, beside the model that is trained."""
+    """Start vLLM in the benchmark's process, beside the model that is trained."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from workers.rollout.vllm_engine import InProcessVLLM
 
@@ -175,7 +175,7 @@ def make_engine(path: str, longest: int) -> Any:
 
 
 def generate(bench: Bench, engine: Any, name: str, tokens: int) -> None:
-    """Groups of answers at the end of a prompt that fills the context: prompts are computed once a group."""
+    """Measure groups of answers after a prompt that fills most of the context; each group computes its prompt once."""
     from workers.rollout.messages import Request
 
     new = min(GENERATED, tokens // 4)
@@ -200,7 +200,7 @@ def generate(bench: Bench, engine: Any, name: str, tokens: int) -> None:
 
 
 def sync(bench: Bench, engine: Any, name: str) -> None:
-    """All weights into the engine, through shared memory as from another process, checks included."""
+    """Measure a sync of all weights into the engine, through shared memory as between processes, with checks."""
     with bench.cell("sync", model=name) as found:
         model, versions = actor(name, checkpointing=False)[0], iter(range(1, 10))
 
@@ -217,7 +217,7 @@ def sync(bench: Bench, engine: Any, name: str) -> None:
 
 
 def measure(bench: Bench) -> list[dict[str, Any]]:
-    """Everything, the rows that matter most first."""
+    """Do all measurements, the most important ones first."""
     quiet()
     join(0, 1, None, 60.0)
     names, lengths = ((TINY,), (64, 128)) if bench.tiny else (("0.5B", "1.5B"), (4096, 16384))
@@ -240,7 +240,7 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 
 def run() -> list[Row]:
-    """The table's lines."""
+    """Return the lines of the table."""
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; `python -m tests.benchmarks.gpu --tiny` shows that it runs")
     rows = measure(Bench(tiny=False, end=time.monotonic() + 420))
@@ -249,7 +249,7 @@ def run() -> list[Row]:
 
 
 def table_line(row: dict[str, Any], where: str) -> Row | None:
-    """A figure as a line of the table; those without one are left out."""
+    """Format a measurement as a line of the table; None if it has no figure for the table."""
     sizes = ", ".join(f"{key} {row[key]}" for key in ("model", "tokens", "checkpointing") if key in row)
     name, notes = f"{row['what']}, {sizes}" if sizes else row["what"], f"{where}; {json.dumps(row)}"
     if "tokens_per_s" in row and row["what"] != "matmul":

@@ -1,6 +1,6 @@
-"""What the GPU benchmark measures with: where figures go, a model as the actor has it, and packs without a batch.
+"""Tools of the GPU benchmark: a recorder of results, a model as the actor has it, and packs without a batch.
 
-torch and transformers are all that this needs.
+Only torch and transformers are needed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 try:
     import tensordict
-except ImportError:  # a bare machine: modules name its class, and nothing here makes one
+except ImportError:  # other modules only need the class name TensorDict
     tensordict = ModuleType("tensordict")
     tensordict.TensorDict = type("TensorDict", (), {})
     sys.modules["tensordict"] = tensordict
@@ -48,12 +48,12 @@ ROUNDS = 3
 
 @dataclass
 class Bench:
-    """Where figures go, and until when there is time for more.
+    """Records measurements, and knows when the time for them is over.
 
     Attributes:
-        tiny: small shapes, on whatever device there is.
-        end: of `time.monotonic`.
-        rows: what has been found.
+        tiny: Whether to use small shapes, also on a CPU.
+        end: Value of `time.monotonic` after which nothing more is measured.
+        rows: Measurements so far.
     """
 
     tiny: bool
@@ -72,7 +72,7 @@ class Bench:
 
     @contextlib.contextmanager
     def cell(self, what: str, **sizes: Any) -> Iterator[dict[str, Any]]:
-        """One measurement: what is put into the dictionary is a row, and so is what went wrong."""
+        """Make one measurement, whose row holds the values that the block puts into the dictionary, or an error."""
         found: dict[str, Any] = {}
         if time.monotonic() > self.end:
             self.add(what, **sizes, skipped="no time left")
@@ -83,21 +83,21 @@ class Bench:
             self.add(what, **sizes, **found)
         except OutOfTime:
             raise
-        except Exception as error:  # out of memory, or a version that differs: the others go on
+        except Exception as error:  # such as out of memory, or another version; other measurements continue
             self.add(what, **sizes, failed=f"{type(error).__name__}: {str(error)[:300]}")
 
 
 class OutOfTime(Exception):
-    """The rest is left out."""
+    """There is no time for further measurements."""
 
 
 def device() -> torch.device:
-    """The GPU, or what there is."""
+    """Return the GPU, or the CPU if there is no GPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def release() -> None:
-    """Give back what the last measurement held, and forget its peak."""
+    """Free the memory of the last measurement, and reset the peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -105,23 +105,23 @@ def release() -> None:
 
 
 def peak_gb() -> float:
-    """Most that tensors took since `release`; 0 on a CPU."""
+    """Return the peak memory of tensors since `release`; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
 def peak_tflops() -> float | None:
-    """Of the data sheet."""
+    """Return the peak of the GPU's data sheet; None if the GPU is not listed."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
 def seconds(function: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Median over rounds, after one that warms up."""
+    """Return the median seconds over rounds, after a warm-up round."""
     return statistics.median([once(function) for _ in range(rounds + 1)][1:])
 
 
 def once(function: Callable[[], Any]) -> float:
-    """Seconds, the device's work included."""
+    """Return the seconds of one call, including its work on the device."""
     synchronize()
     began = time.perf_counter()
     function()
@@ -130,13 +130,13 @@ def once(function: Callable[[], Any]) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the GPU."""
+    """Wait until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def speed(macs: float, tokens: int, taken: float) -> dict[str, Any]:
-    """Tokens a second, and the share of the peak that so many multiply-adds in so many seconds are."""
+    """Return tokens per second, and the share of the peak speed that `macs` multiply-adds in `taken` seconds reach."""
     tflops, peak = 2 * macs / taken / 1e12, peak_tflops()
     return {"tokens_per_s": tokens / taken, "seconds": taken, "tflops": tflops, "mfu": tflops / peak if peak else None}
 
@@ -145,7 +145,7 @@ def speed(macs: float, tokens: int, taken: float) -> dict[str, Any]:
 
 
 class Rows:
-    """Random rows with what `pack` asks of a batch: a short prompt and the rest as the answer."""
+    """Random rows that `pack` takes like a batch: a short prompt, and all other tokens as the answer."""
 
     def __init__(self, lengths: list[int], vocabulary: int) -> None:
         source = torch.Generator().manual_seed(0)
@@ -157,37 +157,37 @@ class Rows:
         }
 
     def lengths(self, column: str) -> Tensor:
-        """Tokens of each row."""
+        """Return the number of tokens of each row."""
         return self.sizes[column]
 
     def values(self, column: str) -> Tensor:
-        """Tokens of all rows."""
+        """Return the tokens of all rows."""
         return self.ids[column]
 
     def work(self, work: RowWork) -> int:
-        """Multiply-adds of a forward pass."""
+        """Return the multiply-adds of a forward pass."""
         pairs = zip(self.sizes["prompts"].tolist(), self.sizes["responses"].tolist(), strict=True)
         return sum(work.of(prompt + answer - 1, answer) for prompt, answer in pairs)
 
     def pack(self) -> Pack:
-        """End to end, on the device."""
+        """Pack the rows end to end, on the device."""
         return to_device(pack(self), device())  # type: ignore[arg-type]
 
 
 def config_of(name: str) -> Qwen2Config:
-    """The shape of a model."""
+    """Return the config of a model."""
     return Qwen2Config(**{**QWEN2, **MODELS[name]})
 
 
 def plain_model(name: str) -> nn.Module:
-    """Random float32 weights on the device."""
+    """Make a model with random float32 weights on the device."""
     torch.manual_seed(0)
     with device():
         return AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32, attn_implementation=PACKED).eval()
 
 
 def actor(name: str, *, checkpointing: bool) -> tuple[nn.Module, Optimizer]:
-    """The model as an actor of one rank has it: bfloat16 products, float32 master weights and AdamW."""
+    """Make a model as an actor of one rank has it: bfloat16 products, float32 master weights and AdamW."""
     settings = SimpleNamespace(
         model=SimpleNamespace(
             dtype="bfloat16", cpu_offload=False, activation_checkpointing=checkpointing, compile=False
@@ -202,5 +202,5 @@ def actor(name: str, *, checkpointing: bool) -> tuple[nn.Module, Optimizer]:
 
 
 def train_pass(model: nn.Module, packed: Pack) -> None:
-    """Forward and backward; the gradient adds up."""
+    """Do a forward and a backward pass, which adds to the gradient."""
     policy_output(model, packed, temperature=1.0).log_probs.sum().backward()

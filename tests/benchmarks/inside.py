@@ -1,4 +1,4 @@
-"""A run in this process, watched: processor seconds of each worker call, and what the last calls were given."""
+"""Do a run in the benchmark's process, and record CPU seconds and the last arguments of each worker call."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-# Before torch is imported. All in one thread and one process, so that its processor seconds are those of the work.
+# Set before torch is imported. With one thread and one process, CPU seconds are those of the work alone.
 for _name, _value in {
     "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -23,25 +23,25 @@ WARM_UP = 3
 
 @dataclass
 class Watched:
-    """What a run did.
+    """Measurements of a run.
 
     Attributes:
-        seconds: processor seconds by step, one dict a step: by "role.method" of worker calls, and of the whole `step`.
-        given: the arguments of the last call of each "role.method".
+        seconds: CPU seconds, one dict per step: by "role.method" of worker calls, and of the whole `step`.
+        given: Arguments of the last call of each "role.method".
     """
 
     seconds: list[dict[str, float]] = field(default_factory=list)
     given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def median(self, *names: str) -> float:
-        """Median processor seconds a step of these calls together, after the warm-up."""
+        """Return the median CPU seconds per step of the named calls together, after the warm-up."""
         return statistics.median(sum(step.get(name, 0.0) for name in names) for step in self.seconds[WARM_UP:])
 
 
 def watched_run(
     steps: int, *overrides: str, around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 ) -> Watched:
-    """`rltrain.main` with these overrides in this process; `around` are called after the warm-up and the last step.
+    """Call `rltrain.main` in the benchmark's process, and the functions `around` after the warm-up and last step.
 
     Raises RuntimeError if the run fails.
     """

@@ -1,8 +1,8 @@
-"""One training job, the ways to run it, and the watch that times a run from outside: the same for every trainer.
+"""A training job, the ways to run it, and a watch that times a run from outside: the same for every trainer.
 
 A job is the built-in task `median` with the numbers of `config/train.yaml`, so that every side has the same model, the
 same prompts in the same order, the same reward and the same optimizer steps. Each side appends a line of JSON for each
-training step to its progress file; the watch notes when lines come, and how much memory the process tree holds.
+training step to its progress file; the watch records when lines are written, and how much memory the process tree uses.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LOOK_S, WEIGH_S = 0.01, 2.0  # between looks at the progress file, and at the memory of the process tree
+LOOK_S, WEIGH_S = 0.01, 2.0  # seconds between looks at the progress file, and at the memory of the process tree
 WARM_UP = 5
 OWN_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
@@ -30,12 +30,12 @@ OWN_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained; lengths in tokens, the end token included.
+    """A training job; lengths are in tokens and include the end token.
 
     Attributes:
-        model: directory of the start.
-        steps: training steps; the rate falls linearly to 0 over all of their optimizer steps.
-        warm_up: first steps, which are not in the median.
+        model: Directory of the initial model.
+        steps: Number of training steps; the learning rate falls linearly to 0 over all of their optimizer steps.
+        warm_up: Number of first steps that medians leave out.
     """
 
     model: str
@@ -52,13 +52,13 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Answers of a step."""
+        """Number of answers per step."""
         return self.prompts_per_step * self.samples_per_prompt
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run a job: `command(folder, job, threads)` gives the words; `lines` is the progress file."""
+    """A way to run a job: `command(folder, job, threads)` returns the command line; `lines` is the progress file."""
 
     name: str
     command: Callable[[Path, Job, int], list[str]]
@@ -68,15 +68,15 @@ class Side:
 
 @dataclass
 class Run:
-    """What one run came to.
+    """Measurements of one run.
 
     Attributes:
-        times: seconds from the start of the program to each step's line.
-        rewards: mean reward of each step.
-        lengths: mean answer length of each step, in tokens.
-        cpu: seconds of processor time that the process tree has taken by each step's line.
-        peak_mb: largest memory of the process tree, shared pages counted once.
-        load: the machine's load average when the run began.
+        times: Seconds from the start of the program to each step's line.
+        rewards: Mean reward of each step.
+        lengths: Mean answer length of each step, in tokens.
+        cpu: CPU seconds that the process tree has taken until each step's line.
+        peak_mb: Peak memory of the process tree, with shared pages counted once.
+        load: Load average of the machine when the run began.
     """
 
     side: str
@@ -88,22 +88,22 @@ class Run:
     load: float = 0.0
 
     def step_s(self, warm_up: int) -> float:
-        """Median seconds a step, after the warm-up."""
+        """Return the median seconds per step, after the warm-up."""
         between = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
         return statistics.median(between[max(0, warm_up - 1) :])
 
     def step_cpu_s(self, warm_up: int) -> float:
-        """Mean seconds of processor time a step, after the warm-up: hardly moved by what else runs on the machine."""
+        """Return the mean CPU seconds per step after the warm-up, which other programs on the machine hardly change."""
         first = min(max(0, warm_up - 1), len(self.cpu) - 2)
         return (self.cpu[-1] - self.cpu[first]) / (len(self.cpu) - 1 - first)
 
     def steps_to(self, goal: float) -> float:
-        """Steps until the mean reward of three steps reaches `goal`; infinite where it never does."""
+        """Return the number of steps until the mean reward of three steps reaches `goal`; infinite if it never does."""
         means = (statistics.fmean(self.rewards[end - 3 : end]) for end in range(3, len(self.rewards) + 1))
         return next((float(end) for end, mean in enumerate(means, 3) if mean >= goal), float("inf"))
 
     def to_reward_s(self, goal: float, warm_up: int) -> float:
-        """Seconds of training until then."""
+        """Return the seconds of training until the mean reward of three steps reaches `goal`."""
         steps = self.steps_to(goal)
         if steps == float("inf"):
             return steps
@@ -111,7 +111,7 @@ class Run:
 
 
 def write_job(folder: Path, job: Job, threads: int) -> Path:
-    """The job and its prompts, in the order of rltrain's run, for a program that knows nothing of rltrain."""
+    """Write the job and its prompts, in the order of rltrain's run, for a program that does not import rltrain."""
     from rltrain.data.prompt_order import PromptOrder
     from rltrain.tasks import TASKS
 
@@ -126,9 +126,9 @@ def write_job(folder: Path, job: Job, threads: int) -> Path:
 
 
 def rltrain_side(name: str, *overrides: str, threads: int = 1) -> Side:
-    """`python -m rltrain.main` with the job's numbers, no evaluation (nobody else has one), and these overrides.
+    """Run `python -m rltrain.main` with the job's values and `overrides`, without evaluations, as other trainers do.
 
-    `threads` are those of a run in one process; Ray's workers have what `placement.threads_per_worker` says.
+    `threads` is the number for a run in one process; Ray's workers have `placement.threads_per_worker`.
     """
 
     def command(folder: Path, job: Job, _: int) -> list[str]:
@@ -144,7 +144,7 @@ def rltrain_side(name: str, *overrides: str, threads: int = 1) -> Side:
 
 
 def program_side(name: str, python: Path | str, module: str, *arguments: str, threads: int) -> Side:
-    """`python -m module JOB.json arguments` in its own environment."""
+    """Run `python -m module JOB.json arguments` in an environment of its own."""
 
     def command(folder: Path, job: Job, threads: int) -> list[str]:
         return [str(python), "-m", module, str(write_job(folder, job, threads)), *arguments]
@@ -155,9 +155,10 @@ def program_side(name: str, python: Path | str, module: str, *arguments: str, th
 def watch(
     side: Side, job: Job, folder: Path, *, timeout_s: float = 1800.0, look_s: float = LOOK_S, weigh_s: float = WEIGH_S
 ) -> Run:  # fmt: skip
-    """Run the job on this side and time it. Raises RuntimeError with the end of its output if it fails.
+    """Run the job on one side and time it. Raises RuntimeError with the end of the output if the run fails.
 
-    Looks, and weighing memory more so, take processor time from the run: seconds between them, `math.inf` for never.
+    `look_s` and `weigh_s` are seconds between looks at the progress file and the memory, which cost CPU time;
+    `math.inf` turns a look off.
     """
     folder.mkdir(parents=True)
     run, lines, log = Run(side.name, load=os.getloadavg()[0]), folder / side.lines, folder / "log.txt"
@@ -190,7 +191,7 @@ def watch(
 
 
 def _read(path: Path, run: Run, now: float) -> bool:
-    """Note the lines that have come since the last look; whether there were any."""
+    """Record the progress lines that are new since the last call; return whether there are any."""
     try:
         text = path.read_text() if path.stat().st_size else ""
     except OSError:
@@ -209,13 +210,13 @@ def _tail(log: Path) -> str:
 
 
 def tree(root: int) -> dict[int, float]:
-    """A process and all below it, with the seconds of processor time that each has taken, ended children included."""
+    """Return the CPU seconds of a process and each descendant, which include those of ended children."""
     parents, seconds = dict[int, int](), dict[int, float]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 words = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             parents[int(entry.name)] = int(words[1])
             seconds[int(entry.name)] = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -226,28 +227,28 @@ def tree(root: int) -> dict[int, float]:
 
 
 def tree_cpu_s(root: int) -> float:
-    """Seconds of processor time that a process and all below it have taken."""
+    """Return the CPU seconds of a process and all its descendants."""
     return sum(tree(root).values())
 
 
 def tree_mb(root: int) -> float:
-    """Memory of a process and all below it in MB, pages that several share counted once."""
+    """Return the memory of a process and all its descendants in MB, with shared pages counted once."""
     return sum(map(pss_mb, tree(root)))
 
 
 def pss_mb(pid: int) -> float:
-    """Memory of one process in MB, its part of pages that several share; 0 where it has ended."""
+    """Return the memory of one process in MB, with its share of shared pages; 0 if the process has ended."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) / 1024
     except (OSError, ValueError):
-        pass  # it has ended
+        pass  # the process has ended
     return 0.0
 
 
 def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tuple[Side, dict[str, float]]:
-    """The side with the fewest seconds a step in a trial of `steps` after the warm-up, and those of all that ran."""
+    """Return the side with the fewest seconds per step in a trial after the warm-up, and the seconds of all sides."""
     trial, seconds = dataclasses.replace(job, steps=job.warm_up + steps), dict[str, float]()
     failures = []
     for side in sides:
@@ -261,7 +262,7 @@ def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tu
 
 
 def in_turn(sides: Sequence[Side], job: Job, folder: Path, *, rounds: int) -> list[list[Run]]:
-    """A B A B: `rounds` runs of each side, those of a round with a seed of their own."""
+    """Run the sides in turn (A B A B) for `rounds` rounds; all runs of a round have the same seed."""
     runs: list[list[Run]] = [[] for _ in sides]
     for number in range(rounds):
         seeded = dataclasses.replace(job, seed=job.seed + number)
@@ -271,12 +272,12 @@ def in_turn(sides: Sequence[Side], job: Job, folder: Path, *, rounds: int) -> li
 
 
 def median_of(runs: Sequence[Run], figure: Callable[[Run], float]) -> float:
-    """Median of a figure over runs."""
+    """Return the median of a figure over runs."""
     return statistics.median(map(figure, runs))
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """Reward at steps 5, 10 and 20, peak memory and load, over these runs."""
+    """Describe runs by reward at steps 5, 10 and 20, peak memory and load."""
     marks = [step for step in (5, 10, 20) if all(len(run.rewards) >= step for run in runs)]
     rewards = ", ".join(f"{statistics.fmean(run.rewards[step - 1] for run in runs):.2f}" for step in marks)
     reached = f"reward at steps {'/'.join(map(str, marks))}: {rewards}; " if marks else ""

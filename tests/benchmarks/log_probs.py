@@ -1,8 +1,8 @@
 """Log-probs with and without materialised logits: peak memory, time, and how far apart the results are.
 
 Memory is the peak of the live tensors that the forward and the backward pass allocate, as the profiler counts each
-allocation and release; inputs, gradients and what the process held before are not in it. Times are
-processor seconds (a busy machine stretches the clock, not them), of both forms in turn, medians.
+allocation and release, without inputs, gradients and earlier allocations. Times are medians of CPU seconds, which a
+busy machine hardly changes, with both forms called in turn.
 """
 
 import argparse
@@ -27,26 +27,26 @@ Form = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tuple[Tensor, Tensor | None]:
-    """All logits at once, and autograd's own backward pass."""
+    """Compute log-probs from all logits at once, with autograd's own backward pass."""
     log_softmax = F.log_softmax(F.linear(hidden, head).float() / TEMPERATURE, dim=-1)
     chosen = log_softmax.gather(1, targets[:, None])[:, 0]
     return chosen, -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None
 
 
 def exact(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tuple[Tensor, Tensor | None]:
-    """The plain form without rounding to float32."""
+    """Compute log-probs from all logits at once without rounding to float32."""
     log_softmax = F.log_softmax(F.linear(hidden, head) / TEMPERATURE, dim=-1)
     chosen = log_softmax.gather(1, targets[:, None])[:, 0]
     return chosen, -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None
 
 
 def ours(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tuple[Tensor, Tensor | None]:
-    """In chunks."""
+    """Compute log-probs in chunks."""
     return token_log_probs(hidden, head, targets, temperature=TEMPERATURE, entropies=entropies)
 
 
 def made(tokens: int, words: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, head and targets; logits have a standard deviation of 2."""
+    """Make hidden states, head and targets; logits have a standard deviation of 2."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator)
     head = torch.randn(words, width, generator=generator) * (2 / width**0.5)
@@ -54,7 +54,7 @@ def made(tokens: int, words: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def once(form: Form, inputs: tuple[Tensor, Tensor, Tensor], entropies: bool) -> list[Tensor]:
-    """Values and gradients of one forward and backward pass."""
+    """Return values and gradients of one forward and backward pass."""
     log_probs, entropy = form(*inputs, entropies)
     weights = torch.linspace(-1, 2, len(log_probs))
     loss = (weights * log_probs).sum() + (0 if entropy is None else (weights.flip(0) * entropy).sum())
@@ -63,7 +63,7 @@ def once(form: Form, inputs: tuple[Tensor, Tensor, Tensor], entropies: bool) -> 
 
 
 def peak(function: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes of live tensors at the worst moment of a call, above those at its start; and what it returned."""
+    """Return the peak bytes of live tensors during a call, above those at its start, and the call's result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         result = function()
     live = highest = 0
@@ -79,7 +79,7 @@ def _allocations(seen: profile) -> list[tuple[int, int]]:
 
 
 def seconds(functions: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Median processor seconds of each function, called in turn; they have been called before."""
+    """Return the median CPU seconds of each function, called in turn; the caller warms them up."""
     found: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, times in zip(functions, found, strict=True):
@@ -90,17 +90,17 @@ def seconds(functions: list[Callable[[], object]], repeats: int) -> list[float]:
 
 
 def furthest(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference of values and gradients, each relative to its largest number."""
+    """Return the largest difference of values and gradients, each relative to the largest expected number."""
     return max(float((a - e).abs().max() / e.abs().max()) for a, e in zip(actual, expected, strict=True))
 
 
 def mib(number: float) -> str:
-    """Bytes in MiB."""
+    """Format bytes as MiB."""
     return f"{number / 2**20:,.0f} MiB"
 
 
 def large_rows(entropies: bool, repeats: int) -> list[Row]:
-    """Peak memory and time at the size of a real vocabulary."""
+    """Measure peak memory and time at the size of a real vocabulary."""
     inputs, what = made(TOKENS, VOCABULARY, HIDDEN), " and entropies" if entropies else ""
     forms = [lambda form=form: once(form, inputs, entropies) for form in (ours, plain)]
     sizes = f"V={VOCABULARY:,}, hidden {HIDDEN}, {TOKENS:,} tokens, float32, {torch.get_num_threads()} threads"
@@ -120,7 +120,7 @@ def large_rows(entropies: bool, repeats: int) -> list[Row]:
 
 
 def error_row() -> Row:
-    """How far values and gradients are from the plain form in float64, for fewer tokens: that takes room."""
+    """Measure the error of values and gradients against float64, for fewer tokens because float64 takes memory."""
     inputs = made(TOKENS // 8, VOCABULARY, HIDDEN)
     hidden, head = (tensor.detach().double().requires_grad_() for tensor in inputs[:2])
     expected = [tensor.float() for tensor in once(exact, (hidden, head, inputs[2]), True)]
@@ -133,7 +133,7 @@ def error_row() -> Row:
 
 
 def token_row() -> Row:
-    """Peak memory with four times the tokens, less what goes out: gradients and a few numbers a token."""
+    """Measure peak memory with four times the tokens, less the outputs: gradients and a few numbers per token."""
     found = []
     for tokens in (4 * TOKENS, TOKENS):
         inputs = made(tokens, VOCABULARY, HIDDEN)
@@ -146,7 +146,7 @@ def token_row() -> Row:
 
 
 def tiny_row() -> Row:
-    """The inner loop of the built-in task, where nothing may be slower."""
+    """Measure the sizes of the built-in task, where the chunked form must not be slower."""
     inputs = made(512, 24, 64)
     forms = [lambda form=form: [once(form, inputs, True) for _ in range(50)] for form in (ours, plain)]
     seconds(forms, 2)
@@ -158,7 +158,7 @@ def tiny_row() -> Row:
 
 
 def kl_row() -> Row:
-    """The exact KL, whose plain form holds the logits of two models."""
+    """Measure the exact KL, whose plain form holds the logits of two models."""
     hidden, head, _ = made(TOKENS // 8, VOCABULARY, HIDDEN)
     ref_hidden, ref_head = (hidden + 0.1).detach(), head.detach()
 
@@ -182,7 +182,7 @@ def kl_row() -> Row:
 
 
 def run(*, repeats: int = 3, threads: int = 2) -> list[Row]:
-    """All rows; about 8 GB and some minutes."""
+    """Make all rows, which takes about 8 GB and some minutes."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

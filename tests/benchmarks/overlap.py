@@ -1,13 +1,13 @@
-"""Generation beside training: a step at staleness 1 against the longer of its two halves, and what is learnt.
+"""Overlap of generation and training: a step at staleness 1 against the longer of its two halves, and what is learnt.
 
-Generation is tuned to the time of training by the number of sequences that the engine runs at once. Then one run
-changes how far ahead it generates every few steps. At 1, engine and trainer work beside each other, each with one
-thread. At 0 they take turns, first with the whole machine to whichever it is, then with all processes confined to one
-core: there a half does by itself what Ray and the driver do for it, which the idle second core does otherwise. What is
-compared is seconds apart, on a machine whose speed changes within minutes. The model has 4.9M parameters: of the
-built-in one, as many seconds of work would be thousands of answers, and the driver's work for each of them. Processor
-seconds tell whether the two were at work all the time; what is lost beyond that is that each of two is slower than one
-alone.
+The number of sequences that the engine runs at once is tuned so that generation takes as long as training. Then a
+single run changes its staleness, the number of training steps by which generation runs ahead, every few steps. At
+staleness 1, engine and trainer work at the same time, with one thread each. At staleness 0 generation and training take
+turns, first with the whole machine, then with all processes confined to one core; on one core a half also does the work
+of Ray and the driver, which otherwise runs on the idle second core. The compared steps are only seconds apart, because
+the machine's speed changes within minutes. The model has 4.9M parameters, because with the built-in model as many
+seconds of work would take thousands of answers, and the driver's work for each of them. CPU seconds show whether both
+halves worked all the time; any other loss comes from two busy cores, each slower than one alone.
 """
 
 import argparse
@@ -31,26 +31,26 @@ from tests.benchmarks.row import Row
 
 CHANGING = "import sys; from tests.benchmarks.overlap import changing; sys.exit(changing())"
 COMMAND = "python -m tests.benchmarks.overlap"
-TUNED = [  # one optimizer step a step, so many answers that each half takes seconds, and weights that stand still
+TUNED = [  # one optimizer step a step, enough answers that each half takes seconds, and weights that hardly change
     "trainer.prompts_per_step=128", "trainer.prompts_per_minibatch=128", "data.val=null", "actor.lr=1e-12",
     "placement.threads_per_worker=1", "trainer.sample_every=0",
 ]  # fmt: skip
 GENERATION, TRAINING = ("generate", "rewards"), ("old_log_probs", "advantages", "update_actor")
 AT_ONCE = (16, 12, 10, 8)
-CYCLE = (1, 1, 1, 0, 0, 0, 0, 0)  # steps ahead; the first after a change still has groups of before, or none
+CYCLE = (1, 1, 1, 0, 0, 0, 0, 0)  # staleness; a step after a change may have leftover groups of the old value, or none
 BESIDE, ALONE, CONFINED = slice(1, 3), slice(4, 6), slice(6, 8)
-CYCLES = 6  # the first warms up
-LOOK_S = 0.1  # at the run, whose processors are both at work
+CYCLES = 6  # the first cycle warms up
+LOOK_S = 0.1  # seconds between looks, which cost CPU time while both cores are busy
 SEEDS = (0, 1, 2)
 
 
 def run() -> list[Row]:
-    """All rows."""
+    """Make all rows."""
     return [*overlap(), learning()]
 
 
 def overlap() -> list[Row]:
-    """max(T_generate, T_train) / T_step, and how busy the processors are meanwhile."""
+    """Measure max(T_generate, T_train) / T_step at staleness 1, and how busy the cores are."""
     count = tuned()
     with tempfile.TemporaryDirectory() as folder:
         side = Side("changing", lambda home, job, _: changing_command(home, job, count), "out/metrics.jsonl")
@@ -69,7 +69,7 @@ def longer_half(
     steps: Sequence[Mapping[str, float]], cycles: Sequence[range], halves: slice, how: str, count: int,
     target: str = "",
 ) -> Row:  # fmt: skip
-    """The ratio of each cycle, and their median; `halves` are the steps of a cycle that are `how` a half is alone."""
+    """Return the median ratio of the longer half alone to a step; `halves` are the steps that time the halves alone."""
     times = []
     for cycle in cycles:
         alone, beside = ([steps[number] for number in cycle[part]] for part in (halves, BESIDE))
@@ -87,7 +87,7 @@ def longer_half(
 
 
 def busy(watched: Run, cycles: Sequence[range]) -> Row:
-    """Processor seconds against seconds, and against those of the same work when the halves take turns."""
+    """Compare CPU seconds with wall seconds, and with the CPU seconds of the same work when the halves take turns."""
     beside, whole = spent(watched, [cycle[BESIDE] for cycle in cycles])
     alone, turns = spent(watched, [cycle[ALONE] for cycle in cycles])
     return Row(
@@ -99,13 +99,13 @@ def busy(watched: Run, cycles: Sequence[range]) -> Row:
 
 
 def spent(watched: Run, parts: Sequence[range]) -> tuple[float, float]:
-    """Processor seconds of all processes, and seconds, of one of these steps: means."""
+    """Return the mean CPU seconds of all processes and the mean wall seconds of the given steps."""
     numbers = [number for part in parts for number in part]
     return tuple(mean(column[n] - column[n - 1] for n in numbers) for column in (watched.cpu, watched.times))
 
 
 def changing() -> int:
-    """`rltrain.main` on the command line's overrides, as far ahead as `CYCLE` says, and on as many cores."""
+    """Call `rltrain.main` with the command line's overrides, and change staleness and cores as `CYCLE` says."""
     original, cores, held = PromptGroups.wanted, os.sched_getaffinity(0), False
 
     def wanted(self: PromptGroups, version: int) -> int:
@@ -122,7 +122,7 @@ def changing() -> int:
 
 
 def confine(root: int, cores: Collection[int]) -> None:
-    """Let a process and all below it run on these cores only, every thread of theirs."""
+    """Confine all threads of a process and its descendants to some cores."""
     for process in tree(root):
         for thread in Path(f"/proc/{process}/task").glob("*"):
             with contextlib.suppress(ProcessLookupError):
@@ -130,7 +130,7 @@ def confine(root: int, cores: Collection[int]) -> None:
 
 
 def tuned() -> int:
-    """The number of sequences at once with which generation takes most nearly as long as training."""
+    """Return the number of concurrent sequences for which the times of generation and training are closest."""
     ratios = {}
     for count in AT_ONCE:
         steps = job(*settings(count), "trainer.total_steps=3")[1:]
@@ -141,17 +141,17 @@ def tuned() -> int:
 
 
 def settings(count: int) -> list[str]:
-    """Overrides of a run with so many sequences at once."""
+    """Return overrides for a run with `count` concurrent sequences."""
     return [*TUNED, "profile=demo", f"model.path={rambling_start()}", f"rollout.max_concurrent_sequences={count}"]
 
 
 def seconds(steps: Sequence[Mapping[str, float]], phases: Sequence[str]) -> float:
-    """Of these phases together in one step: the median."""
+    """Return the median over steps of the seconds that `phases` take together."""
     return median(sum(step[f"timing/{phase}"] for phase in phases) for step in steps)
 
 
 def learning() -> Row:
-    """Held-out accuracy after as many steps."""
+    """Compare held-out accuracy after the same number of steps at staleness 0 and 1."""
     found: dict[int, list[float]] = {0: [], 1: []}
     for seed in SEEDS:
         for staleness, accuracies in found.items():
@@ -166,7 +166,7 @@ def learning() -> Row:
 
 
 def changing_command(home: Path, job: Job, count: int) -> list[str]:
-    """The words of a run of `changing`."""
+    """Return the command line of a run of `changing`."""
     return [
         sys.executable, "-c", CHANGING, *settings(count), "trainer.max_staleness=1", f"trainer.total_steps={job.steps}",
         f"trainer.output_dir={home / 'out'}",
@@ -174,7 +174,7 @@ def changing_command(home: Path, job: Job, count: int) -> list[str]:
 
 
 def job(*overrides: str, name: str = "metrics.jsonl") -> list[dict[str, float]]:
-    """What a run wrote into this file, a line a step or an evaluation."""
+    """Do a run, and return the records of one of its files: one per step or evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         command = [sys.executable, "-m", "rltrain.main", *overrides, f"trainer.output_dir={output}"]
@@ -183,7 +183,7 @@ def job(*overrides: str, name: str = "metrics.jsonl") -> list[dict[str, float]]:
 
 
 def written(path: Path) -> list[dict[str, float]]:
-    """The lines of a file of a run."""
+    """Read a JSON lines file of a run."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,9 +1,10 @@
-"""Packed against padded forward and backward passes, what of them nobody needs, and how evenly plans share work.
+"""Speed of packed and padded forward and backward passes, the share of unneeded tokens, and the balance of plans.
 
-Rows of 32 to 512 tokens, log-uniform. Packed is what the actor does: micro-batches as planned, rows end to end,
-log-probs of the response tokens. Padded is plain transformers: the same rows in the same mini-batch, in the order in
-which they come, padded on the right to the longest of their micro-batch, with an attention mask and sdpa; the same
-budget of tokens, padding counted. Both give the same gradient, which is checked before anything is measured.
+Rows have 32 to 512 tokens, log-uniform. Packed passes are those of the actor: micro-batches as planned, rows end to
+end, log-probs of the response tokens. Padded passes are those of plain transformers: the same rows of the same
+mini-batch in their original order, padded on the right to the longest row of the micro-batch, with an attention mask
+and sdpa; the token budget is the same and includes padding. Packed and padded passes give the same gradient, which is
+checked before anything is measured.
 """
 
 import copy
@@ -29,7 +30,7 @@ from workers.training.dispatch import Minibatch, overhead_metrics, split_rows
 from workers.training.worker_group import row_lengths
 
 COMMAND = "python -m tests.benchmarks.packing"
-ROWS, PROMPT, SHORTEST, SPREAD, BUDGET = 32, 16, 32, 16, 8192  # the budget is the default of the config
+ROWS, PROMPT, SHORTEST, SPREAD, BUDGET = 32, 16, 32, 16, 8192  # the token budget is the config's default
 ROUNDS, THREADS, PLANS = 3, 1, 10_000
 SIZES = {
     "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -38,17 +39,17 @@ SIZES = {
 
 
 def run() -> list[Row]:
-    """All rows of this module."""
+    """Make all rows of the table."""
     return [*throughput(), *balance_rows()]
 
 
 def lengths_of(source: random.Random, rows: int) -> list[int]:
-    """Tokens of so many rows, log-uniform over 1:16."""
+    """Draw the lengths of `rows` rows in tokens, log-uniform over 1:16."""
     return [int(SHORTEST * SPREAD ** source.random()) for _ in range(rows)]
 
 
 def make_batch() -> DataProto:
-    """A mini-batch of random tokens."""
+    """Make a mini-batch of random tokens."""
     source = random.Random(0)
     ids = [[source.randrange(SIZES["vocab_size"]) for _ in range(n)] for n in lengths_of(source, ROWS)]
     return DataProto.from_dict({
@@ -58,13 +59,13 @@ def make_batch() -> DataProto:
 
 
 def packed_pass(model: nn.Module, batch: DataProto, plan: list[list[int]]) -> None:
-    """Forward and backward over packs; the loss is the sum of the response tokens' log-probs."""
+    """Do forward and backward passes over packs; the loss is the sum of the response tokens' log-probs."""
     for rows in plan:
         policy_output(model, pack(batch[rows]), temperature=1.0).log_probs.sum().backward()
 
 
 def padded_pass(model: nn.Module, rows: list[Tensor], plan: list[list[int]]) -> None:
-    """The same over right-padded micro-batches."""
+    """Do forward and backward passes over right-padded micro-batches, with the loss of `packed_pass`."""
     for part in plan:
         ids = pad_sequence([rows[row] for row in part], batch_first=True)
         lengths = torch.tensor([len(rows[row]) for row in part])
@@ -76,7 +77,7 @@ def padded_pass(model: nn.Module, rows: list[Tensor], plan: list[list[int]]) -> 
 
 
 def padded_plan(lengths: list[int], order: list[int], budget: int = BUDGET) -> list[list[int]]:
-    """Rows in this order, as many at a time as fit into the budget when they are padded."""
+    """Fill micro-batches with rows in the given order, as long as the padded rows fit into the budget."""
     plan: list[list[int]] = [[]]
     for row in order:
         tried = [*plan[-1], row]
@@ -88,7 +89,7 @@ def padded_plan(lengths: list[int], order: list[int], budget: int = BUDGET) -> l
 
 
 def throughput() -> list[Row]:
-    """Useful tokens a second, and the share of the tokens computed that nobody needs."""
+    """Measure useful tokens per second, and the share of computed tokens that are padding."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")).eval()
@@ -111,7 +112,7 @@ def throughput() -> list[Row]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            began = time.process_time()  # with one thread, what it would take on a free core
+            began = time.process_time()  # CPU time, which with one thread is the time on a free core
             way()
             times[name].append(time.process_time() - began)
             model.zero_grad()
@@ -127,12 +128,12 @@ def throughput() -> list[Row]:
 
 
 def slots(lengths: list[int], plan: list[list[int]]) -> int:
-    """Tokens that padded micro-batches compute."""
+    """Return the number of tokens that padded micro-batches compute, padding included."""
     return sum(len(part) * max(lengths[row] for row in part) for part in plan)
 
 
 def check_equal(model: nn.Module, plain: nn.Module, ways: dict) -> None:
-    """All ways give the same gradient, or comparing their speed would say nothing; also warms up."""
+    """Check that all ways give the same gradient, without which a comparison of speeds means nothing; also warms up."""
     found = []
     for name, way in ways.items():
         used = model if name == "packed" else plain
@@ -145,7 +146,7 @@ def check_equal(model: nn.Module, plain: nn.Module, ways: dict) -> None:
 
 
 def speed_row(seconds: dict[str, float], tokens: int, model: nn.Module) -> Row:
-    """Useful tokens a second."""
+    """Make the row of useful tokens per second."""
     speed = {name: tokens / each for name, each in seconds.items()}
     size = sum(parameter.numel() for parameter in model.parameters())
     notes = (
@@ -165,7 +166,7 @@ def speed_row(seconds: dict[str, float], tokens: int, model: nn.Module) -> Row:
 def waste_row(
     batch: DataProto, plan: list[list[int]], costs: list[int], padded: dict[str, float], work: RowWork
 ) -> Row:
-    """Tokens that go through the model for nobody, and what attention computes beyond the real rows."""
+    """Make the row of unneeded tokens that go through the model, and of attention computed beyond the real rows."""
     lengths = row_lengths(batch)
     filler = overhead_metrics([[Minibatch(list(range(ROWS)), plan, 1, 1)]], lengths, costs)["filler_fraction"]
     packs = [pack(batch[rows]) for rows in plan]
@@ -189,7 +190,7 @@ def waste_row(
 
 
 def balance_rows() -> list[Row]:
-    """Largest rank load over random plans: of 8 rows a rank and more, and of fewer; no budget is ever exceeded."""
+    """Measure the largest rank load of random plans with 8 or more rows per rank, and with fewer, within budgets."""
     source = random.Random(0)
     many = [random_plan(source, source.uniform(8, 32)) for _ in range(PLANS)]
     few = [random_plan(source, source.uniform(1, 8)) for _ in range(PLANS // 10)]
@@ -217,7 +218,7 @@ def balance_rows() -> list[Row]:
 
 
 def random_plan(source: random.Random, rows_a_rank: float) -> tuple[float, float]:
-    """The largest load of a random plan: over max(mean, heaviest row), and over a bound that no plan can be below."""
+    """Return a random plan's largest load, relative to max(mean, heaviest row) and to a lower bound for any plan."""
     ranks, budget = source.choice((2, 3, 4, 8, 16, 32, 64)), source.choice((512, 1024, 2048, 8192))
     lengths = lengths_of(source, max(1, round(ranks * rows_a_rank)))
     work = RowWork(token=1024, attention=((None, source.choice((0, 1, 2, 4, 8))),)).of_rows(lengths, lengths)

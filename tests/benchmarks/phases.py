@@ -1,8 +1,8 @@
-"""Each phase of a step on the built-in task against its own limit, in processor seconds of one thread.
+"""Each phase of a step on the built-in task against its own limit, in CPU seconds of one thread.
 
-Limits know nothing of rltrain: for the actor's passes a plain transformers model over as many tokens, in rows of the
-mean length, without padding; for generation transformers' `generate`, and vLLM's own loop, on the same prompts; for
-the driver, nothing at all. Processor seconds, since they hardly depend on what else the machine does.
+Limits are measured without rltrain: for the actor's passes, a plain transformers model on as many tokens, in rows of
+the mean length, without padding; for generation, transformers' `generate` and vLLM's own loop on the same prompts; the
+driver has no limit. Times are CPU seconds, because other programs on the machine hardly change them.
 
     python -m tests.benchmarks.phases
 """
@@ -23,7 +23,7 @@ DRIVER = "driver"
 
 
 def cpu_s(*functions: Callable[[], Any], rounds: int = ROUNDS) -> list[float]:
-    """Median processor seconds of each of these, called in turn; a first round is not counted."""
+    """Return the median CPU seconds of each function, called in turn; the first round is not counted."""
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds + 1):
         for function, own in zip(functions, seconds, strict=True):
@@ -34,7 +34,7 @@ def cpu_s(*functions: Callable[[], Any], rounds: int = ROUNDS) -> list[float]:
 
 
 def bare_passes(model: Any, counts: list[int], length: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A forward pass, and an update of one optimizer step a mini-batch, over mini-batches of `counts` tokens."""
+    """Return a forward pass, and an update with one optimizer step per mini-batch, for `counts` tokens each."""
     import torch
 
     batches = [torch.randint(1, 128, (max(1, count // length), length)) for count in counts]
@@ -60,7 +60,7 @@ def bare_passes(model: Any, counts: list[int], length: int) -> tuple[Callable[[]
 
 
 def row(name: str, ours: float, limit: float, of: str, notes: str) -> Row:
-    """Ours beside its limit."""
+    """Make a row of a phase's CPU seconds beside those of its limit."""
     return Row(
         name=f"phase: {name}", ratio=limit / ours, unit="of its limit's speed", target="",
         ours=f"{ours:.3f} processor s", theirs=f"{limit:.3f} processor s, {of}", notes=notes, command=COMMAND,
@@ -69,7 +69,7 @@ def row(name: str, ours: float, limit: float, of: str, notes: str) -> Row:
 
 
 def start_model() -> tuple[str, Any]:
-    """The start's directory, and its model as transformers loads it."""
+    """Return the directory of the initial model, and the model as transformers loads it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -81,7 +81,7 @@ def start_model() -> tuple[str, Any]:
 
 
 def actor_rows(watched: Watched, model: Any) -> list[Row]:
-    """Old log-probs and the update."""
+    """Measure old log-probs and the update."""
     batch, minibatches = watched.given["actor.update"][:2]
     tokens = (batch.lengths("prompts") + batch.lengths("responses") - 1).tolist()
     counts = [sum(tokens[row] for row in minibatch.rows) for minibatch in minibatches]
@@ -94,7 +94,7 @@ def actor_rows(watched: Watched, model: Any) -> list[Row]:
 
 
 def generation_row(watched: Watched, model: Any) -> Row:
-    """The transformers engine against transformers' own generation."""
+    """Measure the transformers engine against transformers' own generation."""
     import torch
 
     prompts = watched.given["actor.update"][0].padded("prompts")
@@ -111,7 +111,7 @@ def generation_row(watched: Watched, model: Any) -> Row:
 
 
 def vllm_row(path: str) -> Row:
-    """Our vLLM worker against vLLM's own loop, same requests and sampling parameters."""
+    """Measure our vLLM worker against vLLM's own loop, with the same requests and sampling parameters."""
     from rltrain.data.prompts import Prompt
     from rltrain.settings.compose import compose
     from rltrain.tasks import TASKS
@@ -149,7 +149,7 @@ def vllm_row(path: str) -> Row:
 
 
 def driver_row(watched: Watched) -> Row:
-    """What no worker does: batches, advantages, plans, metrics, files."""
+    """Measure the driver's own work: batches, advantages, plans, metrics, files."""
     step = watched.median("step")
     calls = {name for seconds in watched.seconds for name in seconds} - {"step", "log"}
     own, log = step - watched.median(*calls), watched.median("log")
@@ -162,7 +162,7 @@ def driver_row(watched: Watched) -> Row:
 
 
 def run() -> list[Row]:
-    """The phases in their order; an engine that is not installed is left out."""
+    """Measure the phases in their order; an engine that is not installed is left out."""
     watched = watched_run(STEPS)
     path, model = start_model()
     rows = [generation_row(watched, model), *actor_rows(watched, model), driver_row(watched)]

@@ -1,4 +1,4 @@
-"""The plainest correct GRPO: one process, transformers' `generate`, padded rows, no other machinery. And against it.
+"""Comparison of rltrain with the plainest correct GRPO: one process, transformers' `generate` and padded rows.
 
 python -m tests.benchmarks.plain_loop            # the rows
 python -m tests.benchmarks.plain_loop JOB.json   # the loop itself, on a job of job.py
@@ -19,11 +19,11 @@ from rltrain.rewards.final_answer import final_answer
 from tests.benchmarks.job import Job, best, describe, in_turn, median_of, program_side
 from tests.benchmarks.row import Row
 
-LOW, HIGH, DUAL = 0.8, 1.2, 3.0  # bounds of the ratio, and of a bad answer's loss
+LOW, HIGH, DUAL = 0.8, 1.2, 3.0  # bounds of the ratio, and of the loss for a negative advantage
 
 
 def answers(model: Any, prompts: Tensor, limit: int, samples: int) -> Tensor:
-    """Sampled answers (B, T), row by row `samples` of each prompt (P, 8); padding is 0 and follows the end token."""
+    """Sample answers (B, T), `samples` in a row for each prompt (P, 8); padding is 0 and follows the end token."""
     ids = prompts.repeat_interleave(samples, 0)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
@@ -33,14 +33,14 @@ def answers(model: Any, prompts: Tensor, limit: int, samples: int) -> Tensor:
 
 
 def log_probs(model: Any, prompts: Tensor, responses: Tensor) -> Tensor:
-    """Log-prob (B, T) of each answer token; padding lies to the right, where causal attention never looks."""
+    """Return the log-prob (B, T) of each answer token; padding is on the right, where causal attention never looks."""
     ids = torch.cat([prompts, responses], 1)[:, :-1]
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=responses.size(1)).logits
     return -F.cross_entropy(logits.transpose(1, 2), responses, reduction="none")
 
 
 def loss_of(now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """PPO's clipped loss with dual clip, mean over the mini-batch's tokens."""
+    """Return PPO's clipped loss with dual clip, averaged over the tokens of the mini-batch."""
     ratio = (now - old).exp()
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(LOW, HIGH))
     losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * DUAL), losses)
@@ -48,7 +48,7 @@ def loss_of(now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
 
 
 def main(path: str) -> None:
-    """Train."""
+    """Train on the job of the file `path`."""
     job = json.loads(Path(path).read_text())
     torch.manual_seed(job["seed"])
     torch.set_num_threads(job["threads"])
@@ -66,7 +66,7 @@ def main(path: str) -> None:
             responses = answers(model, ids, job["max_response_length"], samples)
             prompts = ids.repeat_interleave(samples, 0)
             ends = (responses == job["stop_id"]).int()
-            mask = (ends.cumsum(1) - ends == 0).float()  # up to the end token, and with it
+            mask = (ends.cumsum(1) - ends == 0).float()  # tokens up to the end token, inclusive
             old = log_probs(model, prompts, responses)
         scores = torch.tensor([
             final_answer(row["prompt"], text, answer=row["answer"], finish_reason="stop" if end else "length")
@@ -92,7 +92,7 @@ def main(path: str) -> None:
 
 
 def run() -> list[Row]:
-    """Our seconds a step against the plain loop's."""
+    """Compare seconds per step of rltrain and the plain loop."""
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
     from tests.benchmarks.trl import ROUNDS, STEPS, our_sides, seconds_of

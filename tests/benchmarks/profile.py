@@ -1,4 +1,4 @@
-"""One step in this process under cProfile, in processor seconds of one thread: what costs most.
+"""A step in one process under cProfile, in CPU seconds of one thread, shows what costs most.
 
 python -m tests.benchmarks.profile        # the rows, and the functions behind them on standard error
 """
@@ -13,7 +13,7 @@ from tests.benchmarks.inside import WARM_UP, watched_run
 from tests.benchmarks.row import Row
 
 STEPS = WARM_UP + 6
-# A function's own time goes to the first of these that its file and name contain.
+# A function's own time counts for the first category with a mark in the function's file and name.
 COSTS = (
     ("backward pass", ("run_backward",)),
     ("matrix products of forward passes", ("_nn.linear", "onednn_mm")),
@@ -29,11 +29,11 @@ COSTS = (
 
 
 Function = tuple[str, int, str]
-DEPTH = 8  # callers that are asked on behalf of functions of no cost's own, such as `len`
+DEPTH = 8  # levels of callers searched for a function without a category, such as `len`
 
 
 def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -> dict[str, float]:
-    """The costs that a profiled function belongs to, by share: its own, else those of its callers."""
+    """Return the shares of a profiled function's time by cost category: its own category, else those of its callers."""
     text = f"{function[0]}:{function[2]}"
     if own := next((name for name, marks in COSTS if any(mark in text for mark in marks)), None):
         return {own: 1.0}
@@ -49,7 +49,7 @@ def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -
 
 
 def run() -> list[Row]:
-    """The three largest costs, as shares of the step."""
+    """Return the three largest costs, as shares of the step."""
     profiler = cProfile.Profile(time.process_time)
     watched_run(STEPS, around=(profiler.enable, profiler.disable))
     stats: Any = pstats.Stats(profiler, stream=sys.stderr)

@@ -1,7 +1,7 @@
-"""A start whose answers ramble: 5M parameters, and a third of its answers write the scratch pad over and over.
+"""An initial model with 5M parameters, a third of whose answers ramble: they repeat the scratch pad over and over.
 
-The mixture is taught as `rltrain.tasks.tiny_model` teaches the built-in one, on answers cut after `TAUGHT` tokens: what
-repeats itself there and never ends goes on to `LIMIT` tokens too.
+The model learns from a mixture as in `rltrain.tasks.tiny_model`, on answers cut after `TAUGHT` tokens; answers that
+repeat without an end during teaching later go on to `LIMIT` tokens.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from rltrain.tasks import tiny_model as recipe
 from rltrain.tasks.median import solve
 
 LIMIT, TAUGHT = 256, 48
-SHARE = 0.42  # taught; of what is sampled then, a third goes on to the limit
+SHARE = 0.42  # share of rambling in the teaching; of sampled answers, a third goes on to the limit
 STEPS = 120
 
 
 def mess(digits: str, rng: random.Random) -> tuple[str, bool]:
-    """Sort and answer, or guess; or sort, and sort again, without an end.
+    """Write an answer that sorts and solves, one that guesses, or one that repeats the sorted digits without an end.
 
-    An end only ever follows `#` and a digit, and what rambles has no `#`: so it hardly ever ends by chance.
+    An end token only follows `#` and a digit, and rambling answers have no `#`, so they hardly ever end by chance.
     """
     pad = "".join(sorted(digits))
     if rng.random() < SHARE:
@@ -33,7 +33,7 @@ def mess(digits: str, rng: random.Random) -> tuple[str, bool]:
 
 
 def model_5m() -> Qwen2ForCausalLM:
-    """A Qwen2 of 4.9M parameters: 5 layers, hidden 256."""
+    """Make a Qwen2 of 4.9M parameters: 5 layers, hidden size 256."""
     config = Qwen2Config(**recipe.tiny_model().config.to_dict() | {
         "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5, "layer_types": None,
     })  # fmt: skip
@@ -41,7 +41,7 @@ def model_5m() -> Qwen2ForCausalLM:
 
 
 def rambling_start() -> Path:
-    """The directory of the start, made on the spot the first time, which takes a minute or two."""
+    """Return the directory of the rambling model, which is made at the first call and takes a minute or two."""
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     path = recipe.cache_root() / "starts" / f"rambling-{version}"
     if not path.exists():

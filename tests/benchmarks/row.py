@@ -1,20 +1,20 @@
-"""What one benchmark reports: a ratio of two things run in turn on the same machine."""
+"""The report of one benchmark: a ratio of two things run in turn on the same machine."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """A line of the benchmark table.
 
     Attributes:
-        name: what was compared, in a few words.
-        ratio: of the two figures, as `unit` says.
-        unit: what the ratio means, "times faster than a padded batch" for instance.
-        target: what is aimed at, ">= 2" for instance; "" where there is none.
-        ours, theirs: the two figures behind the ratio, with their units.
-        notes: sizes, peak memory, versions and whatever else a reader needs to judge it.
-        command: reproduces it from the repository root.
+        name: What was compared, in a few words.
+        ratio: Ratio of the two figures, as `unit` explains.
+        unit: Meaning of the ratio, for instance "times faster than a padded batch".
+        target: Aim for the ratio, for instance ">= 2"; "" if there is none.
+        ours, theirs: The two figures behind the ratio, with their units.
+        notes: Sizes, peak memory, versions and all else that a reader needs to judge the ratio.
+        command: Command that reproduces the row from the repository root.
     """
 
     name: str

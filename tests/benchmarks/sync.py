@@ -1,7 +1,7 @@
-"""A weight sync of 120M parameters, two FSDP2 ranks to one vLLM, against gathering and loading alone.
+"""A weight sync of 120M parameters from two FSDP2 ranks to one vLLM, against gathering and loading alone.
 
-Gathering alone: each tensor's `full_tensor()` on both ranks, nothing kept. Loading alone: the engine's own reload from
-tensors that lie in its memory. The sync does both and what is between them, with and without the proofs of E5.
+Gathering alone is each tensor's `full_tensor()` on both ranks, with nothing kept. Loading alone is the engine's own
+reload from tensors in its memory. The sync gathers, transfers and loads, with and without the checks of invariant E5.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ SETTINGS = [
 
 
 def make_model(folder: Path) -> int:
-    """A random model in Hugging Face form; returns its bytes."""
+    """Save a random model in Hugging Face form, and return its size in bytes."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
     model.save_pretrained(folder)
@@ -49,11 +49,11 @@ def make_model(folder: Path) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-# What runs in the workers' processes
+# Functions that run in the workers' processes
 
 
 def gather(host: Any) -> None:
-    """Every tensor as a whole on this rank, one after the other."""
+    """Gather every whole tensor on the rank, one after the other."""
     for parameter in host.roles["actor"].model.parameters():
         parameter.detach().full_tensor()
 
@@ -64,7 +64,7 @@ def own_tensors(host: Any, path: str) -> None:
 
 
 def reload(host: Any) -> None:
-    """The engine's reload of the weights in its memory."""
+    """Reload the engine's weights from its memory."""
     from vllm.config import set_current_vllm_config
 
     role = host.roles["rollout"]
@@ -81,13 +81,13 @@ def reload(host: Any) -> None:
 
 
 def forget_peak(host: Any) -> int:
-    """Start a new peak of this process's memory; returns the kB in use."""
+    """Reset the peak memory of the process, and return the kB in use."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory(host, "VmRSS")
 
 
 def memory(host: Any, which: str) -> int:
-    """A line of /proc/self/status in kB."""
+    """Return a line of /proc/self/status in kB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(lines[which].split()[0])
 
@@ -96,25 +96,25 @@ def memory(host: Any, which: str) -> int:
 
 
 async def on(roles: Sequence[Role[Any]], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function in the process of each of these roles, on its host."""
+    """Call a function with the `Host` of each role's process, inside the process."""
     processes: list[Any] = [role.process for role in roles]
     return await results([Pending(one, one.actor.__ray_call__.remote(function, *args)) for one in processes])
 
 
 def engines(workers: Workers) -> list[Role[Any]]:
-    """The engine of each replica."""
+    """Return the engine of each replica."""
     return [replica.role for replica in workers.rollout.replicas]
 
 
 async def seconds(function: Callable[[], Awaitable[Any]]) -> float:
-    """How long it takes."""
+    """Return the seconds that a call takes."""
     begin = time.perf_counter()
     await function()
     return time.perf_counter() - begin
 
 
 async def measure(workers: Workers) -> dict[str, list[float]]:
-    """Seconds by kind and round, the kinds in turn."""
+    """Return seconds by kind and round, with the kinds measured in turn."""
 
     def send(check: bool) -> Callable[[], Awaitable[None]]:
         return lambda: sync(workers.actor.ranks, engines(workers), 1, check=check)
@@ -126,19 +126,19 @@ async def measure(workers: Workers) -> dict[str, list[float]]:
         "unchecked": send(False),
     }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for number in range(ROUNDS + 1):  # the first warms up
+    for number in range(ROUNDS + 1):  # the first round warms up
         for kind, function in kinds.items():
             taken = await seconds(function)
             if number:
                 found[kind].append(taken)
-    for number in range(PAIRS):  # the checks are a small part, and each sync's time changes by more than that
+    for number in range(PAIRS):  # many pairs, as the checks take less than the variation between syncs
         for kind in ("checked", "unchecked")[:: 1 if number % 2 else -1]:
             found[kind].append(await seconds(kinds[kind]))
     return found
 
 
 async def peak(workers: Workers) -> int:
-    """Bytes that rank 0 takes more during a sync."""
+    """Return the additional bytes that rank 0 uses during a sync."""
     first = workers.actor.ranks[:1]
     (before,) = await on(first, forget_peak)
     await sync(workers.actor.ranks, engines(workers), 2, check=True)
@@ -147,7 +147,7 @@ async def peak(workers: Workers) -> int:
 
 
 def rows(found: dict[str, list[float]], size: int, extra: int) -> list[Row]:
-    """The table's lines."""
+    """Return the lines of the table."""
     middle = {kind: statistics.median(values[:ROUNDS]) for kind, values in found.items()}
     alone = [gathered + loaded for gathered, loaded in zip(found["gather"], found["load"], strict=True)]
     notes = (
@@ -174,7 +174,7 @@ def rows(found: dict[str, list[float]], size: int, extra: int) -> list[Row]:
 
 
 def run() -> list[Row]:
-    """Measure; starts and ends its own Ray."""
+    """Measure on a Ray cluster that the benchmark starts and stops."""
     config, _ = compose(SETTINGS)
     with tempfile.TemporaryDirectory() as folder:
         size = make_model(Path(folder))
@@ -187,7 +187,7 @@ def run() -> list[Row]:
 
 
 async def measured(config: Config, folder: str) -> tuple[dict[str, list[float]], int]:
-    """Seconds by kind and round, and the memory that rank 0 takes for a sync."""
+    """Return seconds by kind and round, and the additional memory that rank 0 uses for a sync."""
     async with (
         BackgroundTasks() as tasks,
         await start_workers(config, folder, [1], tasks, needs_critic=False) as workers,

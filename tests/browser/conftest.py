@@ -1,4 +1,4 @@
-"""A headless Chromium, and pages of runs that are opened in it without a network."""
+"""Fixtures: a headless Chromium, and a function that opens pages of runs in it without a network."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ def missing(what: str) -> None:
 
 @pytest.fixture(scope="session")
 def browser():
-    """Chromium of the system, or Playwright's own."""
+    """Start the system's Chromium, or else Playwright's."""
     try:
         from playwright.sync_api import Error, sync_playwright
     except ImportError:
         missing("playwright is not installed")
     own = next(filter(None, map(shutil.which, BROWSERS)), None)
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to the superuser
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium does not sandbox for root
     with sync_playwright() as playwright:
         try:
             opened = playwright.chromium.launch(executable_path=own, args=flags)
@@ -40,7 +40,10 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Open a page of a run's report. Errors of the page's program, and requests that it makes, fail the test."""
+    """Return a function that opens a page of a run's report.
+
+    Errors of the page's JavaScript and network requests of the page fail the test.
+    """
     contexts, problems = [], []
 
     def open_page(path: Path, **options):
@@ -63,7 +66,7 @@ def opened(browser):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """The page of a run of two steps with a failed reward, an observation, and text that looks like HTML."""
+    """Write the report of a two-step run with a failed reward, an observation, and text that looks like HTML."""
     folder = tmp_path_factory.mktemp("runs") / "made"
     first = batch(["12", "</script><b>x</b>", "a\nb"], uids=[7, 7, 8], scores=[1.0, 0.0, 0.5], observed=[(0, 1)])
     second = batch(["56", "78"], uids=[9, 9], scores=[0.25, 0.0], errors=["", "it broke"])

@@ -1,4 +1,4 @@
-"""The report in a browser: what a reader clicks, types and hovers."""
+"""Tests of the report in a browser: clicks, typed text and hovering."""
 
 import math
 
@@ -21,14 +21,14 @@ def settled(page, text: str) -> None:
 
 
 def tip(page) -> dict[str, str]:
-    """The values that the page shows of a token, by their names."""
+    """Return the values of a token in the page's tooltip, by name."""
     cells = page.locator("#tip tr").all()
     found = {row.locator("th").inner_text(): row.locator("td").inner_text() for row in cells}
     return {"token": page.inner_text("#tip .what"), "state": page.inner_text("#tip .faint"), **found}
 
 
 def reading(page) -> str:
-    """What the first chart says of its curves."""
+    """Return the text below the first chart with the values of its curves."""
     return page.inner_text("#charts .values >> nth=0").strip()
 
 
@@ -74,7 +74,7 @@ def test_samples_are_found_by_step_text_reward_and_failure(opened, made):
     page.fill("[name=text]", "<B>X")
     settled(page, "1 sample of 5, in 1 group")
     assert page.locator(".card").first.inner_text().endswith("</script><b>x</b><eos>")
-    page.fill("[name=text]", "8=")  # of the prompt
+    page.fill("[name=text]", "8=")  # text of the prompt
     settled(page, "1 sample of 5, in 1 group")
     page.locator(".group h3", has_text="prompt group 8").wait_for()
     page.fill("[name=text]", "")
@@ -109,7 +109,7 @@ def test_the_colour_of_a_token_follows_the_chosen_value(opened, made):
     page = opened(made)
     colour = "element => element.style.background"
     negative = token(page, 0, 0).evaluate(colour)
-    assert "--low" in negative  # its advantage is -1
+    assert "--low" in negative  # the token's advantage is -1
     page.select_option("[name=color]", "kl")
     page.locator(".card .tokens span[style*='--high']").first.wait_for()
     page.select_option("[name=color]", "none")
@@ -143,7 +143,7 @@ def test_hovering_a_curve_shows_the_values_of_that_step_in_all_charts(opened, ma
     picture = page.locator("#charts .chart svg[role=img]").first
     box = picture.bounding_box()
     assert reading(page) == "mean 0.25"
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)  # step 1 of 0 to 2
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)  # step 1 of steps 0 to 2
     assert reading(page) == "mean 0.125"
     assert "step 1:" in page.inner_text("#time .values")
 
@@ -181,7 +181,7 @@ def test_a_page_of_ten_thousand_answers_of_256_tokens_is_small_and_opens_and_is_
 
 
 def large_run(folder, *, steps: int, samples: int, length: int):
-    """A run with random tokens, log-probs and advantages. One answer has the token "needle"."""
+    """Make a run with random tokens, log-probs and advantages. One answer has the token "needle"."""
     made_run(folder, [])
     rng, vocabulary = np.random.default_rng(0), 50_000
     texts = [f" w{number}" for number in range(vocabulary)]

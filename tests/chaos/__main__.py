@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: runs that are struck, and a table of what came of each; status 1 if any went wrong.
+"""`python -m tests.chaos`: runs with injected faults, and a table of their results; status 1 if any went wrong.
 
 python -m tests.chaos --runs 120 --seed 0
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
@@ -22,7 +22,7 @@ SUMMARY = (
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
-    """One line of the table."""
+    """Format a run with a fault as one line of the table."""
     strike = outcome.strike
     times = (f"{s:.1f} s" if s is not None else "-" for s in (outcome.detected_s, outcome.serving_s))
     wrong = "; ".join(outcome.wrong) or "nothing"
@@ -33,7 +33,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
 
 
 def summary(outcomes: list[Outcome]) -> Iterator[str]:
-    """A table of recovery times by role."""
+    """Format a table of recovery times by role."""
     yield " | ".join(SUMMARY)
     for kind in sorted({outcome.strike.kind for outcome in outcomes}):
         own = [outcome for outcome in outcomes if outcome.strike.kind == kind]
@@ -42,13 +42,13 @@ def summary(outcomes: list[Outcome]) -> Iterator[str]:
 
 
 def _typical(seconds: list[float | None]) -> str:
-    """The median and the longest of those that are known."""
+    """Format the median and the longest of the known times."""
     known = [one for one in seconds if one is not None]
     return f"{statistics.median(known):.1f} s, {max(known):.1f} s" if known else "-"
 
 
 def main() -> int:
-    """Run them."""
+    """Run the faults that the command line asks for, and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--runs", type=int, default=len(kinds()))
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""The trainer's program with a strike in it: `python -m tests.chaos.driver JOB.json OVERRIDES...`.
+"""The trainer's program with a fault injected: `python -m tests.chaos.driver JOB.json OVERRIDES...`.
 
-JOB has the strike (or null), how long phases usually take, and the file for a line of JSON at each thing that happens.
-Phases are noticed by standing around the trainer's own, from inside its process; nothing in the trainer knows of it.
+JOB has the strike (or null), the usual durations of phases, and the file that gets a line of JSON for each event. The
+driver patches methods of the trainer to notice its phases; the trainer itself has no code for strikes.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from tests.chaos.strikes import START, Strike
 from workers import placement
 from workers.cluster.liveness import PROCESSES
 
-SHORT_S = 0.02  # phases shorter than this are struck at their beginning
+SHORT_S = 0.02  # a shorter phase is struck at its beginning
 
 
 class Watcher:
-    """Notes what happens, and strikes once."""
+    """Records the events of a run, and strikes once."""
 
     def __init__(self, job: dict[str, Any], output_dir: Path) -> None:
         self.strike = Strike(**job["strike"]) if job["strike"] else None
@@ -39,12 +39,12 @@ class Watcher:
         self.output_dir, self.step, self.phase = output_dir, 0, START
 
     def note(self, what: str, **more: Any) -> None:
-        """Write a line."""
+        """Append an event to the file."""
         with self.file.open("a") as file:
             file.write(json.dumps({"time": time.time(), "what": what, "step": self.step, **more}) + "\n")
 
     def enter(self, phase: str) -> None:
-        """A phase begins."""
+        """Record that a phase begins, and schedule the strike if it is due in this phase and step."""
         self.phase = phase
         if self.strike and (self.strike.phase, self.strike.step) == (phase, self.step):
             strike, self.strike = self.strike, None
@@ -55,9 +55,9 @@ class Watcher:
                 threading.Timer(delay_s, self.hit, [strike]).start()
 
     def hit(self, strike: Strike) -> None:
-        """Send the victim its signal."""
+        """Send the signal to the process of the strike's role."""
         pid = victim(strike.role, self.output_dir)
-        if not pid:  # 0 would be this process and all that it started
+        if not pid:  # kill(0) would signal the driver's own process group
             named = ", ".join(named_processes(self.output_dir)) or "nothing"
             self.note("missed", phase=self.phase, reason=f"no process of the {strike.role}; {PROCESSES} has {named}")
             return
@@ -66,19 +66,19 @@ class Watcher:
 
 
 class Noted(logging.Handler):
-    """Notes what the trainer says."""
+    """Records the trainer's log messages as events."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__(logging.INFO)
         self.watcher = watcher
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line of the log."""
+        """Record a log message as an event."""
         self.watcher.note("said", text=record.getMessage())
 
 
 def surround(owner: type, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Have these called around a coroutine method, with what it is called on."""
+    """Call `before` and `after` around a coroutine method, with the method's object."""
     original = getattr(owner, name)
 
     async def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def surround(owner: type, name: str, before: Callable[..., None], after: Callabl
 
 
 def install(watcher: Watcher) -> None:
-    """Stand around the phases and steps."""
+    """Patch the trainer so that `watcher` notices phases and steps."""
 
     def step_begins(trainer: Trainer) -> None:
         watcher.step = trainer.step
@@ -124,7 +124,7 @@ def install(watcher: Watcher) -> None:
 
 if __name__ == "__main__":
     for module in (checks, placement):
-        module.cpu_cores = lambda: 8  # a process for each role, however few cores there are
+        module.cpu_cores = lambda: 8  # gives each role a process, however few cores there are
     job = json.loads(Path(sys.argv[1]).read_text())
     watcher = Watcher(job, Path(job["output_dir"]))
     install(watcher)

@@ -1,4 +1,4 @@
-"""The processes of a run, found from outside, and what is left of a run when it has ended."""
+"""Find the processes of a run from outside, and what a run leaves behind after its end."""
 
 import json
 import os
@@ -16,9 +16,9 @@ SHARED, SESSIONS = Path("/dev/shm"), Path("/tmp/ray")
 
 
 def victim(role: str, output_dir: Path) -> int:
-    """The pid of a role's process (of its first, where there are several); 0 where there is none.
+    """Return the pid of a role's process, the first if the role has several; 0 if it has none.
 
-    Called in the driver's process.
+    `victim` is called in the driver's process.
     """
     if role == "driver":
         return os.getpid()
@@ -34,20 +34,20 @@ def victim(role: str, output_dir: Path) -> int:
 
 
 def named_processes(output_dir: Path) -> dict[str, dict[str, Any]]:
-    """What a run calls its processes; nothing where it has not called any yet."""
+    """Read the table of a run's named processes; empty if no process has been named yet."""
     path = output_dir / "processes.json"
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return table
 
 
 def left_behind(driver: int, before: Collection[int], files: Collection[Path], *, within_s: float) -> list[str]:
-    """What a run whose driver has ended has left after a while: processes, files in shared memory, and Ray's sockets.
+    """Return what a run leaves some time after its driver ended: processes, files in shared memory, and Ray's sockets.
 
     Args:
-        driver: its pid.
-        before: processes below this one that there were before. Orphans become children of this one.
-        files: in shared memory before.
-        within_s: for them to go.
+        driver: Pid of the run's driver.
+        before: Child processes that existed before the run. Orphans of the run become children of the calling process.
+        files: Files that were in shared memory before the run.
+        within_s: Time that processes and files have to disappear.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -62,19 +62,19 @@ def left_behind(driver: int, before: Collection[int], files: Collection[Path], *
 
 
 def mapped() -> set[Path]:
-    """The files in shared memory that any process uses, such as those of other runs on this machine."""
+    """Return the files in shared memory that any process uses, including those of other runs on the same machine."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = path.read_text().splitlines()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         found |= {SHARED / line.partition(f"{SHARED}/")[2] for line in lines if f"{SHARED}/" in line}
     return found
 
 
 def below(root: int) -> list[int]:
-    """All processes below one, oldest first."""
+    """Return the pids of all descendants of a process, oldest first."""
     try:
         return sorted(process.pid for process in psutil.Process(root).children(recursive=True))
     except psutil.Error:
@@ -82,7 +82,7 @@ def below(root: int) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    """Its parent; 0 where it has ended."""
+    """Return the parent of a process; 0 if the process has ended."""
     try:
         return int(psutil.Process(pid).ppid())
     except psutil.Error:
@@ -90,7 +90,7 @@ def parent(pid: int) -> int:
 
 
 def state(pid: int) -> str:
-    """Its state, such as "sleeping"; "" where it has ended or is a zombie."""
+    """Return the state of a process, such as "sleeping"; "" if the process has ended or is a zombie."""
     try:
         found = str(psutil.Process(pid).status())
     except psutil.Error:
@@ -99,7 +99,7 @@ def state(pid: int) -> str:
 
 
 def command(pid: int) -> str:
-    """Its command line."""
+    """Return the command line of a process."""
     try:
         return " ".join(psutil.Process(pid).cmdline()).strip()
     except psutil.Error:

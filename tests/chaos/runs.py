@@ -1,4 +1,4 @@
-"""One run with a strike in it, and what is to be true of it afterwards."""
+"""Run a job with one strike, and check afterwards that nothing was lost."""
 
 import contextlib
 import dataclasses
@@ -20,29 +20,29 @@ from tests.chaos.strikes import DAEMONS, START, STEPS, Strike
 from workers.cluster.process_tree import adopt_orphans, reap
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300.0  # no run may take longer
-LEFT_S = 10.0  # after its end, within which nothing of a run is left
-ENDS_S = 60.0  # within which a run ends that has lost a daemon of Ray; alone on a machine it takes a tenth of that
-PROMPTS = 8  # of a step
+LIMIT_S = 300.0  # a longer run counts as hung
+LEFT_S = 10.0  # after the end of a run, for its processes and files to disappear
+ENDS_S = 60.0  # a run must end in this time after it lost a daemon of Ray; on an idle machine it takes a tenth
+PROMPTS = 8  # prompts of a training step
 JOB = [
     "algorithm=ppo", "algorithm.kl_loss.kl_loss_coef=0.01", "rollout=hf", "trainer.deterministic=true",
     f"trainer.total_steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=1", "trainer.eval_every=2", "trainer.sample_every=0", "trainer.hang_timeout_s=20",
     "data.val_size=8", "placement.threads_per_worker=1",
 ]  # fmt: skip
-# Besides: engines that are slower than the actor, so that answers are under way in all phases.
+# Added to `JOB`: engines slower than the actor, so that answers are being generated in all phases.
 ASYNCHRONOUS = ["trainer.deterministic=false", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=2"]
 OWN_PROCESSES = ("critic", "reference")  # roles that share the actor's process unless they are struck
 
 
 @dataclass
 class Life:
-    """A run from its start to its end.
+    """A run that has ended.
 
     Attributes:
-        status: of its exit; None where it did not end within `LIMIT_S`.
-        said: the last that it wrote.
-        left: what was left of it.
+        status: Exit status; None if the run did not end within `LIMIT_S`.
+        said: Last lines of its output.
+        left: Processes and files that the run left behind.
     """
 
     status: int | None
@@ -52,17 +52,17 @@ class Life:
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The result of a run with a strike.
 
     Attributes:
-        strike: that was in it.
-        wrong: what is not as it must be.
-        detected_s: from the strike until the run said so; where the run ends of it, until it had ended.
-        serving_s: from the strike until what was struck works again: a replica has its weights, other roles' next phase
-            begins.
-        repeated: training steps begun more than once.
-        seconds: of the whole run.
-        phase: in which the strike came down.
+        strike: The strike of the run.
+        wrong: Descriptions of all that went wrong.
+        detected_s: Time from the strike until the run reported it, or until the end of a run that the strike ended.
+        serving_s: Time from the strike until the struck role works again: until a replica has its weights, or until
+            another role's next phase begins.
+        repeated: Number of times that a training step was begun again.
+        seconds: Duration of the whole run.
+        phase: Phase in which the signal was sent.
     """
 
     strike: Strike
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, float], *overrides: str) -> Outcome:
-    """Run the job with a strike and compare it with the undisturbed one; weights only where nothing is overridden."""
+    """Run the job with a strike and compare it with the undisturbed run; weights count only without overrides."""
     outcome, began = Outcome(strike), time.monotonic()
     life = start(folder, strike, usual_s, *overrides)
     if life.status is None:
@@ -98,7 +98,7 @@ def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, floa
 
 
 def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overrides: str) -> Life:
-    """Run the trainer's program to its end, and look at what is left of it."""
+    """Run the trainer's program to its end, and look for processes and files that it left."""
     folder.mkdir(parents=True, exist_ok=True)
     output, job, events = folder / "out", folder / "job.json", folder / "events.jsonl"
     job.write_text(json.dumps({
@@ -133,9 +133,9 @@ def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overr
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[list[int]]:
-    """Processes that a run leaves behind become children of this one, so that they are found; yields those from before.
+    """Make orphans of a run children of the calling process, to find them; yield the children from before the run.
 
-    The ones that have ended are waited for: as zombies they would stay until this process ends.
+    Orphans that have ended are waited for, because otherwise they would stay zombies.
     """
     before = below(os.getpid())
     adopt_orphans()
@@ -147,16 +147,16 @@ def _adopting_orphans() -> Iterator[list[int]]:
 
 
 def _listen_to_hang_ups() -> None:
-    """What is started with nohup ignores SIGHUP, and so would all that it starts."""
+    """Restore SIGHUP's default action, because nohup lets a program and its children ignore SIGHUP."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def unnamed(daemon: str, folder: Path) -> list[str]:
-    """What is wrong with how a run said that a daemon of Ray had died, and with when it ended of that."""
+    """Return what is wrong with the error message after a daemon of Ray died, and with the time until the run ended."""
     happened = lines(folder / "events.jsonl")
     times = {event["what"]: event for event in happened if event["what"] in ("strike", "ends")}
     if "strike" not in times:
-        return []  # which is told as such
+        return []  # `measure` reports that nothing was struck
     wrong = []
     said = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("error: ")]
     expected = rf"error: Ray's {daemon} on node \S+ \(pid {times['strike']['pid']}\) is gone .*trainer.resume=auto"
@@ -168,7 +168,7 @@ def unnamed(daemon: str, folder: Path) -> list[str]:
 
 
 def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
-    """What is not as it must be in the results of a run."""
+    """Return what is wrong with the results of a run, compared with those of an undisturbed run."""
     wrong = []
     steps = [line["step"] for line in lines(output / "metrics.jsonl")]
     if steps != list(range(1, STEPS + 1)):
@@ -187,7 +187,7 @@ def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
 
 @cache
 def weights(folder: Path) -> dict[str, bytes]:
-    """The tensors of an exported model, as bytes."""
+    """Return the tensors of an exported model, as bytes."""
     from safetensors import deserialize
 
     return {
@@ -198,12 +198,12 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines; none where there is no file."""
+    """Read a JSON lines file; empty if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def measure(outcome: Outcome, events: Path) -> None:
-    """Times of what happened, from the strike on."""
+    """Set the times of `outcome`, which count from the strike."""
     happened = lines(events)
     begun = [event for event in happened if event["what"] == "step begins"]
     outcome.repeated = len(begun) - len({event["step"] for event in begun})
@@ -228,7 +228,7 @@ def measure(outcome: Outcome, events: Path) -> None:
 
 
 def usual(folder: Path) -> dict[str, float]:
-    """Median seconds of each phase of a run, and those of its start."""
+    """Return the median seconds of each phase of a run, and the seconds of its start."""
     happened = lines(folder / "events.jsonl")
     first = {
         what: next(event["time"] for event in happened if event["what"] == what) for what in ("starts", "step begins")

@@ -1,8 +1,9 @@
-"""`python -m tests.chaos.soak --minutes 20`: a long run of small steps, and whether anything of it grows.
+"""`python -m tests.chaos.soak --minutes 20`: a long run of small steps, checked for leaks.
 
-Every few seconds it looks at each process of the run: its memory (pages that it wrote and shares with nobody), open
-files and threads; at /dev/shm and at the run's own folder of Ray's logs. Then it prints the slope of each over the last
-two thirds. Status 1 where one rises by more than a small share of itself, or a process's memory by 5 MB an hour.
+Every few seconds it records memory (pages that a process wrote and shares with no other process), open files and
+threads of each process of the run, the files in /dev/shm, and the run's own folder of Ray's logs. At the end it prints
+the slope of each series over the last two thirds of the run. The status is 1 if a series rises by more than a small
+share of itself, or a process's memory by 5 MB an hour.
 """
 
 import argparse
@@ -22,19 +23,19 @@ from tests.chaos.runs import lines
 
 ROOT = Path(__file__).parents[2]
 EVERY_S = 5.0
-WARM_UP = 1 / 3  # of the run
-SHARE, LEAST = 0.05, 8.0  # growth over the rest that is told: this share of the mean, and so many MB, files or threads
-MEMORY_MB_AN_HOUR = 5.0  # slope of a process's memory that is told, however small its share
+WARM_UP = 1 / 3  # share of the run
+SHARE, LEAST = 0.05, 8.0  # least growth that is reported: share of the mean; MB, files or threads
+MEMORY_MB_AN_HOUR = 5.0  # slope of a process's memory that is always reported
 JOB = [
     "trainer.total_steps=1000000", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=100", "trainer.eval_every=100", "trainer.sample_every=0", "data.val_size=16",
     "actor.lr_schedule=constant", "actor.lr=1e-5",
 ]  # fmt: skip
-Series = dict[str, list[tuple[float, float]]]  # by what is measured: (seconds, value)
+Series = dict[str, list[tuple[float, float]]]  # measured quantity: (seconds, value)
 
 
 def look(root: int, series: Series, now: float) -> None:
-    """Add what there is at this moment."""
+    """Append the current measurements to `series`."""
     for pid in tree(root):
         name = title(pid)
         if not name:
@@ -43,7 +44,7 @@ def look(root: int, series: Series, now: float) -> None:
         for folder, what in (("fd", "open files"), ("task", "threads")):
             try:
                 series[f"{name} {what}"].append((now, float(len(os.listdir(f"/proc/{pid}/{folder}")))))
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
     shared = sum(path.stat().st_blocks for path in Path("/dev/shm").iterdir() if path.is_file()) * 512
     series["/dev/shm, MB"].append((now, shared / 1e6))
@@ -52,7 +53,7 @@ def look(root: int, series: Series, now: float) -> None:
 
 
 def ray_session(root: int) -> Path:
-    """The folder of logs of the Ray that a run has started."""
+    """Return the folder of logs of the Ray cluster that a run has started."""
     for pid in tree(root):
         if found := re.search(r"session_dir=(\S+)", command(pid)):
             return Path(found[1]) / "logs"
@@ -60,7 +61,7 @@ def ray_session(root: int) -> Path:
 
 
 def title(pid: int) -> str:
-    """What a process is called here: roles of Ray's workers without their call, programs by their first words."""
+    """Return a process's name for the series: role and pid of Ray's workers, first word and pid of other programs."""
     words = command(pid).split()
     if not words:
         return ""
@@ -70,7 +71,7 @@ def title(pid: int) -> str:
 
 
 def private_mb(pid: int) -> float:
-    """Memory of one process that it wrote and that is its own, whatever others do; 0 where it has ended."""
+    """Return the memory that a process wrote and shares with no other process, in MB; 0 if the process has ended."""
     try:
         rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -79,7 +80,7 @@ def private_mb(pid: int) -> float:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Least-squares slope, a second."""
+    """Return the least-squares slope, per second."""
     count = len(points)
     mean_x, mean_y = (sum(point[axis] for point in points) / count for axis in (0, 1))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -87,7 +88,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def report(series: Series, seconds: float) -> int:
-    """Print a line for each that lived through the last two thirds; the number that rise."""
+    """Print a line for each series that covers the last two thirds, and return the number of series that rise."""
     rising = 0
     sys.stdout.write("what | after the warm-up | at the end | slope an hour | \n")
     for name, points in sorted(series.items()):
@@ -106,7 +107,7 @@ def report(series: Series, seconds: float) -> int:
 
 
 def main() -> int:
-    """Run it."""
+    """Run the training with its measurements, and report."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("overrides", nargs="*", help="of the run")

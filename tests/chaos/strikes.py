@@ -1,35 +1,35 @@
-"""Which process is struck, when and how: every role in every phase, drawn from a seed."""
+"""Choose which process is struck, when and how: every role in every phase, drawn from a seed."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEPS = 4
-# Roles that live in a process of their own with placement.share_ranks=false; a shared rank is struck as the actor.
+# Each role has its own process with placement.share_ranks=false; strikes on a shared rank count as the actor's.
 WORKERS = ("rollout", "reward", "actor", "critic", "reference")
 DAEMONS = ("gcs_server", "raylet")  # of Ray
 ROLES = (*WORKERS, "driver", *DAEMONS)
-START = "start"  # of the program, until the first step begins
+START = "start"  # the time until the first step begins
 PHASES = (
     "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
-SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # of workers: KILL and STOP
-STARTS = 10  # moments of the start that a driver is killed at before any other strike comes a second time
+SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # workers get KILL and STOP
+STARTS = 10  # driver kills during start-up in each cycle of strikes
 
 
 @dataclass(frozen=True)
 class Strike:
-    """One process killed, stopped as if it hung, or hung up on (SIGHUP).
+    """A signal to one process: kill it, stop it as if it hung, or hang up on it (SIGHUP).
 
     Attributes:
-        role: whose process.
-        phase: of the step, in which it is struck; `START`: before the first one.
+        role: Role whose process is struck.
+        phase: Phase of the training step in which the role is struck; `START` is the time before the first step.
         signal: "KILL", "STOP" or "HUP".
-        step: training steps done by then.
-        share: of the phase's usual time that has passed by then.
-        replicas: of the engine.
-        seed: that it was drawn from.
+        step: Number of training steps done before the strike.
+        share: Share of the phase's usual duration that passes before the strike.
+        replicas: Number of engine replicas.
+        seed: Seed that the strike was drawn from.
     """
 
     role: str
@@ -42,33 +42,33 @@ class Strike:
 
     @property
     def name(self) -> str:
-        """For tables and folders."""
+        """Name of the strike in tables and folders."""
         return f"{self.seed:03d}-{self.role}-{self.phase}-{self.signal}"
 
     @property
     def kind(self) -> str:
-        """The rows of the summary: roles, and what becomes of the driver."""
+        """Row of the summary: the role, and for the driver also its signal or its start."""
         if self.role != "driver":
             return self.role
         return "driver in its start" if self.phase == START else f"driver ({self.signal})"
 
     @property
     def status(self) -> int:
-        """Exit status of the run; where it is not 0, the run is started again."""
+        """Expected exit status of the run; if it is not 0, the run is started again."""
         if self.role == "driver":
             return -9 if self.signal == "KILL" else 129
         return 1 if self.role in DAEMONS else 0
 
 
 def kinds() -> list[tuple[str, str, str]]:
-    """(role, phase, signal) of all strikes; "" for a worker's signal, of which each third is a STOP."""
+    """Return (role, phase, signal) of all strikes; a worker's "" stands for STOP in a third of cases, else for KILL."""
     found = [(role, phase, "") for role in WORKERS for phase in PHASES]
     found += [(role, phase, signal) for role in SIGNALS for signal in SIGNALS[role] for phase in PHASES]
     return found + [("driver", START, "KILL")] * STARTS
 
 
 def draw(count: int, *, seed: int) -> list[Strike]:
-    """`count` strikes in a random order: each of `kinds` before any comes a second time."""
+    """Draw `count` strikes in a random order: each of `kinds` comes once before any comes again."""
     every = kinds()
     random.Random(str(seed)).shuffle(every)
     strikes = []
@@ -86,12 +86,12 @@ def draw(count: int, *, seed: int) -> list[Strike]:
 
 
 def _step(phase: str, otherwise: int) -> int:
-    """An evaluation comes before the first step and after each second one, a checkpoint after each."""
+    """Return a strike's step: evaluations come before the first and after every second step, checkpoints after each."""
     return {"evaluate": 2, START: 0}.get(phase, otherwise)
 
 
 def is_strike(text: str) -> bool:
-    """Whether this is "role:phase:signal", of those that there are."""
+    """Return whether a text is "role:phase:signal" with an existing role, phase and signal."""
     role, phase, signal = (*text.split(":"), "", "")[:3]
     if text.count(":") != 2 or role not in ROLES:
         return False
@@ -101,7 +101,7 @@ def is_strike(text: str) -> bool:
 
 
 def named(texts: Sequence[str]) -> list[Strike]:
-    """Strikes as "role:phase:signal" says, in the middle of the run."""
+    """Return the strikes that texts such as "role:phase:signal" describe, in the middle of the run."""
     return [
         Strike(role, phase, signal, _step(phase, 2), 0.5, replicas=1, seed=number)
         for number, (role, phase, signal) in enumerate(text.split(":") for text in texts)

@@ -1,4 +1,4 @@
-"""What several tests share is imported by name."""
+"""Helpers that several tests share are imported by name."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="module", autouse=True)
 def functions_cross_as_they_are(request):
-    """A function of a test file goes to a worker whole: by its name the worker would import the file, and pytest."""
+    """Pickle functions of a test file by value: by reference, a worker would have to import the file, and pytest."""
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(request.module)

@@ -1,4 +1,4 @@
-"""Training ranks that several tests use: made once, as starting a process takes longer than what is tested in it."""
+"""Training ranks that several tests share, because starting a process takes longer than most tests."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ MADE: dict[int, list[WorkerProcess]] = {}
 
 
 async def processes_of(ranks: int) -> list[WorkerProcess]:
-    """This many ranks that have met, or this process for 0; roles of different configs live in them side by side."""
+    """Return `ranks` connected processes, or the test process for 0; roles of different configs share the processes."""
     if ranks not in MADE:
         if ranks:
             spawn = spawner(config_of(), "training rank", ranks)
@@ -42,13 +42,13 @@ async def processes_of(ranks: int) -> list[WorkerProcess]:
 
 
 async def built(processes: Sequence[WorkerProcess], role: str, path: str, *args: Any, **kwargs: Any) -> list[Role[Any]]:
-    """A new role in each of these processes."""
+    """Build a new role in each of `processes`."""
     await results([process.build(role, path, *args, **kwargs) for process in processes])
     return [Role(process, role) for process in processes]
 
 
 async def on(processes: Sequence[RayProcess], function: Callable[[Host], Any]) -> list[Any]:
-    """Call a function in each of these processes, on its host."""
+    """Call a function with the `Host` of each of `processes`, inside the process."""
     return await results([Pending(process, process.actor.__ray_call__.remote(function)) for process in processes])
 
 
@@ -59,7 +59,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def replayed(step: int) -> DataProto:
-    """A step's batch: 6 prompts x 4 samples of random tokens, one answer empty, one row not trained on."""
+    """Make a step's batch: 6 prompts x 4 samples of random tokens, with one empty answer and one row not trained on."""
     generator = torch.Generator().manual_seed(step)
 
     def ids(low: int, high: int) -> list[int]:
@@ -85,7 +85,7 @@ def replayed(step: int) -> DataProto:
 
 
 async def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
-    """New workers of these roles in ranks that may have others too."""
+    """Build new workers for `roles` in shared ranks, which may already have workers."""
     processes, made = await processes_of(ranks), {}
     for role in roles:
         own = await built(processes, f"{role} {next(NUMBERS)}", ROLES[role], config, start)
@@ -98,7 +98,7 @@ async def prepared(workers: dict[str, WorkerGroup], step: int = 0) -> DataProto:
 
 
 async def with_log_probs(workers: dict[str, WorkerGroup], batch: DataProto, *, max_tokens: int = 8192) -> DataProto:
-    """The batch with the log-probs of each of these workers."""
+    """Add the log-probs that each worker computes to a batch."""
     for role in workers:
         batch = batch.union(await workers[role].rows(LOG_PROBS[role], batch, FORWARD, max_tokens=max_tokens))
     return batch
@@ -107,6 +107,6 @@ async def with_log_probs(workers: dict[str, WorkerGroup], batch: DataProto, *, m
 async def updated(
     actor: WorkerGroup, batch: DataProto, plan: list[list[int]], *, max_tokens: int = 8192, config: Config | None = None
 ) -> dict[str, float]:
-    """Metrics of an update of the actor, which gets only the columns that its config calls for."""
+    """Update the actor with only the columns that its config needs, and return the metrics."""
     columns = update_columns((config or config_of()).algorithm)
     return await actor.update(ActorWorker.update, batch, columns, plan, max_tokens, ENTROPY_COEF)

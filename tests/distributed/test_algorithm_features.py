@@ -1,4 +1,4 @@
-"""Token selectors and the exact KL through the actor: any number of ranks and any token budget learns the same."""
+"""Token selectors and the exact KL in the actor: training is the same for any number of ranks and any token budget."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from workers.training.shared_columns import FORWARD, log_probs_columns, update_c
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
-SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # ranks, token budget
-# So that a good part of the tokens is selected, and not all; other selectors run with their defaults.
+SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # (ranks, token budget)
+# Values that select many but not all of the tokens; selectors without an entry run with their defaults.
 KNOBS = {
     "clip_cov": ["clip_cov_ratio=0.2", "clip_cov_lb=0.0", "clip_cov_ub=99.0"],
     "kl_cov": ["kl_cov_ratio=0.2"],
@@ -33,7 +33,7 @@ def config_of(*overrides: str) -> Config:
 
 
 async def workers_of(ranks: int, config: Config, path: str, roles=("actor",)) -> dict[str, WorkerGroup]:
-    """In one process, or in two ranks; actors of different configs live in them side by side."""
+    """Build workers in the test process for 1 rank, or in two ranks, which actors of other configs may share."""
     processes = await processes_of({1: 0, 2: 2}[ranks])
     return {role: WorkerGroup(await built(processes, role, ROLES[role], config, path)) for role in roles}
 
@@ -43,7 +43,7 @@ async def workers_of(ranks: int, config: Config, path: str, roles=("actor",)) ->
 
 @pytest.mark.parametrize("name", TOKEN_SELECTORS.names())
 async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(start, name):
-    """The old policy is moved a little: |log r|, which kl_cov penalises, has a kink at 0 that rounding decides."""
+    """The old policy is moved a little, because kl_cov's penalty |log r| has a kink at 0 that rounding decides."""
     knobs = [f"algorithm.loss.{text}" for text in KNOBS.get(name, [])]
     config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *knobs)
     found = []
@@ -75,14 +75,14 @@ async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks
 
 
 def logits_of(model, batch: DataProto, row: int) -> torch.Tensor:
-    """Of the response tokens of one row, tempered."""
+    """Return the logits of a row's response tokens, divided by the temperature."""
     prompt, response = batch[row].values("prompts"), batch[row].values("responses")
     logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0]
     return logits[len(prompt) - 1 : len(prompt) + len(response) - 1] / 0.8
 
 
 def plain_kl(model, reference, batch: DataProto, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each response token of a row, and the sum over the vocabulary of p (log p - log q)."""
+    """Return each response token's log-prob, and the exact KL: the sum over the vocabulary of p (log p - log q)."""
     log_p = logits_of(model, batch, row).log_softmax(-1)
     log_q = logits_of(reference, batch, row).log_softmax(-1).detach()
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -90,7 +90,10 @@ def plain_kl(model, reference, batch: DataProto, row: int) -> tuple[torch.Tensor
 
 
 def plain_training(path: str, config: Config, batch: DataProto, steps: int):
-    """REINFORCE with 0.5 times the exact KL, row by row with all logits. KL, gradient norms, and the model."""
+    """Train with REINFORCE plus 0.5 times the exact KL, row by row from all logits.
+
+    Return KLs, gradient norms, and the model.
+    """
     model, reference = (AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager") for _ in range(2))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.actor.lr, betas=(config.actor.beta1, config.actor.beta2),
@@ -128,7 +131,7 @@ async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(
     workers = await workers_of(ranks, config, start, ("actor", "reference"))
     batch = replayed(0)
     batch = batch.union(await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=budget))
-    assert "ref_log_probs" not in batch  # only the exact KL is on
+    assert "ref_log_probs" not in batch  # the exact KL needs no log-probs of the reference
     actor, rows, columns = workers["actor"], [list(range(24))], update_columns(config.algorithm)
     updates = [await actor.update(ActorWorker.update, batch, columns, rows, budget, 0.0) for _ in range(2)]
     assert kls[0] == pytest.approx(0, abs=1e-9)
@@ -144,7 +147,7 @@ async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_the_exact_kl_in_the_reward_is_that_of_all_logits(start, ranks):
-    """After an update, so that it is not 0."""
+    """The KL is measured after an update, so that it is not 0."""
     config = config_of("algorithm.kl_in_reward.kl_estimator=full", "algorithm.kl_in_reward.kl_coef=0.1", FULL[2])
     workers = await workers_of(ranks, config, start, ("actor", "reference"))
     actor, columns = workers["actor"], update_columns(config.algorithm)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 
 def make_batch() -> DataProto:
-    """A megabyte: what Ray puts into shared memory, not into the message."""
+    """Make a batch of about a megabyte, which Ray puts into shared memory and not into the message."""
     rows = torch.arange(4000, dtype=torch.float32).view(8, 500).repeat(1, 60).unbind()
     return DataProto.from_dict({"values": jagged(rows, torch.float32), "uid": torch.arange(8)}, {"text": ["ä"] * 8})
 
@@ -19,7 +19,7 @@ def make_batch() -> DataProto:
 @ray.remote(num_cpus=0)
 class Reader:
     def take(self, batch: DataProto, rows: list[int]) -> DataProto:
-        """The rows, doubled, from bytes that are neither this process's own nor writable."""
+        """Return the rows, doubled, and check that the batch reads Ray's memory, which is not writable."""
         column = batch._columns["values"].values
         assert isinstance(column, Stored)
         assert not column.memory.flags.writeable
@@ -29,7 +29,7 @@ class Reader:
         return part.with_values("values", doubled=2 * part.values("values")).select(["doubled"])
 
     def overwrite(self, batch: DataProto) -> None:
-        """Write into all that the batch hands out."""
+        """Overwrite every array that the batch returns."""
         batch.values("values").fill_(-1)
         batch.offsets("values").fill_(0)
         batch.batch["uid"].fill_(-1)
@@ -39,7 +39,7 @@ def test_actors_take_their_rows_from_one_copy_and_a_write_reaches_no_other_reade
     batch = make_batch()
     shared, readers = ray.put(batch), [Reader.remote() for _ in range(2)]
     ray.get([reader.overwrite.remote(shared) for reader in readers])
-    ray.get(shared).values("values").fill_(-1)  # the driver reads the same memory
+    ray.get(shared).values("values").fill_(-1)  # the driver reads the same shared memory
     plan = [[6, 1, 2, 5], [0, 7, 4, 3]]
     parts = ray.get([reader.take.remote(shared, rows) for reader, rows in zip(readers, plan, strict=True)])
     whole = DataProto.concat(parts, rows=torch.tensor(plan).flatten().argsort())

@@ -1,4 +1,4 @@
-"""The judge against vLLM's own server, on the loopback address."""
+"""A judge model served by vLLM's own server, on the loopback address."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
-    """A server of the tiny model, which knows nothing but its task: a prompt such as 2299907= is its question."""
+    """Serve the tiny model, which knows only its task: it takes a prompt such as 2299907= as a question."""
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
 
@@ -57,7 +57,7 @@ def endpoint(tmp_path_factory):
         try:
             server.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)  # its own session: the server and its engine
+            os.killpg(server.pid, signal.SIGKILL)  # kills the server and its engine, which share a process group
             server.wait()
 
 
@@ -74,14 +74,14 @@ def _wait_for(url, server, log):
 
 
 def test_vllms_server_judges_and_its_number_is_the_reward(endpoint):
-    """The tiny model answers with a digit behind a #, which is the score."""
+    """The tiny model answers with a # and a digit, which is the score."""
     options = {"question": "{prompt}{response}=", "score": r"#(\d)", "max_tokens": 16}
     results = [
         finish(judge("22999", response, base_url=endpoint, model="tiny", **options)) for response in ("07", "07", "11")
     ]
     assert not any(result.failed for result in results), results
     assert all(result.score in range(10) for result in results)
-    assert results[0] == results[1]  # at temperature 0
+    assert results[0] == results[1]  # answers are the same at temperature 0
 
 
 def test_a_model_that_the_server_does_not_have_is_failed_with_its_words(endpoint):

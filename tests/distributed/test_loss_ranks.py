@@ -1,6 +1,7 @@
 """Policy losses, KL, entropy and value terms over gloo ranks: any split of the rows gives the whole batch's gradient.
 
-Each rank is this file run as a program. One start of a world goes through every case and reports failures by name.
+Each rank runs the test file as a program. A process group is started once for all cases, and failures are reported by
+name.
 """
 
 import importlib.util
@@ -31,7 +32,7 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 ROOT = Path(__file__).parents[2]
 TERMS = (
     *(f"policy:{name}" for name in POLICY_LOSSES.names()),
-    *(f"dropped:{name}" for name in POLICY_LOSSES.names()),  # with correction and rejection
+    *(f"dropped:{name}" for name in POLICY_LOSSES.names()),  # with correction and rejection of off-policy tokens
     *(f"kl:{name}" for name in KL_ESTIMATORS.names()),
     *(f"weighted_kl:{name}" for name in KL_ESTIMATORS.names()),
     "entropy",
@@ -47,7 +48,7 @@ CASES = [f"{term} {mode}" for term in TERMS for mode in LOSS_AGG_MODES]
 
 
 def batch_builder():
-    """`build_batch` of the unit tests' conftest, whatever the process."""
+    """Return `build_batch` of the conftest of tests/unit/algorithms, in pytest or in a rank."""
     path = ROOT / "tests" / "unit" / "algorithms" / "conftest.py"
     spec = importlib.util.spec_from_file_location("algorithms_conftest", path)
     module = importlib.util.module_from_spec(spec)
@@ -60,7 +61,7 @@ def chosen(logits, responses):
 
 
 def make_batch():
-    """Every column that a function may ask for, and the features and responses of a model with one weight matrix."""
+    """Make a batch with every column that a loss may need, and with features and responses for a one-matrix model."""
     batch = batch_builder()(seed=1)
     generator = torch.Generator().manual_seed(2)
     shape = batch["response_mask"].shape
@@ -75,7 +76,7 @@ def make_batch():
 
 
 def token_terms(term, batch, weight):
-    """Token losses and metrics of one term, from the logits of the rows in `batch`."""
+    """Return the token losses and metrics of one term, from the logits of the rows in `batch`."""
     kind, _, name = term.partition(":")
     logits = batch["features"] @ weight
     batch = {**batch, "log_probs": chosen(logits, batch["responses"])}
@@ -92,7 +93,7 @@ def token_terms(term, batch, weight):
 
 
 def without_dropped(losses, metrics, batch):
-    """Token losses without the policy terms that correction and rejection drop, and the metrics of all three."""
+    """Return token losses without the policy terms that correction and rejection drop, and the metrics of all three."""
     columns = batch["rollout_log_probs"], batch["response_mask"]
     bounds = {"level": "token", "mode": "mask", "lower": 0.4, "upper": 2.5}
     weights, inside, corrected = rollout_correction(batch["old_log_probs"], *columns, **bounds)
@@ -105,7 +106,7 @@ def without_dropped(losses, metrics, batch):
 
 
 def with_selected(term, batch):
-    """The whole mini-batch with the column of the loss's token selector, from one call."""
+    """Add the column of the loss's token selector, computed once for the whole mini-batch."""
     name = term.partition(":")[2]
     if name not in TOKEN_SELECTORS.names():
         return batch
@@ -114,7 +115,7 @@ def with_selected(term, batch):
 
 
 def gradient_and_metrics(term, mode, batch, weight, counts):
-    """Of these rows, divided by the counts of the whole: the gradient to the weights, and the metric sums."""
+    """Return the gradient to the weights, with the losses divided by `counts` of all rows, and the metric sums."""
     weight = weight.clone().requires_grad_()
     losses, metrics = token_terms(term, batch, weight)
     loss = aggregate_loss(losses, batch["response_mask"], mode, max_response_length=16, **counts)
@@ -131,7 +132,7 @@ def far_apart(actual, expected):
 
 
 def failures_of(term, mode, batch, weight, rows, wanted):
-    """What differs between `wanted`, of one process with all rows, and the ranks' sums; each rank has `rows`."""
+    """Compare `wanted`, the result of one process with all rows, with the ranks' sums, where each rank has `rows`."""
     whole, expected = wanted
     part = {name: column[rows] for name, column in batch.items()}
     mask = part["response_mask"]
@@ -152,7 +153,7 @@ def failures_of(term, mode, batch, weight, rows, wanted):
 
 
 def run_rank(rank, ranks, folder):
-    """Go through every case and every split, and write what failed on this rank."""
+    """Test every case with every split of the rows, and write the failures of one rank."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )

@@ -1,4 +1,4 @@
-"""Which processes a placement makes, on a Ray cluster of this machine."""
+"""The processes that each placement starts, on a local Ray cluster."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ def processes_of(group) -> list:
 
 @pytest.mark.parametrize("shared", [True, False])
 async def test_roles_share_processes_or_have_their_own_and_compute_the_same(start, sampled_batch, shared, tasks):
-    """placement=colocated and placement=disaggregated, with all three training roles."""
+    """Compare placement=colocated with placement=disaggregated, with all three training roles."""
     config, _ = compose(
         [
             "algorithm=ppo",

@@ -1,4 +1,4 @@
-"""A reward model over gloo ranks."""
+"""Scores of a reward model over gloo ranks."""
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 
 @pytest.mark.parametrize(("ranks", "sequence_ranks"), [(0, 1), (2, 1), (2, 2)])
 async def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, sequence_ranks):
-    """Thirteen rows, and then one, for which the second rank has nothing to compute.
+    """Score thirteen rows, and then a single row, for which the second rank has nothing to compute.
 
-    Ranks that share out packs of the policy's do not share out these: each has the budget for its own.
+    Sequence parallelism splits only the policy's packs: for a reward model each rank has its own token budget.
     """
     placement = [f"placement.actor_ranks={max(1, ranks)}", f"placement.sequence_ranks={sequence_ranks}"]
     config, _ = compose([f"reward.models=[{reward_model}]", *placement])

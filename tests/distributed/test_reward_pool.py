@@ -1,4 +1,4 @@
-"""The reward pool on Ray: golden scores, functions that misbehave, and what it costs."""
+"""The reward pool on Ray: golden scores, misbehaving functions, and the overhead of the pool."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ def misbehave(response, log):
 
 @pytest.fixture
 def functions(tmp_path, monkeypatch):
-    """Configs of functions in a file that is named relative to the driver's working directory."""
+    """Return a maker of configs for functions in a file that is named relative to the driver's working directory."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
@@ -116,7 +116,7 @@ async def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool(
     assert here == in_actor == in_pool == expected
 
 
-ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # with it on, Ray itself imports torch as a process starts
+ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # makes Ray itself import torch as a process starts
 
 
 @pytest.mark.parametrize("runtime_env", [None, {"env_vars": {ZERO_COPY: "1"}}], ids=["plain", "zero_copy"])
@@ -134,7 +134,7 @@ async def test_reward_processes_never_import_torch(functions, monkeypatch, runti
 
 
 def survivors(log: Path) -> list[int]:
-    """Processes that ran a misbehaving call and still live once they have had time to end, the last one aside."""
+    """Return processes that ran a misbehaving call and have not ended after some time, except the newest process."""
     pids = list(dict.fromkeys(int(line) for line in log.read_text().split()))
     for _ in range(100):
         alive = [pid for pid in pids[:-1] if os.path.exists(f"/proc/{pid}") and "Z" not in state(pid)]
@@ -180,7 +180,7 @@ async def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_who
     assert bad.error.startswith(f"reward function 'misbehave' {said}")
     assert results == [SampleScores((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
     assert after == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
-    assert seconds < 20  # two time limits and two starts of a process, on a busy machine
+    assert seconds < 20  # two time limits and two process starts, on a busy machine
     assert survivors(log) == []
 
 
@@ -209,7 +209,7 @@ async def test_G3_scores_belong_to_their_responses_while_workers_are_killed(func
     assert sorted(results, key=lambda r: r.key) == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(150)]
 
 
-# Ways of starting, and the price
+# Start-up and overhead
 
 
 async def test_a_worker_that_cannot_start_stops_the_run_with_its_reason(tmp_path):
@@ -239,13 +239,13 @@ async def test_512_cheap_samples_cost_less_than_64_that_are_scored_one_by_one(fu
         return time.monotonic() - start
 
     with on_ray(functions("number")) as pool:
-        await seconds_of(pool, 512)  # waits for the process to start
+        await seconds_of(pool, 512)  # waits until the process has started
         rounds = [(await seconds_of(pool, 512), [await seconds_of(pool, 1) for _ in range(16)]) for _ in range(4)]
     together, alone = min(seconds for seconds, _ in rounds), min(statistics.median(single) for _, single in rounds)
     assert together < 64 * alone
 
 
-# Calls that take long
+# Slow calls
 
 SLOW = """
 import os, time
@@ -289,7 +289,7 @@ async def test_other_samples_go_on_while_calls_hang_which_are_made_once_and_name
     assert {r.failed_function for r in bad} == {len(names) - 1}
     calls = [line.split() for line in log.read_text().splitlines()]
     assert sorted(int(n) for n, _ in calls) == [0, *range(48)]
-    assert 2 <= len({pid for _, pid in calls}) <= 4  # spare ones start only for hangs
+    assert 2 <= len({pid for _, pid in calls}) <= 4  # spare processes start only when a call hangs
 
 
 async def test_without_spare_processes_a_hang_costs_its_own_sample_and_its_time_alone(slow, tmp_path):

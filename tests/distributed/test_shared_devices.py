@@ -1,4 +1,4 @@
-"""Which GPU each rank and engine gets, on a Ray of its own that is told of GPUs which this machine has not."""
+"""The GPU that each rank and engine gets, on a Ray cluster that reports GPUs which the test machine lacks."""
 
 import json
 import os
@@ -87,7 +87,7 @@ asyncio.run(run())
 
 
 def told(code: str, *arguments: str) -> dict:
-    """What `said` is after this code."""
+    """Run `code` in a new process, and return the value of its variable `said`."""
     command = [sys.executable, "-c", f"{BEGIN}{code}\nray.shutdown()\nprint(json.dumps(said))", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=280

@@ -1,4 +1,4 @@
-"""An update whose loss or gradient is not finite is skipped on every rank alike."""
+"""An update whose loss or gradient is not finite is skipped on all ranks."""
 
 import math
 
@@ -16,7 +16,7 @@ HALVES = [list(range(12)), list(range(12, 24))]
 
 
 def poisoned(batch: DataProto, row: int, value: float = math.inf) -> DataProto:
-    """One token of one row, which one rank alone sees, has this advantage."""
+    """Set the advantage of one token of one row, which only one rank sees, to `value`."""
     advantages = batch.values("advantages").clone()
     advantages[int(batch.offsets("advantages")[row])] = value
     return batch.with_values("responses", advantages=advantages)
@@ -33,7 +33,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 async def test_a_skipped_update_leaves_weights_and_moments_bitwise_alone_and_the_schedule_goes_on(start, ranks, value):
-    """Steps 1, 2 and 4 of four, with step 3 skipped, are bitwise three steps at the rates of 1, 2 and 4."""
+    """Four steps with step 3 skipped are bitwise equal to three steps at the learning rates of steps 1, 2 and 4."""
     workers = await group(config_of(), start, ranks)
     rates = [(await update(workers, await prepared(workers)))["lr"]]
     before = await weights_of(workers["actor"])
@@ -60,7 +60,7 @@ async def test_the_other_mini_batch_of_a_step_is_trained_on_as_if_the_skipped_on
     alone = await updated(others["actor"], await prepared(others), HALVES[1:])
     assert same(await weights_of(workers["actor"]), await weights_of(others["actor"]))
     assert metrics["skipped_updates"] == 1
-    # The comparison with the old policy is made on the first mini-batch, and is not there where that was skipped.
+    # Metrics that compare with the old policy come from the first mini-batch, so they are missing if it was skipped.
     for name in ("policy_loss", "grad_norm", "grad_norm_max", "entropy", "ref_kl"):
         assert metrics[name] == alone[name], name
 

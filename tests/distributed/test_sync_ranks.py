@@ -1,4 +1,4 @@
-"""Weights from two sharded ranks to engines in other processes: through shared memory and through the calls."""
+"""Weights of two sharded ranks reach engines in other processes, through shared memory or through Ray calls."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ from workers.sync.weight_sync import sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.asyncio(loop_scope="module")]
 REQUEST = Request((0, 0), char_tokenizer()("2299907=")["input_ids"], 0.0, 8, 0)
-BUCKET_BYTES = 40_000  # of a model of some 1 MB: fused layers lie in two buckets, and room is used many times
+BUCKET_BYTES = 40_000  # the model has about 1 MB, so fused layers span two buckets and buffers are reused many times
 
 
 def small_buckets(host):
@@ -39,7 +39,7 @@ def shaken(host):
 
 
 def failing(action: str):
-    """Makes a rank fail once, at its third bucket."""
+    """Return a patch that makes a rank fail once, at its third bucket."""
 
     def patch(host):
         import os
@@ -81,7 +81,7 @@ async def workers(ray_here, start):
 
 
 async def answers(workers) -> list[tuple[list[int], list[float]]]:
-    """What each replica says."""
+    """Return the tokens and log-probs that each replica answers."""
     found = []
     for engine in engines(workers):
         await engine.call(RolloutWorker.submit, [REQUEST])
@@ -94,7 +94,7 @@ async def answers(workers) -> list[tuple[list[int], list[float]]]:
 
 @pytest.fixture
 def nothing_left():
-    """Other runs on this machine may have files of their own, which they hold a lock on."""
+    """Check that no file is left in shared memory; files that another run has locked do not count."""
     before = set(FOLDER.glob(f"{PREFIX}*"))
     yield
     assert [path for path in set(FOLDER.glob(f"{PREFIX}*")) - before if is_abandoned(path)] == []
@@ -105,7 +105,7 @@ def is_abandoned(path) -> bool:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.fstat(file.fileno()).st_size > 0
-    except OSError:  # it is in use, or gone by now
+    except OSError:  # the file is in use, or deleted
         return False
 
 
@@ -127,7 +127,7 @@ async def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next
     with pytest.raises(SyncError, match="weight sync 3 broke off: a worker failed: RuntimeError: a bug"):
         await sync(workers.actor.ranks, engines(workers), 3, check=True)
     engine = engines(workers)[0]
-    await engine.call(RolloutWorker.submit, [REQUEST])  # may be on its way when a sync fails
+    await engine.call(RolloutWorker.submit, [REQUEST])  # the request may be under way when a sync fails
     with pytest.raises(SyncError, match="weight sync 3 failed"):
         await engine.call(RolloutWorker.poll, 0.1)
     await sync(workers.actor.ranks, engines(workers), 4, check=True)

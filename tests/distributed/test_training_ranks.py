@@ -1,4 +1,4 @@
-"""Sharded training over gloo ranks: any number of ranks and any token budget learns the same."""
+"""Sharded training over gloo ranks: training is the same for any number of ranks and any token budget."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 
 async def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of every step, and the weights at the end."""
+    """Return the metrics of every step, and the final weights."""
     workers, history = await group(config, start, ranks), []
     budget = config.actor.max_tokens_per_microbatch
     for step in range(STEPS):
@@ -42,7 +42,7 @@ async def one_rank(ray_here, start):
 async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_and_weights(
     one_rank, start, ranks, budget
 ):
-    """Ten steps on replayed rollouts: losses, KL, entropy, clip fractions and the norm of the full gradient."""
+    """Train ten steps on replayed rollouts: losses, KL, entropy, clip fractions and the norm of the full gradient."""
     same(await train(config_of(f"actor.max_tokens_per_microbatch={budget}"), start, ranks), one_rank)
 
 
@@ -50,7 +50,7 @@ async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_a
 async def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(
     one_rank, start, ranks, sequence_ranks, budget
 ):
-    """The model has 4 heads over 2 key-value heads, which 4 ranks get a copy each of."""
+    """The model has 4 query heads over 2 key-value heads, so each of 4 ranks gets a copy of a key-value head."""
     config = config_of(
         f"placement.actor_ranks={ranks}", f"placement.sequence_ranks={sequence_ranks}",
         f"actor.max_tokens_per_microbatch={budget}",
@@ -84,7 +84,7 @@ async def test_A2_A3_F2_adapters_learn_the_same_on_any_number_of_ranks(one_rank_
 
 
 def same(found, expected) -> None:
-    """Metrics of each step and weights are equal, but for what a plan costs."""
+    """Check that metrics of each step and weights are equal, except for metrics of a plan's overhead."""
     for got, wanted in zip(found[0], expected[0], strict=True):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -104,14 +104,14 @@ def test_F3_the_schedule_ends_at_exactly_the_last_optimizer_step(one_rank):
     rates = [step["lr"] for step in one_rank[0]]
     total = config.optimizer_steps
     assert total == STEPS * 2
-    # Linear to 0: step n runs at lr * (1 - n / total); a training step averages its two optimizer steps.
+    # Linear decay to 0: optimizer step n runs at lr * (1 - n / total), and a training step averages its two rates.
     expected = [config.actor.lr * (1 - (2 * step + 0.5) / total) for step in range(STEPS)]
     assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start, process_group, sharded):
-    """A hundred AdamW steps at lr 1e-6 move a model's weights as float64 arithmetic does."""
+    """A hundred AdamW steps at lr 1e-6 change a model's weights as much as float64 arithmetic does."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +143,7 @@ def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start,
         optimizer.step()
     for parameter, expected, before in zip(parameters, weights, origin, strict=True):
         moved = full(parameter.detach()).double() - before
-        # Float32 weights near 1 round by up to 6e-8 a step; in bfloat16 none of these steps would move them at all.
+        # Float32 weights near 1 round by up to 6e-8 a step; in bfloat16 no step of 1e-6 would change them at all.
         assert (moved - (expected - before)).abs().max() < 0.02 * (expected - before).abs().max()
 
 

@@ -45,7 +45,7 @@ async def new_engine(path: str, *overrides: str) -> Role[RolloutWorker]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(ray_here, start, tmp_path_factory):
-    """An engine whose model directory asks for a sampling of its own, which must not be followed (E2)."""
+    """Start an engine whose model directory has default sampling parameters, which the engine must ignore (E2)."""
     path = tmp_path_factory.mktemp("opinionated") / "model"
     shutil.copytree(start, path)
     opinion = {"temperature": 0.1, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.7, "eos_token_id": EOS_ID}
@@ -79,7 +79,7 @@ async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:
 
 
 def disguised(sent: list[Bucket], name: str, factor: float) -> list[Bucket]:
-    """The same weights, but the sender claims another product of this matrix."""
+    """Change a matrix's probe, so that the sender claims another matrix product for the same weights."""
     for bucket in sent:
         bucket.pieces = [
             replace(p, probe=p.probe + factor * abs(p.probe).max()) if p.name == name else p for p in bucket.pieces
@@ -104,10 +104,10 @@ def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completi
 
 
 def resolved(engine: Role, request: Request) -> dict[str, Any]:
-    """The sampling parameters that vLLM makes of a request after all its defaults."""
+    """Return the sampling parameters that vLLM uses for a request after applying all its defaults."""
 
     def of(host) -> dict[str, Any]:
-        from workers.rollout.vllm_engine import sampling_params  # vLLM is imported in the engine's process only
+        from workers.rollout.vllm_engine import sampling_params  # only the engine's process imports vLLM
 
         made = host.roles["rollout"].engine
         prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request, made.stop_ids)
@@ -139,7 +139,7 @@ async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the
 
 
 async def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_answer(engine):
-    odd = [0, EOS_ID, 7, 127, 50]  # ids that no text encodes to
+    odd = [0, EOS_ID, 7, 127, 50]  # ids that no text is encoded as
     got = await answers(engine, requests(64, prompt=odd))
     assert all(len(a.token_ids) == len(a.log_probs) == len(a.versions) for a in got.values())
     for answer in got.values():
@@ -159,7 +159,7 @@ async def test_E5_a_bucket_with_one_corrupted_byte_is_refused(engine, start):
 
 
 async def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
-    """vLLM's own reload leaves a tied head stale on CPU; without our second step the check must see it."""
+    """vLLM's own reload leaves a tied head stale on CPU; without our step that repacks heads the check must fail."""
     victim = await new_engine(start)
 
     def forget_heads(host):
@@ -179,7 +179,7 @@ async def test_E5_wrong_weights_in_any_single_tensor_are_caught(engine, start):
     assert set(names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = good[0].aliases
     for name in names:
-        if name in tied:  # its proof is that of the tensor under its first name
+        if name in tied:  # a tied tensor is checked under its first name
             continue
         bad = disguised(buckets(AutoModelForCausalLM.from_pretrained(start), version=3), name, 1e-3)
         with pytest.raises(SyncError, match="|".join([name, *(alias for alias in tied if tied[alias] == name)])):
@@ -194,7 +194,7 @@ async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_
         if not (tmp_path / file.name).exists():
             shutil.copy(file, tmp_path)
     asked = [*requests(8, seed=3), Request((1, 0), PROMPT, 0.0, 16, 0)]
-    before = await answers(engine, asked)  # fills the prefix cache with the old weights' keys and values
+    before = await answers(engine, asked)  # fills the prefix cache with keys and values of the old weights
     await load(engine, buckets(new, version=6))
     synced, fresh = await answers(engine, asked), await answers(await new_engine(str(tmp_path)), asked)
     assert {k: a.token_ids for k, a in synced.items()} == {k: a.token_ids for k, a in fresh.items()}
@@ -205,7 +205,7 @@ async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_
 
 
 async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(engine, start):
-    """Loaded between two known steps: versions, log-probs and random streams; nothing of the prefix cache survives."""
+    """New weights arrive between two known steps: check versions, log-probs, random streams and the prefix cache."""
     models = {20: AutoModelForCausalLM.from_pretrained(start), 21: shaken(start, 0.05, seed=11)}
     same = AutoModelForCausalLM.from_pretrained(start)
     asked = [*requests(24, temperature=1.5, seed=8), *requests(1, temperature=0.6, uid=1)]
@@ -226,7 +226,7 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
                 found += engine.step()
             return {answer.key: answer for answer in found}
 
-        # In the engine's own thread, which has nothing to do.
+        # The scenario runs in the engine's own thread, which is idle.
         run = on([engine.process], lambda host: host.roles["rollout"]._run(lambda: scenario(host)))
         return (await run)[0]
 
@@ -242,14 +242,14 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
         assert answer.versions == [20] * before + [21] * (len(answer.versions) - before)
         check_each_token(models, request, answer)
     assert any(0 < answer.versions.count(20) < len(answer.versions) for answer in found.values())
-    again = await answers(engine, asked)  # the prompt's keys and values of the old weights are gone
+    again = await answers(engine, asked)  # the prompt's keys and values of the old weights are not used
     for request in asked:
         assert set(again[request.key].versions) == {21}
         check_each_token(models, request, again[request.key])
 
 
 def check_each_token(models: dict[int, torch.nn.Module], request: Request, answer: Completion) -> None:
-    """Each token's log-prob is that of the weights of its version, on all that came before it."""
+    """Check that each token's log-prob, given all earlier tokens, is that of the weights of its version."""
     by_version = {version: trainer_log_probs(models[version], request, answer) for version in set(answer.versions)}
     expected = [float(by_version[version][place]) for place, version in enumerate(answer.versions)]
     assert answer.log_probs == pytest.approx(expected, abs=1e-4)
@@ -271,7 +271,7 @@ async def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(engine):
 
 
 async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, torch.nn.Module]) -> None:
-    """E6 and E7 where nobody knows at which token the weights come: some time it is in the middle of answers."""
+    """Check E6 and E7 with weights that arrive at an unknown token: attempts go on until they arrive during answers."""
     first, second = (buckets(model, version=version) for version, model in models.items())
     for attempt in range(20):
         asked = requests(16, temperature=1.5, seed=attempt)
@@ -292,7 +292,7 @@ async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, t
 async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_one_in_process(
     engine, ray_here, start
 ):
-    """AsyncLLM with two tensor-parallel shards: the path for GPUs, run here on the CPU."""
+    """Test AsyncLLM with two tensor-parallel shards, the code path for GPUs, on the CPU."""
     apart = await new_engine(start, "rollout.vllm.process=async", "rollout.vllm.tensor_parallel_size=2")
     new = shaken(start, 0.05, seed=9)
     asked = requests(8, seed=2)
@@ -306,7 +306,7 @@ async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_
     with pytest.raises(SyncError, match=r"k_proj"):
         await load(apart, bad)
     family = psutil.Process((await on([apart.process], lambda host: os.getpid()))[0]).children(True)
-    # Whatever ends them, they leave nothing in shared memory: what they have mapped there has no name any more.
+    # However the processes end, they leave nothing in shared memory: the files that they have mapped have no names.
     assert shared_by(family, "psm_", " (deleted)")
     assert shared_by(family, "vllm_dist_", " (deleted)")
     assert shared_files([process.pid for process in family]) == set()
@@ -317,7 +317,7 @@ async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_
 
 
 def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypatch):
-    """vLLM itself says "Call to pause_scheduler method failed: Executor failed." before it has noticed the death."""
+    """vLLM's own message is "Call to pause_scheduler method failed: Executor failed." until it notices the death."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     from workers.rollout.vllm_engine import Family
@@ -334,12 +334,12 @@ def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypa
 
 
 def shared_by(processes: list[psutil.Process], prefix: str, suffix: str) -> list[str]:
-    """What these processes have mapped in shared memory under such names."""
+    """Return the mappings of `processes` whose shared-memory names start with `prefix` and end with `suffix`."""
     maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
     return [line for line in maps if f"/dev/shm/{prefix}" in line and line.endswith(suffix)]
 
 
-# What it does not start on
+# Models that the engine refuses
 
 
 async def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_are_refused_in_one_line(
@@ -350,7 +350,7 @@ async def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_
     save_file({name: tensors[name] for name in tensors if "layers.1.mlp.down" not in name}, lacking / WEIGHTS)
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, bare / WEIGHTS)
     with pytest.raises(ConfigError, match=rf"^model.path={lacking}: its weights lack model.layers.1.mlp.down_proj.wei"):
-        await new_engine(str(lacking))  # vLLM alone would say nothing
-    AutoModelForCausalLM.from_pretrained(bare)  # transformers knows them
+        await new_engine(str(lacking))  # vLLM alone would not complain
+    AutoModelForCausalLM.from_pretrained(bare)  # transformers knows names without "model."
     with pytest.raises(ConfigError, match=rf"^model.path={bare}: vLLM does not start on it \(ValueError: .*hf$"):
         await new_engine(str(bare))

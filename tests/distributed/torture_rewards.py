@@ -1,4 +1,4 @@
-"""A reward function that does, when it is told to, what reward functions in the wild do to the process they run in."""
+"""A reward function that, on request, harms its process in the ways that real reward functions do."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ def sleep_for_ever():
 
 
 def loop_inside_c():
-    return sum(range(10**13))  # nothing else runs in the process meanwhile
+    return sum(range(10**13))  # blocks everything else in the process
 
 
 def big_power():
@@ -64,7 +64,7 @@ def fork_and_hang():
 def fork_sleepers(count=200):
     for number in range(count):
         if os.fork() == 0:
-            if number % 2:  # out of its session, and orphaned
+            if number % 2:  # leaves its process group, and is orphaned
                 os.setsid()
                 if os.fork():
                     os._exit(0)
@@ -107,7 +107,7 @@ def nan():
     return math.nan
 
 
-# What it does: (function, whether the sample fails, what the error says)
+# deed: (function, whether the sample fails, text of the error)
 DEEDS = {
     "sleep": (sleep_for_ever, True, "did not return within"),
     "sum": (loop_inside_c, True, "did not return within"),
@@ -132,7 +132,7 @@ DEEDS = {
 
 
 def score(response, deed=None):
-    """The response's length, or what the deed leads to."""
+    """Return the response's length, or do `deed` and return its result."""
     if deed:
         result = DEEDS[deed][0]()
         if DEEDS[deed][1]:
@@ -141,7 +141,7 @@ def score(response, deed=None):
 
 
 def one_in_twenty(prompt, response):
-    """1 where there is a 7; one pair of prompt and response in twenty does something bad instead, whoever scores it."""
+    """Return 1 if the response has a 7, else 0; one pair of prompt and response in twenty always misbehaves instead."""
     value = hash_of(prompt, response)
     if value % 20:
         return float("7" in response)
@@ -149,7 +149,7 @@ def one_in_twenty(prompt, response):
 
 
 def hash_of(*texts):
-    """The same in every process."""
+    """Hash texts to a number that is the same in every process."""
     value = 0
     for character in "\0".join(texts):
         value = (value * 1000003 + ord(character)) % 2147483647
@@ -157,5 +157,5 @@ def hash_of(*texts):
 
 
 async def tail(responses, prompts):
-    """A batched function, half as often applicable as not: the last digit, where the response has an even length."""
+    """A batched function that scores whether the last character is a digit; it skips responses of odd length."""
     return [float(r[-1:].isdigit()) if len(r) % 2 == 0 else None for r in responses]

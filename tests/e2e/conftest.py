@@ -1,4 +1,4 @@
-"""What several tests share is imported by name."""
+"""Helpers that several tests share are imported by name."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def vllm_run(tmp_path_factory):
-    """The whole stack: a run with vLLM and two FSDP ranks, and (address, process) of each socket that listened."""
+    """Do a run with vLLM and two FSDP ranks, and record (address, process) of each socket that listened."""
     from runs import WHOLE_STACK, finish, start
     from sockets import look
 
@@ -27,7 +27,7 @@ def vllm_run(tmp_path_factory):
 
 @pytest.fixture
 def settings_restored():
-    """`main` quietens the process that it runs in."""
+    """Undo the changes that `main` makes to environment variables and log levels of the test process."""
     names = ("torch", "transformers", "vllm", "ray", "httpx")
     environment, levels = dict(os.environ), {name: logging.getLogger(name).level for name in names}
     yield

@@ -1,4 +1,4 @@
-"""Starting the program as users do, and looking at what it left."""
+"""Helpers that start the program as users do, and look at the files and processes that a run left."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ WHOLE_STACK = [
 
 @dataclass
 class Run:
-    """A finished run."""
+    """A finished run: its exit status, output and leftover processes."""
 
     status: int
     stdout: str
@@ -36,25 +36,25 @@ class Run:
     survivors: list[int]
 
     def metrics(self) -> list[dict[str, float]]:
-        """Training steps."""
+        """Read the metrics of each training step."""
         return self.lines("metrics.jsonl")
 
     def lines(self, name: str) -> list[dict[str, float]]:
-        """Every object of a file of JSON lines."""
+        """Read every object of a JSON lines file."""
         return [json.loads(line) for line in (self.output / name).read_text().splitlines()]
 
     def timeless(self) -> list[dict[str, float]]:
-        """Steps and evaluations without what depends on the clock."""
+        """Return the records of training steps and evaluations without metrics that depend on the clock."""
         rows = self.metrics() + self.lines("evaluations.jsonl")
         return [{k: v for k, v in row.items() if not k.startswith(("timing/", "perf/"))} for row in rows]
 
     def samples(self) -> dict[str, pa.Table]:
-        """The table of each step."""
+        """Read the samples of each step as tables, by file name."""
         return {file.name: pq.read_table(file) for file in sorted((self.output / "rollouts").glob("*.parquet"))}
 
 
 def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
-    """`python -m rltrain.main` in a process group of its own; every process it starts carries its mark."""
+    """Start `python -m rltrain.main` in a process group of its own, and mark every process of the run."""
     command = [sys.executable, "-m", "rltrain.main", f"trainer.output_dir={output}", *overrides]
     environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -64,12 +64,12 @@ def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
 
 
 def _listen_to_ctrl_c() -> None:
-    """What a shell starts in the background ignores SIGINT, and so would everything that the tests start."""
+    """Restore SIGINT's default action, because a shell lets background programs and their children ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240) -> Run:
-    """Wait for the end, and look for processes that outlived it."""
+    """Wait until a run ends, and look for processes that outlived it."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -85,14 +85,14 @@ def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240)
 
 
 def train(output: Path, *overrides: str) -> Run:
-    """A whole run."""
+    """Start a run in a process of its own, and wait until it ends."""
     return finish(start(output, *overrides), output)
 
 
 def train_here(output: Path, *overrides: str) -> Run:
-    """A whole run in this process, for what does not depend on the process: it saves the imports.
+    """Do a whole run in the test process, which saves the imports, for tests that do not need a new process.
 
-    The test has to use the fixture `settings_restored`.
+    Tests that call `train_here` must use the fixture `settings_restored`.
     """
     from rltrain.main import main
 
@@ -103,7 +103,7 @@ def train_here(output: Path, *overrides: str) -> Run:
 
 
 def marked(output: Path) -> list[int]:
-    """Processes that a run with this output directory started and that are still there."""
+    """Return the pids of the processes that a run with this output directory started and that are still alive."""
     mark = f"RLTRAIN_TEST_RUN={output}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Where the processes of a run listen, as /proc has it."""
+"""Find the addresses at which the processes of a run listen, from /proc."""
 
 import ipaddress
 import os
@@ -11,7 +11,7 @@ LISTEN = "0A"
 
 
 def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Of a line of /proc/net/tcp: words of four bytes, each in the machine's order."""
+    """Parse an address of /proc/net/tcp: words of four bytes, each in the byte order of the machine."""
     words = bytes.fromhex(text)
     ordered = b"".join(
         words[i : i + 4][::-1] if sys.byteorder == "little" else words[i : i + 4] for i in range(0, len(words), 4)
@@ -21,7 +21,7 @@ def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def listening() -> dict[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Inodes of all listening TCP sockets of this machine, and their addresses."""
+    """Return the address of each TCP socket that listens on the test machine, by inode."""
     found = {}
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(file).read_text().splitlines()[1:] if Path(file).exists() else []:
@@ -32,7 +32,7 @@ def listening() -> dict[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 
 def sockets_of(pid: int) -> set[str]:
-    """Inodes of the sockets that a process has open; none if it is gone."""
+    """Return the inodes of a process's open sockets; none if the process has ended."""
     try:
         links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
@@ -41,7 +41,7 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def name_of(pid: int) -> str:
-    """The beginning of a process's command line."""
+    """Return the beginning of a process's command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80]
     except OSError:

@@ -1,5 +1,7 @@
-"""Bad input ends with one line on stderr and exit status 2 before any worker starts. Most cases call `main` in this
-process; a few run the real command."""
+"""Bad input ends with one line on stderr and exit status 2 before any worker starts.
+
+Most cases call `main` in the test process; a few run the real command.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ from rltrain.main import main
 ROOT = Path(__file__).parents[2]
 BAD = 2  # exit status
 
-# (overrides, what the line must hold); {files} is the folder that `files` fills.
+# (overrides, text that the error line must contain); {files} is the folder that the fixture `files` fills.
 CASES = {
     "unknown key": (
         ["trainer.totl_steps=3"],
@@ -256,7 +258,7 @@ def _spoil_weights(folder):
 
 @pytest.fixture
 def ray_folder(tmp_path, monkeypatch):
-    """A folder where Ray would put its session, had one been started."""
+    """Make an empty folder in which Ray would create its files if it were started."""
     folder = tmp_path / "ray"
     folder.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
@@ -274,7 +276,7 @@ def _processes_with(variable):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:  # it ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue
         if variable.encode() in environment:
             found.append(process.name)
@@ -299,7 +301,7 @@ def test_bad_input_is_one_line_before_anything_starts(case, files, ray_folder, t
     assert (status, out) == (BAD, "")
     assert_one_line(err, fragments, files)
     assert_no_ray(ray_folder)
-    assert list(tmp_path.iterdir()) == [ray_folder]  # nothing was written
+    assert list(tmp_path.iterdir()) == [ray_folder]  # the run wrote no file
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Eight of the runs of `make chaos`: one process struck in each, and nothing is lost."""
+"""Eight runs of `make chaos` lose nothing, though one process is struck in each of them."""
 
 import os
 
@@ -31,7 +31,7 @@ def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_o
     outcome = run(strike, tmp_path / "struck", undisturbed, usual(undisturbed))
     assert not outcome.wrong
     assert outcome.detected_s is not None, "nobody noticed"
-    # Of a training rank's death: the step in flight, and the one before if its checkpoint was still being written.
+    # A training rank's death repeats the current step, and the previous one if its checkpoint was still being written.
     assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 2)
 
 

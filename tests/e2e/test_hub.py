@@ -1,4 +1,4 @@
-"""Training a model by its name: downloaded once, found again without a network, and pinned when the run is resumed."""
+"""Training a model by its hub name: it is downloaded once, found offline later, and pinned when a run is resumed."""
 
 import os
 import re
@@ -22,13 +22,16 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Folder of the built-in tiny model after a few steps."""
+    """Make a folder with the built-in tiny model after a few training steps."""
     return make_start(TASKS["median"], tmp_path_factory.mktemp("models") / "start", seed=0, steps=12)
 
 
 @pytest.fixture
 def hub(made, tmp_path, monkeypatch):
-    """A hub with the model org/tiny. All processes that the test starts use it and a cache of their own."""
+    """Serve a local hub with the model org/tiny.
+
+    All processes that the test starts use the local hub and a download cache of their own.
+    """
     with Hub(tmp_path / "store") as server:
         server.push("org/tiny", made)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -38,7 +41,7 @@ def hub(made, tmp_path, monkeypatch):
 
 
 def moved(hub: Hub, made, tmp_path) -> str:
-    """Move the branch main to another commit."""
+    """Move the branch main of org/tiny to another commit."""
     shutil.copytree(made, tmp_path / "next")
     (tmp_path / "next" / "README.md").write_text("next")
     return hub.push("org/tiny", tmp_path / "next")

@@ -1,4 +1,4 @@
-"""The metric catalogue describes what runs write, and runs write what it describes."""
+"""The metric catalogue describes every metric that runs write, and runs write every metric that it describes."""
 
 import json
 import os
@@ -34,7 +34,7 @@ sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The names of the metrics that any of the runs wrote."""
+    """Do several short runs, and collect the names of the metrics that they write."""
     folder = tmp_path_factory.mktemp("runs")
     every = [
         [f"algorithm={name}", *words, *TINY, f"trainer.output_dir={folder / name}"] for name, words in RUNS.items()

@@ -1,4 +1,4 @@
-"""`ray job submit` to a running one-node cluster."""
+"""A run submitted by `ray job submit` to a running one-node cluster."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def run(*command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def cluster(tmp_path_factory):
-    """A one-node cluster of its own: the environment that reaches it, and the address of its job server."""
+    """Start a one-node Ray cluster: the environment that reaches it, and the address of its job server."""
     gcs, dashboard, client, agent_http, agent_grpc, metrics = free_ports(6)
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("0123456789abcdef0123456789abcdef")

@@ -1,4 +1,4 @@
-"""What the documents show is true: commands are accepted, recipes run, files and metrics are as they say."""
+"""The documents are correct: their commands are accepted, their recipes run, and their files and metrics exist."""
 
 import json
 import os
@@ -30,7 +30,7 @@ WITHOUT_COMMANDS = {
     "docs/algorithms.md",
     "docs/how-it-is-built.md",
 }
-LONGEST_README = 200  # lines: five minutes
+LONGEST_README = 200  # lines; takes five minutes to read
 COMMAND = "python -m rltrain.main"
 TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
@@ -39,30 +39,30 @@ TINY = [
 
 
 def bash_lines(document):
-    """The commands of a document's bash blocks, continued lines joined."""
+    """Return the commands of a document's bash blocks, with continued lines joined."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.S | re.M)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def runs(document):
-    """The arguments of each command that starts a run, wherever in its line it stands."""
+    """Return the arguments of each command in a document that starts a run, wherever in its line the command stands."""
     return [line.partition(COMMAND)[2] for line in bash_lines(document) if COMMAND in line]
 
 
 def named_files(document):
-    """(path, content) of each block that follows a line with nothing but a path."""
+    """Return (path, content) of each code block that follows a line with only a path."""
     return re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M)
 
 
 def written_file(document, name, folder):
-    """A file that a document shows, written to a folder."""
+    """Write a file that a document shows to a folder."""
     (content,) = [content for path, content in named_files(document) if path == name]
     (folder / name).write_text(content)
     return folder / name
 
 
 def script(name, *overrides, **environment):
-    """Run an example with tiny settings; returns what it printed."""
+    """Run an example script with tiny settings, and return its standard output."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **environment}
     command = ["bash", str(ROOT / "examples" / name), *TINY, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=250)
@@ -95,7 +95,7 @@ def test_a_command_of_a_document_is_accepted(document, arguments, tmp_path):
     args = parse_args(shlex.split(arguments, comments=True))
     files = [str(written_file(document, file, tmp_path)) for file in args.files]
     if args.action == "sweep":
-        assert any("," in text for text in args.overrides)  # tests/unit/run/test_sweep.py runs sweeps
+        assert any("," in text for text in args.overrides)  # sweeps are run by tests/unit/run/test_sweep.py
         return
     check_algorithm(compose(args.overrides, files)[0])
 
@@ -201,7 +201,7 @@ def test_the_recipe_for_own_data_trains_and_the_catalogue_explains_its_metrics(t
 
 
 def unexplained(run):
-    """The metrics of a run that the catalogue does not have."""
+    """Return the metrics of a run that are missing from the catalogue."""
     names = {name for record in metrics_of(run) for name in record} - {"step"}
     return [name for name in sorted(names) if not any(metric.matches(name) for metric in METRICS)]
 
@@ -228,6 +228,6 @@ def test_the_librarys_example_runs_and_trains(capsys):
     names = {}
     exec(compile(example, "docs/algorithms.md", "exec"), names)
     gradient = names["log_probs"].grad
-    assert (gradient[0] < 0).all()  # a descent step makes the right answer likelier
+    assert (gradient[0] < 0).all()  # gradient descent makes the right answer likelier
     assert (gradient[1] > 0).all()
     assert "ppo_kl" in capsys.readouterr().out

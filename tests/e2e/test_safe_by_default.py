@@ -1,4 +1,4 @@
-"""What others on the machine or the network get of a run: no port, and no file that the umask keeps from them."""
+"""A run exposes nothing to other users of the machine or network: no port, and no file beyond what the umask allows."""
 
 import ipaddress
 import stat
@@ -23,15 +23,15 @@ def test_the_addresses_of_proc_are_read_right():
 
 
 def test_a_local_run_listens_on_the_loopback_address_alone(vllm_run):
-    """Ray's daemons and workers, the store where the ranks meet, gloo's pairs, the engine's own sockets."""
+    """Listeners are Ray's daemons and workers, the store where ranks meet, gloo's pairs and the engine's sockets."""
     run, found = vllm_run
     assert run.status == 0, run.stderr
-    assert len(found) >= 8  # daemons, store, two gloo ranks, workers: the look was at the right processes
+    assert len(found) >= 8  # daemons, store, two gloo ranks and workers were found
     assert {f"{address}: {name}" for address, name in found if not ipaddress.ip_address(address).is_loopback} == set()
 
 
 def test_outputs_have_the_modes_that_the_users_umask_gives(tmp_path):
-    """Neither those of temporary files nor fixed ones: with 027 both are others."""
+    """The umask 027 gives modes that differ from those of temporary files and from any fixed modes."""
     output = tmp_path / "run"
     run = finish(start(output, *SHORT, "placement=inprocess", "trainer.save_every=1", umask=0o027), output)
     assert run.status == 0, run.stderr

@@ -1,4 +1,4 @@
-"""Whoever dies, a run ends with the weights of a run in which nobody did."""
+"""Whichever process dies, a run ends with the same weights as an undisturbed run."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from runs import SMALL, finish, marked, start, train
 
 pytestmark = pytest.mark.slow
 STEPS = 5
-# Two ranks beside two engines: sums over ranks, answers from whichever engine is free, and groups that are replaced.
+# Two ranks and two engines test sums over ranks, answers from whichever engine is free, and replaced process groups.
 RUN = [
     *SMALL, "rollout=hf", f"trainer.total_steps={STEPS}", "trainer.deterministic=true", "placement.actor_ranks=2",
     "placement.rollout_replicas=2", "placement.reward_workers=2", "algorithm.dynamic_sampling=2",
@@ -21,7 +21,7 @@ RUN = [
 
 
 def struck(process, output, name: str, number: int, *, after: int) -> int:
-    """Strike the process of a run that is called so, after so many steps; returns what its pid was."""
+    """Send a signal to the run's process `name` after `after` training steps, and return its pid."""
     metrics, deadline = output / "metrics.jsonl", time.monotonic() + 200
     while not metrics.exists() or metrics.read_text().count("\n") < after:
         assert process.poll() is None, process.communicate()
@@ -37,7 +37,7 @@ def pid_of(output, name: str) -> int:
 
 
 def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_the_last_bit(tmp_path):
-    """Samples with their log-probs, scores and advantages, metrics outside of timing, and the final weights."""
+    """Compare samples with log-probs, scores and advantages, metrics except times, and the final weights."""
     undisturbed, output = train(tmp_path / "undisturbed", *RUN), tmp_path / "run"
     assert undisturbed.status == 0, undisturbed.stderr
     process = start(output, *RUN)
@@ -66,7 +66,7 @@ def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_
 
 
 def test_a_run_whose_connection_drops_saves_a_checkpoint_though_nobody_reads_its_output(tmp_path):
-    """The terminal sends SIGHUP to all processes of the run, and then the shell sends it again."""
+    """The terminal sends SIGHUP to all processes of the run, and then the shell sends SIGHUP again."""
     output = tmp_path / "run"
     process = start(output, *SMALL, "rollout=hf", "trainer.total_steps=1000", "data.val=null", "trainer.sample_every=1")
     process.stdout.close()
@@ -98,14 +98,14 @@ def test_a_run_whose_training_ranks_may_not_restart_ends_with_one_line(tmp_path)
 
 
 def mapped(processes: list[psutil.Process]) -> set[Path]:
-    """The files of vLLM in shared memory that these processes use, also those whose names are gone."""
+    """Return the shared-memory files of vLLM that `processes` have mapped, including deleted ones."""
     maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
     names = {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in maps if "/dev/shm/" in line}
     return {Path("/dev/shm") / name for name in names if name.startswith(("psm_", "vllm_dist_"))}
 
 
 def test_an_engine_of_several_processes_is_replaced_as_a_whole_whichever_of_them_dies(tmp_path):
-    """With two tensor-parallel workers: the replica's own process is killed, and then one of the workers."""
+    """The replica has two tensor-parallel workers: first its own process is killed, then one of the workers."""
     output, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     short = ["rollout.vllm.tensor_parallel_size=2", "rollout.max_response_length=4", "data.val=null"]
     process = start(output, *SMALL, *short, "trainer.total_steps=400")
@@ -115,7 +115,7 @@ def test_an_engine_of_several_processes_is_replaced_as_a_whole_whichever_of_them
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
     def wait_for(count: int) -> list[psutil.Process]:
-        """So many steps; returns the engine's processes below the replica's own."""
+        """Wait for `count` training steps, and return the child processes of the engine."""
         deadline = time.monotonic() + 200
         while steps() < count and time.monotonic() < deadline:
             time.sleep(0.05)

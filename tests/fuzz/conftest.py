@@ -1,4 +1,4 @@
-"""A model, a reward and a working directory for command lines."""
+"""Fixtures for tests of command lines: a model, a reward function and a working directory."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> str:
-    """A tiny random language model with the built-in tokenizer."""
+    """Save a tiny random language model with the built-in tokenizer."""
     import torch
 
     from rltrain.tasks.tiny_model import tiny_model
@@ -25,7 +25,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """The working directory of one test."""
+    """Make a working directory for one test."""
     from harness import furnished
 
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="module")
 def here_once(tmp_path_factory):
-    """The working directory of all cases of a test."""
+    """Make one working directory for all cases of a test."""
     from harness import furnished
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,7 @@
-"""Runs the program in environments, each in a process that is forked off, so that libraries are imported once.
+"""Run the program in given environments, each in a forked process, so that libraries are imported only once.
 
-Started with a locale, which a process cannot change, and the number of a socket: `Case`s come in, outcomes go out.
+The server is started for one locale, because a process cannot change its locale, and with the number of a socket; it
+reads `Case`s and writes outcomes.
 """
 
 import io
@@ -23,14 +24,14 @@ from rltrain.tasks.tiny_model import tiny_model
 
 @dataclass(frozen=True)
 class Case:
-    """A command line and what it finds around it.
+    """A command line and the environment in which it runs.
 
     Attributes:
-        words: as the shell gives them.
-        variables: of the environment; None: not set.
-        folder: the working directory; None: one that does not exist any more.
-        known: whether the system knows the user.
-        stdout, stderr: their encoding; None: closed.
+        words: The command line's words, as the shell gives them.
+        variables: Environment variables to set; None unsets one.
+        folder: Working directory; None stands for a deleted folder.
+        known: Whether the user database has the user.
+        stdout, stderr: Encoding of the stream; None if it is closed.
     """
 
     words: tuple[bytes, ...]
@@ -46,12 +47,12 @@ def unknown(uid: int) -> None:
 
 
 def enter(case: Case) -> None:
-    """Change this process's environment to that of the case."""
+    """Change the environment of the current process to that of the case."""
     for name, value in case.variables.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environb[name.encode()] = value
-    tempfile.tempdir = None  # is looked for anew
+    tempfile.tempdir = None  # makes tempfile choose a folder again
     if case.folder is None:
         gone = tempfile.mkdtemp(dir="/tmp")
         os.chdir(gone)
@@ -93,6 +94,6 @@ def serve(connection: Connection) -> None:
 
 if __name__ == "__main__":
     with read_once():
-        tokenizer_of(compose(["rollout=hf", "placement=inprocess"])[0])  # imports what a run imports late
+        tokenizer_of(compose(["rollout=hf", "placement=inprocess"])[0])  # imports modules that a run imports late
         tiny_model()
     serve(Connection(int(sys.argv[1])))

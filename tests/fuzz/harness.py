@@ -1,4 +1,4 @@
-"""The command line in this process, up to where the workers would start, and what it may leave behind."""
+"""Run command lines in the test process up to the start of the workers, and check which files they leave."""
 
 import contextlib
 import copy
@@ -18,13 +18,13 @@ import rltrain.data.row_sources
 import rltrain.main
 from rltrain.base.errors import ConfigError
 
-# Cases of one test; its share of all is fixed, so that COUNT says how many there are altogether.
+# Number of cases of all fuzz tests together; each test has a fixed share of it.
 COUNT = int(os.environ.get("FUZZ_COUNT", "0"))
-ROWS = 32  # of a built-in task
+ROWS = 32  # prompts of a built-in task
 
 
 def cases(share: float, by_default: int) -> Any:
-    """Hypothesis's settings: so many cases, the same ones each time unless `make fuzz` asks for others."""
+    """Return Hypothesis's settings; the cases are the same each time unless `make fuzz` sets their number."""
     return settings(
         max_examples=max(1, round(share * COUNT)) if COUNT else by_default, derandomize=not COUNT, deadline=None,
         database=None, suppress_health_check=list(HealthCheck), print_blob=True,
@@ -41,7 +41,7 @@ def _loaded(root: str, name: str) -> Any:
 
 @contextlib.contextmanager
 def read_once() -> Iterator[None]:
-    """What is the same in all cases is read once: Hydra would parse every YAML file again for each."""
+    """Load each YAML file only once for all cases, because Hydra would parse every file again for each case."""
 
     def load_config(self: FileConfigSource, config_path: str) -> Any:
         return copy.deepcopy(_loaded(self.path, config_path))
@@ -54,16 +54,16 @@ def read_once() -> Iterator[None]:
 
 
 class Started(BaseException):
-    """The workers would start now."""
+    """Raised where a run would start its workers."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command line came to.
+    """The result of a command line.
 
     Attributes:
-        status: the exit status; None if the workers were to start.
-        out, err: what was written.
+        status: Exit status; None if the program reached the start of the workers.
+        out, err: Text that the program wrote.
     """
 
     status: int | None
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def status_of(overrides: Sequence[str]) -> int | None:
-    """Run the program on these words until the workers would start, which gives None; else its exit status."""
+    """Run the program with `overrides`, and return its exit status; None if it reaches the start of the workers."""
 
     def train(*_: Any, **__: Any) -> None:
         raise Started
@@ -89,7 +89,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
 
 
 def command(overrides: Sequence[str]) -> Outcome:
-    """Run the program on these words. The workers' start is the end of it."""
+    """Run the program with `overrides`. The program ends where it would start the workers."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = status_of(overrides)
@@ -97,7 +97,7 @@ def command(overrides: Sequence[str]) -> Outcome:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """What a ConfigError of this call says, "" where it raises none; any other error is a failure."""
+    """Return the message of a ConfigError that `call` raises, "" if it raises none; any other error is a failure."""
     try:
         with read_once():
             call()
@@ -106,11 +106,11 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
-WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")  # files of a run before its first step
+WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")  # files that a run writes before its first step
 
 
 def furnished(folder: Path) -> Path:
-    """A run, a file of prompts and a reward in a folder."""
+    """Fill a folder with an old run, a file of prompts and a reward function."""
     run = folder / "old_run"
     (run / "rollouts").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -123,15 +123,16 @@ def furnished(folder: Path) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, byte for byte; None stands for a folder."""
+    """Return the content of every path below a folder, None for folders."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @contextlib.contextmanager
 def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
-    """The block appends its outcome: where no worker was to start nothing is new, and what was there stays.
+    """Check that the block keeps all old files, and that new files appear only if workers were to start.
 
-    A run that goes on where it was writes its config again.
+    The block appends its outcome to the list that it gets. A run that is resumed in its own folder writes its config
+    again.
     """
     before, outcomes = files(folder), []
     yield outcomes
@@ -151,13 +152,13 @@ def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
         assert all(after[name] is None or name.endswith((*WRITTEN_AT_START, ".lock")) for name in new), new
     else:
         assert not new, new
-    for name in sorted(new, reverse=True):  # for the next case
+    for name in sorted(new, reverse=True):  # deletes new files before the next case
         path = folder / name
         path.rmdir() if path.is_dir() else path.unlink()
 
 
 def check_refusal(outcome: Outcome) -> None:
-    """A user reads one line that says what is wrong; nothing of Python's."""
+    """Check that the user reads one line that says what is wrong, without a traceback."""
     if outcome.status is None:
         return
     shown = f"status {outcome.status}\n{outcome.err}"

@@ -1,4 +1,4 @@
-"""Whatever lies in a checkpoint, and whatever `trainer.resume` names, is gone on from or refused in one line."""
+"""For any damage to a checkpoint and any value of `trainer.resume`, a run resumes or is refused in one line."""
 
 import asyncio
 import copy
@@ -49,14 +49,14 @@ STATE = {
 
 
 class Rank:
-    """One rank that writes one tensor at once."""
+    """A rank that saves one small tensor without delay."""
 
     async def call(self, method, *arguments):
         return getattr(self, method.__name__)(*arguments)
 
     def save_state(self, url):
         self.folder = Folder(url)
-        with warnings.catch_warnings(action="ignore"):  # that there is one process
+        with warnings.catch_warnings(action="ignore"):  # DCP warns about a single process
             dcp.save(
                 {"model.weight": torch.ones(2, 3)}, storage_writer=FsspecWriter(f"{url}/state/actor"), no_dist=True
             )
@@ -76,7 +76,7 @@ def usual():
 
 @pytest.fixture(scope="module")
 def run(here_once):
-    """A run with two checkpoints; returns all that it holds."""
+    """Make a run with two checkpoints, and return all its files."""
     config, prompts = usual()
     folder = here_once / RUN
     checkpoints = Checkpoints(
@@ -100,7 +100,7 @@ def run(here_once):
 
 
 class Runs:
-    """A pickle that runs a command where it is loaded as one."""
+    """An object whose pickle runs a command when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("was_run",)
@@ -148,7 +148,7 @@ def paths(value, path=()):
 
 
 def changed(content: bytes, how: str, what) -> bytes | None:
-    """A file's content with this harm done to it; None: no file."""
+    """Return a file's content with one kind of harm done to it; None deletes the file."""
     if how == "junk":
         return what
     if how == "flip":
@@ -169,7 +169,7 @@ def changed(content: bytes, how: str, what) -> bytes | None:
 
 
 def sealed(folder) -> None:
-    """Make the manifest agree with the files as they are, where it still is one."""
+    """Make the manifest's sizes and checksums match the changed files, if the manifest can still be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())["manifest"]
         for name in [name for name in manifest["files"] if isinstance(name, str)]:
@@ -185,7 +185,7 @@ def sealed(folder) -> None:
 
 
 def spoil(run, how: str, name: str, what, seal: bool) -> dict:
-    """Do harm to the newer checkpoint; returns what was there."""
+    """Damage the newer checkpoint, and return the original content of its files."""
     folder = run / "checkpoints" / f"step_{STEPS[-1]}"
     before = {folder / one: (folder / one).read_bytes() for one in {name, MANIFEST}}
     found = changed(before[folder / name], how, what)

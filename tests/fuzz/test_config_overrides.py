@@ -1,4 +1,4 @@
-"""Whatever is typed, a bad command line ends with status 2 and one line, before any worker starts."""
+"""Any bad command line ends with status 2 and one line on stderr, before any worker starts."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from rltrain.settings.typed import keys, parse
 
 QUICK = ["rollout=hf", "placement=inprocess", "data.val=null", "trainer.output_dir=new_run"]
 KEYS = sorted(keys(Config))
-# Names of folders and files of others are not drawn at random: a run may be started there.
+# Options for folders and files outside the test's folder get no random names, because a run may be started there.
 PLACES = {"trainer.output_dir", "trainer.checkpoint_dir"}
 
 plain = st.sampled_from(

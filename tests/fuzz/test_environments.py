@@ -1,4 +1,4 @@
-"""Whatever surrounds a good command line, locale, home, folders, streams: it runs, or is refused in one line."""
+"""For any locale, home, folder and streams, a good command line runs or is refused in one line."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[2]
 LOCALES = {"ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}}
-if COUNT:  # each takes seconds to start
+if COUNT:  # each server takes seconds to start
     LOCALES |= {"C": {"LC_ALL": "C"}, "UTF-8": {"LC_ALL": "C.UTF-8"}, "unknown": {"LANG": "xx_YY.ISO-8859-1"}}
 LATIN_1, UTF_8 = b"caf\xe9", "büro 数据".encode()
 FOLDERS = [b"plain", LATIN_1, UTF_8]
@@ -28,7 +28,7 @@ OWN = (
     b'data.train="IN/prompts.jsonl"',
     b'reward.functions=["IN/my_reward.py:score"]',
 )
-HERE = b"HERE"  # stands for the folder of the tests
+HERE = b"HERE"  # replaced by the test's folder
 
 place = st.sampled_from([
     None, b"/proc/self", b"/proc/no/such", b"HERE/plain/afile", b"relative", b"/dev/null", b"~", b"HERE/new/" + LATIN_1,
@@ -57,7 +57,7 @@ case = st.builds(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, model) -> bytes:
-    """A folder of folders with data, a reward and a model; the names of two are not ASCII."""
+    """Make folders with data, a reward function and a model; two of the folders have names that are not ASCII."""
     here = os.fsencode(tmp_path_factory.mktemp("here"))
     for name in FOLDERS:
         inside = Path(os.fsdecode(here + b"/" + name))
@@ -67,13 +67,13 @@ def folder(tmp_path_factory, model) -> bytes:
 
 
 class Servers:
-    """A server for each locale, started when it is first asked."""
+    """A server for each locale, started at its first request."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.stack, self.connections = stack, dict[str, Connection]()
 
     def ask(self, locale: str, case: Case) -> Outcome | str:
-        """What comes of a case; a text, where the program let an error out."""
+        """Return the outcome of a case; the text of an error if the program raised one."""
         if locale not in self.connections:
             self.connections[locale] = self.stack.enter_context(self.start(LOCALES[locale]))
         self.connections[locale].send(case)
@@ -81,7 +81,7 @@ class Servers:
 
     @contextlib.contextmanager
     def start(self, variables: dict[str, str]) -> Iterator[Connection]:
-        """A server, which ends with the block."""
+        """Start a server, which ends with the block."""
         ours, theirs = socket.socketpair()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
         process = subprocess.Popen(
@@ -102,13 +102,13 @@ def servers():
 
 
 def listed(here: bytes) -> set[bytes]:
-    """All files, those in home folders' caches aside."""
+    """List all files except those in caches of home folders."""
     found = (os.path.join(folder, name) for folder, _, names in os.walk(here) for name in names)
     return {path for path in found if b".cache" not in path.split(b"/")}
 
 
 def put(here: bytes, case: Case) -> Case:
-    """The case with the folder's name in it."""
+    """Put the name of the test's folder into a case."""
     values = {name: value and value.replace(HERE, here) for name, value in case.variables.items()}
     inside = case.folder and case.folder.replace(HERE, here)
     words = tuple(word.replace(HERE, here) for word in case.words)
@@ -123,7 +123,7 @@ def test_a_command_line_runs_or_is_refused_in_one_line_whatever_surrounds_it(fol
     outcome = servers.ask(locale, put(folder, drawn))
     assert isinstance(outcome, Outcome), outcome
     new = listed(folder) - before
-    for name in new:  # for the next case
+    for name in new:  # deletes new files before the next case
         os.unlink(name)
     assert outcome.status in (None, 2), outcome
     if drawn.stderr:

@@ -1,4 +1,4 @@
-"""Whatever values a parquet file holds, they are loaded, kept and sent as they are, or refused by row and column."""
+"""Any values in a parquet file are loaded, stored and sent unchanged, or refused with their row and column."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def rows(inner):
 
 
 def viewed(kind: pa.DataType, bits: int):
-    """Any bits taken for values of a type, as the writer of a file may do."""
+    """Draw columns with any bits as values of a type, as a file may have them."""
 
     def build(values):
         half = 2 ** (bits - 1)
@@ -48,7 +48,7 @@ def viewed(kind: pa.DataType, bits: int):
 
 
 def text_column(kind: pa.DataType):
-    """Any bytes taken for text."""
+    """Draw text columns with any bytes, valid UTF-8 or not."""
 
     def build(values):
         return pa.array(values, pa.large_binary() if kind == pa.large_string() else pa.binary()).view(kind)
@@ -57,7 +57,7 @@ def text_column(kind: pa.DataType):
 
 
 def typed(values, kind: pa.DataType):
-    """Values of a type, or nothing."""
+    """Draw columns of values of a type and nulls."""
     return rows(st.one_of(st.none(), values)).map(lambda drawn: pa.array(drawn, kind))
 
 
@@ -128,13 +128,13 @@ def test_parquet_values_are_kept_or_refused_by_row_and_column(here_once, model, 
     try:
         made = pa.Table.from_arrays([column for _, column in columns], names=[name for name, _ in columns])
         pq.write_table(made, path)
-    except (pa.ArrowException, OSError, ValueError):  # no file can hold this
+    except (pa.ArrowException, OSError, ValueError):  # parquet cannot hold the column
         return
 
     def use() -> None:
         train, _ = load_data(config, tokenizer)
         train.fingerprint()
-        assert pickle.loads(pickle.dumps(list(train))) is not None  # as they are sent to reward processes
+        assert pickle.loads(pickle.dumps(list(train))) is not None  # reward processes get pickled rows
 
     try:
         said = refused(use)

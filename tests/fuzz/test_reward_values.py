@@ -1,4 +1,4 @@
-"""Whatever a user's reward function returns or raises, the sample gets a number or fails with one readable line."""
+"""For any value that a reward function returns or raises, the sample gets a number or fails with one readable line."""
 
 import asyncio
 import dataclasses
@@ -64,14 +64,14 @@ ATTRIBUTES = ("__class__", "shape", "score", "failed", "message")
 
 @dataclass(frozen=True)
 class Made:
-    """A value that is made when the function returns it: a coroutine that nobody returns would never be awaited."""
+    """A value made only when the function returns it, because a coroutine that is never awaited causes a warning."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
 def made(value: Any) -> Any:
-    """The value itself, with all that is in it."""
+    """Make a value, including all nested values."""
     if isinstance(value, Made):
         return value.function(*map(made, value.arguments))
     if isinstance(value, list | tuple):
@@ -84,7 +84,7 @@ def makes(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Own(BaseException):
-    """Neither an Exception nor one of Python's own."""
+    """An error that is neither an Exception nor built into Python."""
 
 
 class Mute(Exception):
@@ -101,7 +101,7 @@ def raising(error: BaseException) -> Any:
 
 
 def hostile(name: str, error: BaseException, base: type) -> Any:
-    """An object with a method or an attribute that raises."""
+    """Return an object with one method or attribute that raises `error`."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -180,7 +180,7 @@ value = st.recursive(
 
 @pytest.fixture(scope="module", autouse=True)
 def _interrupts():
-    """As in a reward process: a KeyboardInterrupt is a function's own."""
+    """Let a KeyboardInterrupt come only from a reward function, as in a reward process."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGINT, before)
@@ -194,7 +194,7 @@ def file(tmp_path_factory) -> str:
 
 
 def answering(path: str, answer: Callable[[str], Any]) -> Config:
-    """A config with one function, which gives this answer to a response."""
+    """Return a config with one reward function, which returns `answer` of a response."""
     load_function(path).__globals__["ANSWERS"][:] = [answer]
     return config_of(path)
 
@@ -240,7 +240,7 @@ def test_whatever_a_function_returns_is_a_number_or_a_failure_with_one_readable_
             if responses[number] != "odd":
                 assert result.scores == (float(responses[number]),)
         load_function(f"{file}:{form}").__globals__["ANSWERS"][:] = [lambda _: [1.0] if form == "all_at_once" else 1.0]
-        pool.submit([RewardRequest((1, 0), "p", "r", {})])  # it still works
+        pool.submit([RewardRequest((1, 0), "p", "r", {})])  # the pool still works
         assert finish(pool)[0].scores == (1.0,)
 
 
@@ -258,7 +258,7 @@ def test_whatever_an_aggregation_returns_is_a_number_a_row_or_an_error_of_one_li
         totals = combined_scores(components, uid, counted, reward)
     except RewardError as error:
         check_line(str(error).encode("utf-8", "backslashreplace").decode(), f"reward.aggregation={path} ")
-    except KeyboardInterrupt:  # taken for the user's own: this runs in the driver
+    except KeyboardInterrupt:  # the driver takes a KeyboardInterrupt for the user's Ctrl-C
         pass
     else:
         assert (totals.dtype, totals.shape) == (torch.float32, (3,))

@@ -1,4 +1,4 @@
-"""Whatever was done to a model's files: each parameter that is trained is the one in them, or nothing is trained."""
+"""For any damage to a model's files, each trained parameter equals the one in the files, or nothing is trained."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.js
 
 
 class Runs:
-    """A pickle that runs a command where it is loaded as one."""
+    """An object whose pickle runs a command when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("was_run",)
@@ -53,10 +53,10 @@ def tensors_of(content: bytes, suffix: str):
 
 
 class Forms(dict[str, dict[str, bytes]]):
-    """The same model in each form, as the files of its folder."""
+    """The same model in each file format, as the files of its folder."""
 
     def __repr__(self) -> str:
-        return "forms"  # Hypothesis shows arguments
+        return "forms"  # Hypothesis prints arguments
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def in_parts(tensors, stem: str, suffix: str, index: str, count: int = 3) -> dic
     return files | {index: json.dumps({"metadata": {}, "weight_map": where}).encode()}
 
 
-# What is done to them. Each function changes `files` in place; a name or a place that is drawn means one that is there.
+# Harms to the files. Each function changes `files` in place; a drawn name or place selects one that exists.
 
 JUNK = [
     b"", b"{", b"[]", b"null", b"{}", b"\x00" * 100, b"\xff" * 100, b"[" * 100_000, b"PK\x03\x04", b"9" * 5000,
@@ -116,13 +116,13 @@ def weights_in(files) -> list[str]:
 
 
 def edited(files, place: int, change) -> None:
-    """Change the tensors of one file; a file that another harm broke stays as it is."""
+    """Change the tensors of one file; a file that an earlier harm broke stays as it is."""
     file = pick(weights_in(files), place)
     try:
         tensors = tensors_of(files[file], Path(file).suffix)
         change(tensors)
         files[file] = of_tensors(tensors, Path(file).suffix)
-    except Exception:  # whatever a broken file raises
+    except Exception:  # any error of a broken file
         return
 
 
@@ -147,7 +147,7 @@ def extra(files, place, new):
 
 
 def old_buffer(files, place, _):
-    name = f"model.layers.{place}.self_attn.rotary_emb.inv_freq"  # in two files it would be two tensors of one name
+    name = f"model.layers.{place}.self_attn.rotary_emb.inv_freq"  # in two files there would be two tensors of one name
     edited(files, place, lambda tensors: tensors.update({name: torch.ones(4)}))
 
 
@@ -274,12 +274,12 @@ HARMS = {
 }  # fmt: skip
 harm = st.one_of(*(st.tuples(st.just(name), place, what) for name, (_, what) in HARMS.items()))
 harms = st.lists(harm, min_size=1, max_size=2)
-CRITIC, LORA = ["algorithm=ppo"], ["model.lora={rank: 2}"]  # engines make adapted weights of safetensors files alone
+CRITIC, LORA = ["algorithm=ppo"], ["model.lora={rank: 2}"]  # engines merge adapters only into safetensors weights
 roles = st.sampled_from([[], CRITIC, LORA, ["rollout=vllm", "placement=colocated"]])
 
 
 def spoiled(files, done, folder: Path) -> Path:
-    """The model's folder with these harms done to it."""
+    """Write the model's folder after applying the harms in `done`."""
     files = dict(files)
     for name, at, what in done:
         if weights_in(files):
@@ -292,7 +292,7 @@ def spoiled(files, done, folder: Path) -> Path:
 
 
 def in_the_files(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the first form that is there, which is the one that transformers chooses, read otherwise."""
+    """Read all tensors of the format that transformers would load, the first in the folder, by other code."""
     config = json.loads((folder / "config.json").read_text())
     own = config.get("transformers_weights")
     names = [own] if isinstance(own, str) else ["model.safetensors", INDEX, "pytorch_model.bin", TORCH_INDEX]
@@ -360,7 +360,7 @@ def test_a_loader_that_nothing_was_checked_for_takes_no_random_parameter_either(
     with mock.patch("rltrain.data.model_weights.check_weights"):
         try:
             model = load_model(AutoModelForCausalLM, str(folder))
-        except Exception:  # what the files make transformers raise is no run at all
+        except Exception:  # files that transformers cannot load are not trained
             return
     assert_each_parameter_is_the_files(model, folder, body_alone=False)
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows of training: its kernels, 16-bit products under 32-bit sums, and where memory goes."""
+"""Training properties that only a GPU shows: its kernels, 16-bit products with 32-bit sums, and the use of memory."""
 
 import copy
 import statistics
@@ -27,8 +27,8 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
 }  # fmt: skip
-LENGTHS = [(5, 90), (1, 1), (40, 200), (17, 64), (3, 0)]  # of prompt and answer
-ROUNDING = 2e-2  # of bfloat16 through a few layers, as a share of the whole
+LENGTHS = [(5, 90), (1, 1), (40, 200), (17, 64), (3, 0)]  # tokens of (prompt, answer)
+ROUNDING = 2e-2  # relative rounding error of bfloat16 through a few layers
 
 
 def small(kind=LlamaConfig):
@@ -50,13 +50,13 @@ def batch_of(seed: int = 0, edited: int | None = None) -> DataProto:
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Distance as a share of what is expected."""
+    """Return the distance of two tensors, relative to the norm of the expected one."""
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     return float((found - expected).norm() / expected.norm())
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Of a weighted sum of log-probs over the batch, whole and on the host."""
+    """Return the gradients of a weighted sum of log-probs over the batch, as whole tensors on the host."""
     packed = to_device(pack(batch_of()), device())
     found = policy_output(model, packed, temperature=0.7).log_probs
     (found * torch.linspace(-1, 1, len(found), device=found.device)).sum().backward()
@@ -130,7 +130,10 @@ def test_B6_editing_one_row_of_a_pack_changes_no_other_on_the_gpu():
 
 
 def test_F1_weights_and_sums_are_float32_where_products_are_bfloat16():
-    """In bfloat16, updates of 1e-6 are lost next to weights of 0.02. A float64 AdamW gets the same gradients."""
+    """In bfloat16, updates of 1e-6 would be lost next to weights of 0.02.
+
+    A float64 AdamW with the same gradients gives the expected updates.
+    """
     config, _ = compose(["model.dtype=bfloat16", "actor.lr=1e-6", "actor.lr_warmup_steps=0", "actor.max_grad_norm=1e9"])
     model = shard(small(), config)
     optimizer = Optimizer(list(model.parameters()), config.actor, 1000, max_skipped=0)
@@ -149,10 +152,10 @@ def test_F1_weights_and_sums_are_float32_where_products_are_bfloat16():
         optimizer.step()
     for name, parameter in model.named_parameters():
         moved, expected = full(parameter.detach()).cpu().double() - begin[name], reference[name] - begin[name]
-        assert apart(moved, expected) < 5e-2  # float32 weights of 1 move in steps of 1e-7
+        assert apart(moved, expected) < 5e-2  # float32 weights near 1 move in steps of 1e-7
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler has many
+@pytest.mark.filterwarnings("ignore")  # the compiler warns a lot
 @pytest.mark.parametrize(
     "overrides",
     [["model.activation_checkpointing=true"], ["model.cpu_offload=true"], ["model.compile=true"],
@@ -169,7 +172,7 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
     taken = {}
     for name, overrides in {"plain": [], "checkpointing": ["model.activation_checkpointing=true"]}.items():
         model = sharded(*overrides)
-        gradients(model)  # makes the gradients, which stay
+        gradients(model)  # allocates the gradients, which are kept
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gradients(model)
@@ -185,12 +188,12 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """All logits at once."""
+    """Compute log-probs from all logits at once."""
     return F.log_softmax(F.linear(hidden, head).float(), dim=-1).gather(1, targets[:, None])[:, 0]
 
 
 def measured(form, tokens: int) -> tuple[int, float, list[Tensor]]:
-    """Peak extra bytes, median seconds, and values and gradients of a forward and a backward pass."""
+    """Return peak extra bytes, median seconds, and values and gradients of a forward and a backward pass."""
     source = torch.Generator(device()).manual_seed(0)
     made = {"device": device(), "dtype": torch.bfloat16, "generator": source}
     hidden, head = torch.randn(tokens, 896, **made).requires_grad_(), torch.randn(151_936, 896, **made) * 0.07

@@ -16,7 +16,7 @@ from cosmic_ray.work_item import TestOutcome, WorkItem
 
 
 def sample(sessions: list[str], count: int, seed: int) -> None:
-    """Keep `count` mutants in all: session k of n keeps every n-th of the drawn ones, so that none is run twice."""
+    """Keep `count` mutants in all: session k of n keeps every n-th of the drawn mutants, so that none is run twice."""
     for number, path in enumerate(sessions):
         with use_db(path) as db:
             every = sorted(db.work_items, key=lambda item: str(item.mutations))
@@ -44,7 +44,7 @@ def report(sessions: list[str]) -> None:
 
 
 def describe(item: WorkItem) -> str:
-    """Where a mutant is and what it does."""
+    """Describe where a mutant is and what it changes."""
     return "; ".join(f"{m.module_path}:{m.start_pos[0]} {m.operator_name} {m.occurrence}" for m in item.mutations)
 
 
