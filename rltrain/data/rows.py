@@ -15,7 +15,7 @@ class Rows:
         content: the rows, as a list of dicts or a `pyarrow.Table`.
         columns: the names of all columns, in the order in which they first occur.
         place: returns the location of a row for error messages, given its index.
-        own_splits: whether one source name gives different rows for training and for evaluation.
+        own_splits: whether the same source gives different rows for training and for evaluation.
     """
 
     content: Any
@@ -40,7 +40,7 @@ class Rows:
     def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Return the rows from index `start` up to `stop`.
 
-        Each row has at least the given columns, except those that are missing from the data.
+        Each row has at least the given columns, except columns that the data lacks.
         """
         if isinstance(self.content, list):
             return self.content[start:stop]

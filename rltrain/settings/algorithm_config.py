@@ -169,8 +169,9 @@ class CorrectionConfig:
 
 @section
 class RejectionConfig:
-    """Removal of the policy term for tokens or answers whose policy during the update is too far from the engine's
-    policy.
+    """Removal of the policy term where the policy during the update is too far from the engine's policy.
+
+    The policy term is removed for whole tokens or whole answers.
 
     Setting `kl_estimator` to null turns off the removal of policy terms.
     """

@@ -27,7 +27,7 @@ class Name:
 
     @property
     def note(self) -> str:
-        """The hint in brackets, as the end of an error message; "" without a hint."""
+        """Hint in brackets that ends an error message; "" if there is no hint."""
         return f" ({self.hint})" if self.hint else ""
 
 
