@@ -43,7 +43,7 @@ class _Marked:
     """A text from the data, in which stand-ins (private-use characters) replace the names of control tokens.
 
     Attributes:
-        text: the text with stand-ins. Each stand-in is one character.
+        text: the text with stand-ins. Each stand-in is one private-use character.
         spelled: maps each stand-in to the control-token name that it replaces.
     """
 

@@ -94,7 +94,7 @@ def directory_on_node(path: str, *, on_progress: Callable[[], None], environment
 
     Args:
         path: the model's path as `portable` returned it, perhaps on another machine.
-        on_progress: function that is called now and then during the download.
+        on_progress: function that is called from time to time during the download.
         environment: environment variables of the process that downloads.
 
     Raises:

@@ -51,7 +51,7 @@ class Rows:
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
         """Return the rows of all parts as one `Rows` object, in the order of the parts.
 
-        Either all parts hold dicts, or all parts hold tables.
+        Either all parts hold their rows as dicts, or all parts hold Arrow tables.
 
         Raises:
             pyarrow.ArrowException: a column has different types in two tables, which cannot be combined.

@@ -183,7 +183,7 @@ class Checkpoints:
     Args:
         folder: folder that holds the checkpoints.
         config: config of the run, as YAML text.
-        keep: number of latest checkpoints to keep; 0: all.
+        keep: number of latest checkpoints to keep; 0 keeps all checkpoints.
         best: name of the metric that selects the best checkpoint. The checkpoint with the highest value of the metric
             `best` is kept in addition to the latest checkpoints. If `best` is None, only the latest checkpoints are
             kept.

@@ -171,9 +171,8 @@ class CorrectionConfig:
 class RejectionConfig:
     """Removal of the policy term where the policy during the update is too far from the engine's policy.
 
-    The policy term is removed for whole tokens or whole answers.
-
-    Setting `kl_estimator` to null turns off the removal of policy terms.
+    The policy term is removed for single tokens or for whole answers. Setting `kl_estimator` to null turns off the
+    removal of policy terms.
     """
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = key(
