@@ -1,6 +1,6 @@
-"""Writes a report about one or several runs as one HTML page:
+"""Writes a report about one or several runs as one HTML page.
 
-`python -m rltrain.report RUN_DIR [RUN_DIR ...] [--output FILE]`.
+Usage: `python -m rltrain.report RUN_DIR [RUN_DIR ...] [--output FILE]`.
 """
 
 import sys
