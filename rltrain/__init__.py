@@ -1,1 +1,1 @@
-"""rltrain: train language models by reinforcement learning. Importing this package imports nothing else."""
+"""rltrain: train language models by reinforcement learning. Importing `rltrain` alone imports no other module."""

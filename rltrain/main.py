@@ -35,7 +35,7 @@ from rltrain.settings.compose import compose, profile_defaults, to_yaml
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
 
-if TYPE_CHECKING:  # all of these modules import torch, which takes seconds
+if TYPE_CHECKING:  # imports for annotations only, because importing torch takes seconds
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
@@ -131,13 +131,13 @@ def set_threads(config: Config) -> None:
 def show(text: str) -> int:
     """Print the text, and return the exit status.
 
-    It is no error if the reader of the output, such as `head`, closes the pipe.
+    A reader of the output, such as `head`, may close the pipe without causing an error.
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # otherwise the interpreter would write the rest of its buffer to the closed pipe when it exits
+        # keeps the interpreter from writing its remaining buffer to the closed pipe at exit
         outlive_readers()
     return 0
 
@@ -165,7 +165,7 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
 def _traceback() -> str:
     try:
         return traceback.format_exc()
-    # the formatter opens the source file, and the file name in a user's function may be invalid
+    # `format_exc` opens the source file, and the file name in a user's function may be invalid
     except Exception as error:
         return f"Traceback that cannot be shown ({described(error)})"
 
@@ -342,7 +342,7 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
     if checkpoint is not None:
         await trainer.restore(checkpoint)
     else:
-        # removes metrics of an earlier run that ended in this folder before its first checkpoint
+        # removes metrics of an earlier run that ended in the output folder before its first checkpoint
         trainer.tracker.restore(0, {})
     try:
         await trainer.fit()

@@ -70,7 +70,7 @@ class Trainer:
     Attributes:
         step: number of training steps taken, which is also the version of the weights.
         incarnation: number of times that the run was restored, which together with `step` identifies the weights.
-        origin: checkpoint to which the run was last restored; None if there is none.
+        origin: checkpoint to which the run was last restored; None if the run was never restored to a checkpoint.
         beginning: state of the driver before the first step; None if the run began from a checkpoint.
         engine_checked: whether the engine's log-probs were compared with the actor's.
         checked_before: value of `engine_checked` before the current step.
@@ -218,7 +218,7 @@ class Trainer:
     def last_good(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint of the run.
 
-        If there is none, return the checkpoint to which the run was last restored, or None.
+        Without an undamaged checkpoint, return the checkpoint to which the run was last restored, or None.
         """
         return self.checkpoints.newest() or self.origin
 

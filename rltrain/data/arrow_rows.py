@@ -81,7 +81,8 @@ def _unusable(kind: Any, place: str) -> ConfigError:
 def _check_values(column: Any, name: str, where: str) -> None:
     """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
 
-    If loading did not check the values, an unusable value would cause an error only when training reads it.
+    Values are checked during loading, because otherwise an unusable value would cause an error only when training reads
+    it.
     """
     if _is_safe(column.type):
         return

@@ -23,14 +23,14 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 
 _CHATS, _BYTES = 256, 1 << 23  # maximum number of chats in a request, and number of bytes above which a request is full
 _SILENCE_S = 240.0  # wall-clock seconds to wait for an answer, including the start of the process
-_TRIES = 3  # number of processes that died or did not answer after which rendering fails
+_TRIES = 3  # rendering fails once this number of rendering processes have died or not answered
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
 class TemplateError(ValueError):
     """The chat template produced no text for a chat.
 
-    The error message continues a sentence that starts with "the chat template".
+    The error message is the predicate of a sentence whose subject is "the chat template".
 
     Attributes:
         chat: index of the failed chat in the list of chats to render.
@@ -65,7 +65,7 @@ class ChatTemplates:
         self.close()
 
     def close(self) -> None:
-        """End the rendering process, if there is one. Rendering another chat starts a new process."""
+        """End the rendering process, if there is one. After `close`, rendering a chat starts a new process."""
         if self._process is not None:
             self._end()
         self._process = None
@@ -132,7 +132,7 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # Ctrl-C then reaches the parent process, but not the rendering process
+                start_new_session=True,  # Ctrl-C reaches the parent process, but not the rendering process
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)
@@ -140,7 +140,7 @@ class ChatTemplates:
     def _why_lost(self, silent: bool) -> str:
         """End the rendering process after it failed to answer a request.
 
-        Return the text of an error message about the reason for the failure.
+        Return the end of an error message: the reason for the failure, and a remedy.
         """
         assert self._process is not None
         process, self._lost = self._process, self._lost + 1
@@ -164,7 +164,7 @@ def _ended(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 
 def _requests(chats: Sequence[Any]) -> Iterator[list[bytes]]:
-    """Yield lists of pickled chats; each list is one request."""
+    """Group the chats into requests, and yield each request as a list of pickled chats."""
     taken: list[bytes] = []
     size = 0
     for chat in chats:

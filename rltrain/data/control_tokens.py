@@ -1,18 +1,18 @@
 """Encoding of prompts in which the name of a control token, such as `<|im_end|>`, is treated as ordinary text.
 
 A tokenizer replaces the name of a control token with that token wherever the name occurs, even in the text of a user.
-Without a remedy, a chat message with the name of a control token could therefore end its own turn or open another one.
-If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a control-token name,
-encoding has three steps:
+Without special handling, a chat message that contains the name of a control token could end its own turn or open
+another turn. If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a
+control-token name, encoding has three steps:
 
 1. Stand-ins (private-use characters) replace the control-token names in the data before the chat template is applied.
    After the replacement, all control-token names in the template's output come from the template itself.
 2. In a copy of the tokenizer, the control tokens have private names instead of their usual names. In the template's
    output, private names replace the usual names, and the original names replace the stand-ins. The copied tokenizer
    encodes the text with the private names.
-3. The method is checked: for the text with stand-ins, the copied tokenizer must give the same ids as the original one.
-   For the text that step 2 encodes, the copied tokenizer must give the same control tokens as for the text with
-   stand-ins. A `ControlTokenError` is raised if one of the two checks on token ids fails.
+3. The method is checked: for the text with stand-ins, the copied tokenizer must give the same ids as the original
+   tokenizer. For the text with private names, the copied tokenizer must give the same control tokens as for the text
+   with stand-ins. A `ControlTokenError` is raised if one of the two checks on token ids fails.
 """
 
 import functools
@@ -43,7 +43,7 @@ class _Marked:
     """A text from the data, in which stand-ins (private-use characters) replace the names of control tokens.
 
     Attributes:
-        text: the text with stand-ins. Each stand-in is one character.
+        text: the text with stand-ins. Each stand-in is one private-use character.
         spelled: maps each stand-in to the control-token name that it replaces.
     """
 
@@ -58,7 +58,7 @@ class _Marked:
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and added tokens of the form `<|...|>`.
 
-    Other added tokens, such as `<think>`, count as vocabulary: text that contains the name of one is encoded as that
+    Other added tokens, such as `<think>`, count as vocabulary: the name of such a token in a text is encoded as the
     token.
 
     Attributes:
@@ -147,7 +147,7 @@ class ControlTokens:
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return [ids.get(id, id) for id in found]
         found = []
-        # the pieces alternate: text, number of a control token, text, ..., text
+        # `split` returns text and numbers of control tokens in alternation, starting and ending with text
         for number, piece in enumerate(_NAMED.split(text)):
             if number % 2:
                 found.append(self._tokenizer.convert_tokens_to_ids(self.names[int(piece)]))

@@ -74,7 +74,7 @@ def local_directory(path: str | Path) -> Path:
     """Return the directory of a model on this machine.
 
     Args:
-        path: a directory, or a name with a commit that `fetch` has returned in this process.
+        path: a directory, or a pinned hub name that `fetch` has returned earlier in this process.
     """
     return _snapshots.get(str(path)) or Path(path).expanduser()
 
@@ -94,7 +94,7 @@ def directory_on_node(path: str, *, on_progress: Callable[[], None], environment
 
     Args:
         path: the model's path as `portable` returned it, perhaps on another machine.
-        on_progress: function that is called now and then during the download.
+        on_progress: function that is called from time to time during the download.
         environment: environment variables of the process that downloads.
 
     Raises:
@@ -129,7 +129,7 @@ def fetch(
         environment: environment variables of the process that downloads.
 
     Raises:
-        ConfigError: the model can be neither found nor downloaded. The error message says why, and what to do.
+        ConfigError: the model can be neither found nor downloaded. The error message names the cause and a remedy.
     """
     if str(name) in _snapshots:
         return str(name)
@@ -185,11 +185,11 @@ def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], e
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
     """Pass the progress of the download process on to `on_bytes`.
 
-    Return the last message of the process, which says how the download ended; {} if there is none.
+    Return the last message of the download process, which says how the download ended; {} without such a message.
     """
     for line in lines:
         if not line.startswith('{"'):
-            continue  # some other library in the process has printed this line
+            continue  # not a message: another library in the download process printed the line
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

@@ -18,10 +18,10 @@ from typing import Any
 from rltrain.base.errors import ConfigError, described, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# names of splits that are used for a config key if the user names none
+# Maps each config key to the names of splits that are tried if the user names no split.
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}
 _ATTEMPTS, _PAUSE_S = 3, 1.0
-_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may contain a signature
+_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL, which may contain a signature
 _SHOWN = 8  # maximum number of configurations or splits named in a message
 
 
@@ -61,7 +61,7 @@ def _cached(
         return None
     version = {"version": "0.0.0", "hash": revision} if pinned else {"version": "auto", "hash": "auto"}
     if revision is not None and not pinned:
-        return None  # the cache does not know branches and tags
+        return None  # the cache identifies versions by commit, and not by branch or tag
     readings = [(config, split)] if split or config is None else [(config, None), (None, config)]
     for name, wanted in readings:
         try:
@@ -74,9 +74,7 @@ def _cached(
 
 
 def _from_hub(repository: str, config: str | None, split: str | None, revision: str | None, key: str) -> dict[str, Any]:
-    """Download and prepare all splits of a configuration, as `datasets` does, at the commit that the revision now
-    means.
-    """
+    """Download and prepare all splits of a configuration, as `datasets` does, at the commit of the revision."""
     import datasets
     from huggingface_hub import HfApi
 
@@ -107,12 +105,13 @@ def _result(builder: Any, split: str) -> dict[str, Any]:
 
 
 def _chosen(splits: Sequence[str], split: str | None, repository: str, config: str | None, key: str) -> str:
-    """Return the split that the user wants.
+    """Return the split that the user named, or a default split.
 
     If the user named no split, return the usual split for the config key (`train` or `val`), or the only split.
 
     Raises:
-        ConfigError: the named split does not exist, or no split is named and none of several is usual for the key.
+        ConfigError: the named split does not exist, or no split is named and none of the several splits is usual for
+            the key.
     """
     if split in splits:
         return str(split)
@@ -136,7 +135,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _persistently(call: Callable[[], Any]) -> Any:
-    """Call a function, and call it again after a broken connection.
+    """Call a function, and call it again if the connection breaks.
 
     Files that an earlier call has downloaded are not downloaded again.
     """
@@ -167,7 +166,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _explained(error: Exception, repository: str, revision: str | None) -> str:
-    """Return a one-line description of what went wrong and what to do about it."""
+    """Return a one-line description of a download error and its remedy."""
     from datasets import config
     from huggingface_hub import constants, errors, get_token, is_offline_mode
 

@@ -49,9 +49,9 @@ class DatasetName:
 
     Attributes:
         repository: name of the data set without its other parts: `ORG/NAME`.
-        config: name of the configuration; None for the only one. If `split` is None and the data set has no
+        config: name of the configuration; None for the only configuration. If `split` is None and the data set has no
             configuration called `config`, `config` is the name of a split.
-        split: name of the split; None if the user named none, or named it without a configuration, as in
+        split: name of the split; None if the user named no split, or named the split without a configuration, as in
             `ORG/NAME:SPLIT`.
         revision: branch, tag or commit of the data set; None for the main branch.
     """
@@ -72,7 +72,7 @@ class DatasetName:
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return whether this name has no revision and can refer to the same split as the pinned name `pinned`."""
+        """Return whether the name has no revision and can refer to the same split as the pinned name `pinned`."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:
@@ -109,10 +109,10 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
     Args:
         name: name of the data set on the hub.
         where: start of error messages: the config key and its value.
-        key: `train` or `val`, which decides the split if the name has none.
+        key: `train` or `val`, which determines the split if the name contains no split.
 
     Raises:
-        ConfigError: the data set can be neither found nor downloaded. The error message says why, and what to do.
+        ConfigError: the data set can be neither found nor downloaded. The error message names the cause and a remedy.
     """
     if str(name) in _files:
         return name

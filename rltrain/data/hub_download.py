@@ -1,6 +1,6 @@
 """The process that downloads a model from the hub for `rltrain.data.hub`.
 
-The process writes messages to its standard output, one JSON object a line. During the download, the messages are
+The process writes messages to its standard output, one JSON object per line. During the download, the messages are
 {"bytes": [done, total]}. The last message is {"folder": path} or {"error": reason and remedy}.
 """
 
@@ -24,7 +24,7 @@ _FOLDERS = ["*/*"]
 _ATTEMPTS, _PAUSE_S = 3, 1.0
 _EVERY_S = 0.2  # minimum number of seconds between messages about progress
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL may contain a signature
+_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL, which may contain a signature
 
 
 def main(model: str, revision: str | None) -> None:
@@ -86,7 +86,7 @@ def _persistently(model: str, revision: str | None) -> Path:
 
 
 def _progress_class() -> type:
-    """Return a class of progress bars that display nothing and write messages instead.
+    """Return a progress-bar class that writes messages instead of displaying bars.
 
     huggingface_hub makes several bars: one counts files, and the others count the same bytes as they are received and
     written.
@@ -126,7 +126,7 @@ def _is_of_disk(error: BaseException) -> bool:
 
 
 def _explained(error: Exception, model: str, revision: str | None) -> str:
-    """Return a one-line description of what went wrong and what to do about it."""
+    """Return a one-line description of a download error and its remedy."""
     from huggingface_hub import constants, errors, get_token, is_offline_mode
 
     page, reason = f"{constants.ENDPOINT}/{model}", _reason(error)

@@ -28,7 +28,7 @@ def check_directory(path: str, key: str = "model.path") -> None:
         key: start of error messages: the config key that holds `path`.
 
     Raises:
-        ConfigError: the directory is incomplete. The error message names what is missing.
+        ConfigError: the directory is incomplete. The error message names the missing part.
     """
     where, folder = f"{key}={path}", local_directory(path)
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
@@ -149,10 +149,10 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _check_layers(where: str, model: Mapping[str, Any]) -> None:
-    """Raise ConfigError for layers that mix tokens by other means than attention.
+    """Raise ConfigError if the model has layers that mix tokens by means other than attention.
 
-    Training puts several rows into one sequence and separates them only in attention. In layers without attention, the
-    rows would affect each other.
+    Training packs several rows into one sequence and separates the rows only in attention. In layers without attention,
+    the rows would affect each other.
     """
     kinds = {kind for name in _LAYERS for kind in model.get(name) or ()}
     other = ", ".join(sorted(kinds - {*_ATTENTION}))
@@ -181,9 +181,7 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
 
 
 def _windows(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return the attention windows of the model's layers in tokens, by the key of the model's config; empty if there
-    are none.
-    """
+    """Return the attention windows of the model's layers in tokens, by config key; empty if no layer has a window."""
     found = {"attention_chunk_size": model.get("attention_chunk_size")}
     if model.get("use_sliding_window", True):
         found["sliding_window"] = model.get("sliding_window")
@@ -252,7 +250,7 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
 def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
     """Raise an error if a prompt has a token id for which the model has no embedding.
 
-    A token without embedding was added to the tokenizer but not to the model.
+    A token id has no embedding if the token was added to the tokenizer but not to the model.
 
     Args:
         path: the model's directory.
@@ -314,7 +312,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # unknown model types, and configs that do not fit their model type
+    except Exception as error:  # raised for unknown model types, and for configs that do not fit their model type
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "

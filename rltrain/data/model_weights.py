@@ -29,8 +29,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 # a line of transformers' loading report about a failed conversion
 _CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)
-# Pattern of buffers with causal masks, positions and frequencies, which older versions of transformers saved.
-# Files may lack or hold such buffers, because transformers computes them when it loads a model.
+# Names of buffers with causal masks, positions or RoPE frequencies, which older versions of transformers saved.
+# Buffers with masks, positions or RoPE frequencies are optional in weight files, because transformers computes them.
 _OLD_BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|attn\.(attention\.)?(masked_)?bias)$")
 _SHOWN = 3  # maximum number of tensor names of each kind in an error message
 
@@ -69,7 +69,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def weight_files(folder: Path, where: str) -> list[Path]:
     """Return the files from which transformers reads a model's weights.
 
-    No file outside the returned list holds weights of the model.
+    The returned list is complete: transformers reads the model's weights from no other file.
 
     Args:
         folder: the model's directory.
@@ -168,7 +168,7 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except Exception as error:  # a corrupt pickle can raise many exception types
-        # The message leaves out torch's own text, which advises to run the code in the pickle.
+        # The message omits torch's own text, because that text advises the user to run the code in the pickle.
         raise ConfigError(
             f"{where}: {file.name} is no whole torch file of plain tensors ({type(error).__name__}); copy or download "
             "it again, or save the model again with save_pretrained, which writes safetensors"
@@ -206,7 +206,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
-        except Exception as error:  # unknown model types, and configs that do not fit their model type
+        except Exception as error:  # raised for unknown model types, and for configs that do not fit their model type
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers makes no {kind.__name__} of its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
@@ -267,8 +267,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
     """Raise ConfigError if expert numbers are missing from the tensor names of a mixture-of-experts model.
 
-    Missing experts must be detected here, because transformers stacks the experts that it finds without checking their
-    numbers.
+    Expert numbers are checked because transformers stacks all experts that it finds, even if some numbers are missing.
     """
     numbers: dict[tuple[str, str], list[int]] = {}
     for match in filter(None, map(_EXPERT.match, tensors)):
@@ -340,7 +339,7 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
         new_head: whether the head may be missing from the files, as for `check_weights`.
 
     Raises:
-        ConfigError: tensors are missing, unexpected or of another shape. The error message names the tensors concerned.
+        ConfigError: tensors are missing, unexpected or of another shape. The error message names the affected tensors.
     """
     body = f"{model.base_model_prefix}."
 
@@ -368,7 +367,7 @@ def reported(where: str) -> Iterator[None]:
     """Suppress transformers' log messages and progress bar while a model is loaded.
 
     Raises:
-        ConfigError: transformers failed to merge tensors. The error message names the tensors concerned.
+        ConfigError: transformers failed to merge tensors. The error message names the affected tensors.
     """
     from transformers.utils import logging as progress
 

@@ -1,4 +1,4 @@
-"""How the rows of a data set become prompts: which columns are read, and how a prompt is made of their values.
+"""How the rows of a data set become prompts: which columns are read, and how a prompt is made from their values.
 
 The config key `data.prompt` names a column, or is a template such as `{question} Think step by step.`. If `data.prompt`
 is not set, the names of the data's columns decide what becomes the prompt. The prompt comes from the first of the
@@ -52,9 +52,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The user's settings for prompts, with the meaning of the config keys `data.prompt`, `data.system_prompt` and
-    `data.chat`.
-    """
+    """The user's values of the config keys `data.prompt`, `data.system_prompt` and `data.chat`."""
 
     prompt: str | None = None
     system_prompt: str | None = None
@@ -63,7 +61,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class Derived:
-    """A column that the data does not have, but that reward functions get because it is computed from other columns.
+    """A column that is computed from the data's columns for the reward functions.
 
     Attributes:
         source: description of where the values come from, for messages to the user.
@@ -83,7 +81,7 @@ class PromptForm:
         columns: names of the columns that reward functions get.
         source: description of what a prompt is made of, for messages to the user, such as "column question".
         as_user: whether a text prompt becomes a user message.
-        system: text of the system message that starts each chat; None for no such message.
+        system: text of the system message that starts each chat; None for no system message.
         chat: value of the config key `data.chat`: "auto", "always" or "never".
         derived: columns that reward functions get in addition to the columns of the data, by name.
         read: function that returns the prompt of a row: text or chat messages. The type of the value that `read`
@@ -156,7 +154,7 @@ def prompt_form(
     """
     _require_template(options, has_template)
     reads, read, source = _reader(columns, options.prompt, where)
-    complete = read is _whole_prompt  # a complete prompt gets no user message around it
+    complete = read is _whole_prompt  # a complete prompt is not wrapped in a user message
     derived: dict[str, Derived] = {}
     if not complete and COMPLETION not in columns and any(isinstance(row.get(reads[0]), list) for row in sample):
         derived[COMPLETION] = Derived("the assistant's last turn", _completion_of(reads[0]))
@@ -186,9 +184,7 @@ def _require_template(options: PromptOptions, has_template: bool) -> None:
 
 
 def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tuple[str, ...], Reader, str]:
-    """Return the names of the columns to read, the function that makes a prompt of a row, and a description for the
-    user.
-    """
+    """Return the columns to read, a function that makes a prompt from a row, and a description for the user."""
     if prompt is None:
         prompt = _recognised(columns, where)
         if prompt == INSTRUCTION and INPUT in columns:
@@ -238,7 +234,7 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
     In each pair, the text comes before the column; the last column name is None if the template ends with text.
 
     Raises:
-        ConfigError: a brace has no partner, or braces enclose something other than the name of a column.
+        ConfigError: a brace is unmatched, or braces enclose something other than the name of a column.
     """
     given = f"data.prompt={_shown(template)}"
     try:

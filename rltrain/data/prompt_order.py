@@ -31,7 +31,10 @@ class PromptOrder:
         return taken
 
     def at(self, position: int) -> int:
-        """Return the index at a position that is counted over all epochs, whether or not `next` has returned it yet."""
+        """Return the prompt index at a position of the order; positions are counted over all epochs.
+
+        The method accepts any position, even one that `next` has not reached yet.
+        """
         return self._of_epoch(position // self._size)[position % self._size]
 
     def state_dict(self) -> dict[str, Any]:

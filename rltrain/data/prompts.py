@@ -22,7 +22,7 @@ from rltrain.data.rows import Rows
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-# names of reward-function arguments that come from the scored answer, so that data columns may not have these names
+# names that no data column may have, because reward functions get parts of the scored answer under these names
 RESERVED_COLUMNS = ("response", "finish_reason")
 _BATCH = 1024  # number of prompts that are tokenized in one call
 _ROUND_TRIPS = 64  # number of prompts for which the decoded ids are compared with the original text
@@ -52,14 +52,14 @@ class Prompt:
 class PromptSet(Sequence[Prompt]):
     """The checked and tokenized prompts of one source.
 
-    A `Prompt` object is created each time that an item of the set is read.
+    A `Prompt` object is created each time an item of the set is read.
 
     Attributes:
         source: the source of the prompts, as written in the config.
         columns: names of the data columns that reward functions get.
         filtered: number of prompts left out because they are too long.
         notes: one-line messages for the user about the prompts.
-        own_splits: whether one source name gives different rows for training and for evaluation.
+        own_splits: whether the same source gives different rows for training and for evaluation.
         described: one line for the user about the source, and about how its rows became prompts.
     """
 
@@ -86,7 +86,7 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # turns a negative index into a positive one, and raises IndexError
+        index = range(len(self))[index]  # converts a negative index, and raises IndexError for an index out of range
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
         text = self._form.finished(self._form.read(row))
@@ -149,8 +149,8 @@ def load_prompts(
             token.
         lossy_tokenizer: "allow" accepts a tokenizer that loses parts of the text, as defined in
             `rltrain.data.tokenizer_round_trip`. "refuse" raises an error if it damages one of the first prompts.
-        limit: maximum number of prompts to load. If the source has more prompts, the first ones that are not too long
-            are kept.
+        limit: maximum number of prompts to load. If the source has more prompts, the first prompts that are not too
+            long are kept.
 
     Raises:
         ConfigError: the data is invalid. The error message is one line that names the file, the row, the problem and
@@ -224,7 +224,7 @@ def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], toke
         (row, text)
         for row, prompt in prompts
         for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
-        if not control.spells_added(text)  # added tokens may absorb white space, which is no loss
+        if not control.spells_added(text)  # white space that added tokens absorb does not count as lost
     ]
     if lost := loss([text for _, text in texts], tokenizer):
         number, difference = lost

@@ -16,7 +16,7 @@ from rltrain.data.prompt_encoding import ROW_HELP, unicode
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate, whether or not it is part of a pair
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate code point, paired or unpaired
 _CSV_BLOCK = 1 << 26  # maximum number of bytes that are parsed at once, and thus maximum length of a row
 SOURCE_HELP = "a data set of the hub is ORG/NAME, and a function package.module:function or file.py:function"
 
@@ -29,8 +29,8 @@ def path_rows(source: str, where: str) -> Rows:
         where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: the file or folder does not exist, a file is damaged, or the folder holds no data files or several
-            kinds of them.
+        ConfigError: the file or folder does not exist, a file is damaged, or the folder holds no data files, or data
+            files of several kinds.
     """
     path = find_path(source, where)
     return _folder_rows(path, where) if path.is_dir() else _file_rows(path, where)
@@ -119,7 +119,8 @@ def _json(content: bytes, place: str) -> Any:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
-    except (ValueError, RecursionError) as error:  # ValueError: invalid JSON, or a number with thousands of digits
+    # ValueError is raised for invalid JSON, and for a number with thousands of digits
+    except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]
         raise ConfigError(f"{place}: not valid JSON ({reason}); put one object on each line of a .jsonl file") from None
 

@@ -1,4 +1,4 @@
-"""Rows that a Python function of the user returns or yields."""
+"""Rows from a Python function that the user provides, and that returns or yields rows."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -92,7 +92,7 @@ def _results(function: Callable[..., Any], given: Mapping[str, Any], where: str)
         yield from result
     except (ConfigError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a user's function may raise any exception, SystemExit too
+    except BaseException as error:  # a user's function may raise any exception, including SystemExit
         raise ConfigError(f"{where}: the function raised {described(error)}; fix it first") from error
 
 

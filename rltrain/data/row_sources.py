@@ -43,7 +43,7 @@ def kind_of(source: str, where: str) -> Kind:
 
 
 def check_source(source: str, where: str) -> None:
-    """Check that a source exists, as far as that is possible without reading rows or asking the hub.
+    """Check that a source exists, as far as possible without reading rows or asking the hub.
 
     Raises:
         ConfigError: the file, folder or function does not exist, or the library for data sets of the hub is not

@@ -15,7 +15,7 @@ class Rows:
         content: the rows, as a list of dicts or a `pyarrow.Table`.
         columns: the names of all columns, in the order in which they first occur.
         place: returns the location of a row for error messages, given its index.
-        own_splits: whether one source name gives different rows for training and for evaluation.
+        own_splits: whether the same source gives different rows for training and for evaluation.
     """
 
     content: Any
@@ -40,7 +40,7 @@ class Rows:
     def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Return the rows from index `start` up to `stop`.
 
-        Each row has at least the given columns, except those that are missing from the data.
+        Each row has at least the given columns, except columns that the data lacks.
         """
         if isinstance(self.content, list):
             return self.content[start:stop]
@@ -51,7 +51,7 @@ class Rows:
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
         """Return the rows of all parts as one `Rows` object, in the order of the parts.
 
-        Either all parts hold dicts, or all parts hold tables.
+        Either all parts hold their rows as dicts, or all parts hold Arrow tables.
 
         Raises:
             pyarrow.ArrowException: a column has different types in two tables, which cannot be combined.

@@ -1,7 +1,7 @@
 """The process that compiles and renders chat templates for `rltrain.data.chat_templates`, within resource limits.
 
-A chat template is a program that comes with a model directory. Jinja's sandbox denies the program access to files and
-processes. The sandbox does not prevent endless loops or huge strings, neither at run time nor while Jinja folds
+A chat template is a program that comes with a model directory. Jinja's sandbox denies a chat template access to files
+and processes. Jinja's sandbox prevents neither endless loops nor huge strings, whether at run time or while Jinja folds
 constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent process.
 
 The parent process sends rendering requests to this process. A rendering request is a pickle of the tuple (template,
@@ -24,7 +24,8 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# Processor time in seconds: chat i of a request must end by chat_seconds + i * MEAN_SECONDS after the request began.
+# The limit on the processor time, in seconds, from the start of a request to the end of its chat i is
+# chat_seconds + i * MEAN_SECONDS.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # exit status
 
@@ -42,7 +43,7 @@ def main(descriptor: int, progress: int, chat_seconds: int, memory_mb: int) -> N
     begun = mmap.mmap(progress, 1)
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            # This import precedes the memory limit, so that the memory of the library does not count.
+            # transformers is imported before the memory limit is set, so that the library's own memory does not count.
             import transformers.utils.chat_template_utils  # noqa: F401
 
             limit_memory(memory_mb)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-SHORT = 100_000  # number of characters up to which a text gets no bound, because tokenizing it is fast
+SHORT = 100_000  # texts of at most this many characters get no bound, because tokenizing them is fast
 # Names of pre-tokenizers that keep every character.
 _LOSSLESS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 # Names of pre-tokenizers that drop only white space.
@@ -48,8 +48,8 @@ class TokenBound:
     - White space, if any part of the tokenizer drops it.
     - Begin tokens at the start of the text, because the prompt encoder keeps only one of them.
 
-    The bound is 0 if one token can cover any text (word-level and WordPiece tokenizers), or if this module does not
-    know the tokenizer's pre-tokenizer.
+    The lower bound is 0 if one token can cover any text (word-level and WordPiece tokenizers), or if this module does
+    not know the tokenizer's pre-tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -107,7 +107,7 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
     """Return how many units (characters or bytes) a character counts in the lower bound.
 
-    A character counts 0 units if the tokenizer may drop it or merge it with others.
+    A character counts 0 units if the tokenizer may drop it or merge it with other characters.
     """
     if strips and character.isspace():
         return 0

@@ -11,8 +11,8 @@ _SHOWN = 24  # number of characters shown on each side of a difference
 def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     """Return the index of the first text that the tokenizer damages, and a description of the damage.
 
-    The following changes are no damage: case, accents, the Unicode form of characters, the amount of white space, and
-    what the tokenizer's own normalizer changes. A tokenizer damages a text in any of the following cases:
+    The following changes do not count as damage: case, accents, the Unicode form of characters, the amount of white
+    space, and what the tokenizer's own normalizer changes. A tokenizer damages a text in any of the following cases:
 
     - Characters other than white space are missing, or differ by more than case, accents or Unicode form.
     - White space between two letters or digits is missing.

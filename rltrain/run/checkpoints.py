@@ -183,14 +183,14 @@ class Checkpoints:
     Args:
         folder: folder that holds the checkpoints.
         config: config of the run, as YAML text.
-        keep: number of latest checkpoints to keep; 0: all.
+        keep: number of latest checkpoints to keep; 0 keeps all checkpoints.
         best: name of the metric that selects the best checkpoint. The checkpoint with the highest value of the metric
             `best` is kept in addition to the latest checkpoints. If `best` is None, only the latest checkpoints are
             kept.
         sources: fingerprints (hash values) of the data, functions and weights that the run reads.
 
     Attributes:
-        writing: the task that completes the save in progress; None if there is none.
+        writing: the task that completes the save in progress; None if no save is in progress.
         last: step of the latest checkpoint, whose save may still be in progress; None if there is no checkpoint yet or
             if its save failed.
     """
@@ -285,7 +285,7 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._complete(save), name=f"checkpoint of step {step}")
-        # Give the task the chance to start, because a task that is cancelled before its start cleans nothing up.
+        # Let the task start, because a task that is cancelled before it starts runs no cleanup code.
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
@@ -339,7 +339,7 @@ class Checkpoints:
         return [one for ranks in save.saved.values() for one in ranks]
 
     def publish(self, path: Path) -> None:
-        """Replace `path` by the model of the latest checkpoint.
+        """Replace the folder `path` with the model of the latest checkpoint.
 
         Raises:
             CheckpointError: the latest checkpoint could not be saved.
@@ -380,7 +380,7 @@ class Checkpoints:
             logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
-        """Warn that a save has failed, and remove its partial files. The run continues in spite of the failed save."""
+        """Warn that a save has failed, and remove its partial files. The run continues despite the failed save."""
         folder = self.folder.at(f"step_{save.step}")
         if self.last == save.step:
             self.last = None
@@ -427,7 +427,7 @@ class Checkpoints:
 
 
 def _publish(model: Folder, path: Path) -> None:
-    """Replace `path` by the files of the folder `model`.
+    """Replace the folder `path` with a copy of the folder `model`.
 
     Weight files become hard links if possible; other files are copied. While the function runs, the folder `path` may
     be missing for a moment, but it is never incomplete.
@@ -464,7 +464,7 @@ def require_own(folder: Folder) -> None:
     The check is needed because saving a checkpoint would overwrite any other folder named `step_N`.
 
     Raises:
-        ConfigError: a folder `step_N` contains something else. The error message names the folder.
+        ConfigError: a folder `step_N` contains files that a run does not write. The error message names the folder.
     """
     for name in _unfinished(folder):
         strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)

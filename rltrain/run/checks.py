@@ -55,13 +55,13 @@ RUN_FILES = (
 )
 # Example of a file name, used to detect an output folder whose path is so long that no file in it can be created.
 _A_NAME_INSIDE = "x" * 200
-RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # variable that Ray sets for the entry point of `ray job submit`
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # environment variable that Ray sets for the entry point of `ray job submit`
 
 
 def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
     """Check that the config can run on this machine, and return the config that `fetch` returns.
 
-    The returned config names the downloaded models.
+    In the config that `fetch` returns, models from the hub have pinned names, which include a commit.
 
     Args:
         config: the whole config.
@@ -162,7 +162,7 @@ def sandbox_warning(config: Config) -> str:
 
 
 def builtin_task(config: Config) -> Task:
-    """Return the built-in task of `data.train`, whose tiny model is the one that `model.path=builtin` selects.
+    """Return the built-in task that `data.train` names; `model.path=builtin` selects the tiny model of this task.
 
     Raises:
         ConfigError: the value of `data.train` is not a built-in task.
@@ -236,14 +236,15 @@ def _check_output(trainer: TrainerConfig) -> None:
 
 
 def checked_folder(url: str, where: str) -> Folder:
-    """Return the folder that the user named by a local path or a URL.
+    """Return the folder at a local path or URL that the user gave.
 
     Args:
         url: local path or URL.
         where: start of the error message.
 
     Raises:
-        ConfigError: the URL is malformed, its file system is unknown, or its file system cannot be used here.
+        ConfigError: the URL is malformed, its file system is unknown, or its file system cannot be used on this
+            machine.
     """
     # fsspec would interpret the text before "::" as a file system, or ignore the text after it.
     require(
@@ -336,7 +337,10 @@ def _check_machine(config: Config) -> None:
 
 
 def _gpu_nodes() -> bool:
-    """Return whether a device file of a GPU driver exists. Querying torch for GPUs would take seconds."""
+    """Return whether a device file of a GPU driver exists.
+
+    The device files are checked because querying torch for GPUs would take seconds.
+    """
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 

@@ -25,14 +25,14 @@ def fetch_models(config: Config, console: Console) -> Config:
         console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a model cannot be downloaded. The error message says why, and what to do.
+        ConfigError: a model cannot be downloaded. The error message names the cause and a remedy.
     """
     paths = {"model.path": config.model.path, **{model.key: model.path for model in config.reward.models}}
     names = {key: hub_name(path) for key, path in paths.items() if path != BUILTIN_MODEL}
     wanted = {key: name for key, name in names.items() if name is not None}
     kept: dict[tuple[str, str], str] = {}
     if config.trainer.resume != "never" and any(name.revision is None for name in wanted.values()):
-        from rltrain.run.resume import saved_values  # importing the module imports torch, which takes seconds
+        from rltrain.run.resume import saved_values  # imported late, because importing torch takes seconds
 
         kept = _commits(saved_values(config.trainer))
     for key, name in wanted.items():

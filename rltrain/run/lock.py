@@ -72,7 +72,7 @@ class RunLock:
                 f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
                 "folder"
             ) from None
-        except OSError:  # the file system has no locks, or the user has no write access, which a later write reports
+        except OSError:  # the file system has no locks, or write access is missing, which a later write reports
             return
         self.held.append(lock)
 

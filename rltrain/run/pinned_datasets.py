@@ -23,13 +23,13 @@ def fetch_datasets(config: Config, console: Console) -> Config:
         console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a data set cannot be downloaded. The error message says why, and what to do.
+        ConfigError: a data set cannot be downloaded. The error message names the cause and a remedy.
     """
     sources: dict[str, Any] = {"train": config.data.train, "val": config.data.val}
     named = {key: source for key, source in sources.items() if source is not None and _is_on_hub(source, key)}
     kept: Mapping[str, Any] = {}
     if named and config.trainer.resume != "never":
-        from rltrain.run.resume import saved_values  # importing the module imports torch, which takes seconds
+        from rltrain.run.resume import saved_values  # imported late, because importing torch takes seconds
 
         kept = saved_values(config.trainer).get("data") or {}
     for key, source in named.items():

@@ -21,7 +21,7 @@ _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per parameter on a training rank, f
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that the plan shows although they are not in the config.
+    """Facts for the plan that the config does not contain.
 
     Attributes:
         path: directory of the model.
@@ -99,7 +99,7 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
 
 
 def _defaults(facts: Facts) -> str:
-    """Describe the settings that the user has not set, so that the profile decides them."""
+    """Describe the settings that come from the profile because the user has not set them."""
     return f"of the profile: {', '.join(f'{key}={value}' for key, value in facts.defaults.items())}"
 
 

@@ -3,7 +3,7 @@
 Hydra reads the sweep (`KEY=A,B`, `KEY=range(1,4)`, the syntax of an installed sweeper) and starts the jobs, either one
 after another or with the launcher that `hydra/launcher=NAME` selects. Each job is a separate process that runs `python
 -m rltrain.main` with one value per key. Hydra must not compose rltrain's config, because Hydra's rules for keys differ
-from rltrain's. Hydra is given each config key as one word instead: `trainer.seed` becomes `set__trainer__seed`.
+from rltrain's. Hydra receives each config key as one word: `trainer.seed` becomes `set__trainer__seed`.
 """
 
 import json
@@ -87,7 +87,7 @@ def _one_word_key(text: str) -> str:
 class Job:
     """The function that Hydra's launcher calls for each combination of values: runs one job and returns its objective.
 
-    Hydra's launchers that use other processes pickle the instance.
+    Instances must be picklable, because some launchers of Hydra run jobs in other processes.
 
     Args:
         files: absolute paths of the config files that every run reads.

@@ -169,10 +169,10 @@ class CorrectionConfig:
 
 @section
 class RejectionConfig:
-    """Removal of the policy term for tokens or answers whose policy during the update is too far from the engine's
-    policy.
+    """Removal of the policy term where the policy during the update is too far from the engine's policy.
 
-    Setting `kl_estimator` to null turns off the removal of policy terms.
+    The policy term is removed for single tokens or for whole answers. Setting `kl_estimator` to null turns off the
+    removal of policy terms.
     """
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = key(

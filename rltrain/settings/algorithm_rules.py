@@ -100,7 +100,7 @@ def _check_knobs(
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
-    # causes of the error: e.g. a number too large for a tensor
+    # raised, for example, for a number that is too large for a tensor
     except (ArithmeticError, RuntimeError, TypeError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
         raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
@@ -120,7 +120,7 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # columns with one value per row; `log_probs` is none of them, because the update computes it
+    # batch columns with one value per row; COLUMNS lacks `log_probs`, because the update computes that column
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)

@@ -65,10 +65,9 @@ def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]
 
 
 def _with_profile(items: list[Item]) -> list[Item]:
-    """Return the user's settings.
+    """Return the user's settings, with a choice of the profile if the settings need one.
 
-    If the settings name a model but no profile, the choice of the profile for instruct models is put before the
-    settings.
+    If the settings name a model but no profile, the function inserts the choice `profile=instruct` before the settings.
     """
     paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
     own_model = bool(paths) and paths[-1] != "builtin"
@@ -94,7 +93,7 @@ def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dic
 
 def to_yaml(config: Config) -> str:
     """Return a config as YAML text with every key."""
-    # PyYAML writes the text here, because `OmegaConf.create` would refuse text with an unpaired "${".
+    # PyYAML writes the YAML text, because `OmegaConf.create` would refuse text with an unpaired "${".
     text: str = yaml.dump(
         dataclasses.asdict(config),
         Dumper=get_omega_conf_dumper(),

@@ -1,6 +1,6 @@
 """Expansion of short forms in the config into complete mappings.
 
-For example, a reward function may be given only as a path.
+For example, the config may give a reward function as only its path.
 """
 
 import re
@@ -93,7 +93,7 @@ def _lora(lora: Any) -> Any:
     if not isinstance(lora, dict) or "rank" not in lora:
         raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
     rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
-    # if the rank is of a wrong type, a later check reports that
+    # a later check reports a rank of a wrong type
     twice = 2 * rank if isinstance(rank, int | float) else rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
 

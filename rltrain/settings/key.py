@@ -12,7 +12,7 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_
 from rltrain.settings.typed import require
 
 T = TypeVar("T")
-_KEY = "key"  # name under which a field's metadata holds its declaration
+_KEY = "key"  # name of the entry in a field's metadata that holds the key's declaration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Key:
         at_least: smallest valid value; None for no such bound.
         above: number that valid values must exceed; None for no such bound.
         at_most: largest valid value; None for no such bound.
-        below: number that must exceed all valid values; None for no such bound.
+        below: number that all valid values must be less than; None for no such bound.
         refusal: template of the error message for a value outside the bounds, with the fields `name`, `rule` and
             `value`.
         text: whether the command line takes the value literally, without giving any character a meaning in Hydra's
@@ -110,7 +110,7 @@ def section(kind: type[T]) -> type[T]:
     """Make a class a section of the config: a frozen dataclass with keyword-only fields and checked bounds.
 
     Creating an instance of a section first checks the bounds of all keys. After the check of the bounds, the section's
-    own `__post_init__` checks the rules between several keys.
+    own `__post_init__` checks the rules that involve several keys.
     """
     rules = getattr(kind, "__post_init__", None)
 
@@ -147,7 +147,8 @@ class Declared:
         key: the declaration of the key.
         hint: type annotation of the value.
         section: class of the section if the value is a section or a list of sections; otherwise None.
-        changeable: whether a resumed run may change the value, because the key or a section around it allows that.
+        changeable: whether a resumed run may change the value, because the key or an enclosing section is declared as
+            changeable.
     """
 
     path: str

@@ -27,7 +27,7 @@ class Name:
 
     @property
     def note(self) -> str:
-        """The hint in brackets, as the end of an error message; "" without a hint."""
+        """Hint in brackets that ends an error message; "" if there is no hint."""
         return f" ({self.hint})" if self.hint else ""
 
 
@@ -165,8 +165,8 @@ def name_here(key: str) -> Name | None:
     """Return the entry for the setting that another trainer calls `key`, or None if no such setting is known.
 
     Either the whole option name or its last parts must match: `rollout.n` matches verl's `actor_rollout_ref.rollout.n`.
-    If an option of another trainer has no section, a section that the user wrote before it, as in `algorithm.beta`, is
-    ignored.
+    If an option of another trainer has no section, any section that the user puts before the option is ignored, as in
+    `algorithm.beta`.
     """
     plain = key.lstrip("-")
     for name in NAMES:

@@ -1,7 +1,7 @@
 """Settings as a user writes them: `GROUP=CHOICE` and `KEY=VALUE` on the command line, and the keys of a config file.
 
 Hydra's grammar is used to parse the values on the command line. Hydra's error messages have several lines and refer to
-Hydra's own syntax. This module replaces each error of Hydra by a one-line message that names the existing keys or
+Hydra's own syntax. This module replaces each error of Hydra with a one-line message that names the existing keys or
 choices.
 """
 
@@ -50,7 +50,7 @@ class Setting:
 
     Attributes:
         key: dotted name of the key.
-        value: the value in plain Python types. Text may contain references such as `${data.train}`.
+        value: the value in plain Python types. A text value may contain references such as `${data.train}`.
     """
 
     key: str
@@ -110,9 +110,9 @@ def _as_typed(value: str) -> str | None:
 def from_file(path: str) -> list[Item]:
     """Read a config file of the user: a YAML file whose keys may be nested or dotted.
 
-    In the file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping of its keys.
-    As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file `config.yaml` that a
-    run writes can also be used as a config file.
+    In the file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping with keys of
+    the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file
+    `config.yaml` that a run writes can also be used as a config file.
 
     Raises:
         ConfigError: the file cannot be read, or a setting in it is invalid. The error message is one line and names the
@@ -159,7 +159,7 @@ def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(key: str, value: Any) -> list[Item]:
-    """Return the settings that one entry of a config file, with the given key and value, makes.
+    """Return the settings that follow from one entry of a config file, given as key and value.
 
     If the key of an entry is a section, the result has one setting for each key in the section.
     """
@@ -235,8 +235,8 @@ def apply(items: list[Item], composed: Any) -> None:
         composed: the `DictConfig` to change.
 
     Raises:
-        ConfigError: the chosen YAML files set a section to null that contains a key to set, or a knob to remove does
-            not exist.
+        ConfigError: a section that contains a key to set is null in the chosen YAML files, or a knob to remove does not
+            exist.
     """
     OmegaConf.set_struct(composed, False)
     for item in items:

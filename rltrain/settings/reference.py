@@ -32,7 +32,7 @@ from rltrain.settings.schema import Config
 
 WIDTH = 120  # maximum line length of a YAML file, in characters
 TOP = ""  # key path that stands for the whole config
-# first line of a YAML file in a group's folder whose keys belong to several sections
+# First line of a YAML file that sets keys of several sections, although the file is in the folder of one config group.
 WHOLE_CONFIG = "# @package _global_"
 INTRODUCTION = """\
 # Settings
@@ -217,7 +217,7 @@ def _comment(one: Declared) -> str:
 
 
 def _without_head(lines: list[str]) -> tuple[list[str], list[str]]:
-    """Split the lines of a file into the comment at the start and the rest, without the empty lines between them."""
+    """Split the lines of a file into the leading comment and the remaining lines, and drop empty lines in between."""
     end = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
     start = next((n for n, line in enumerate(lines) if n >= end and line.strip()), len(lines))
     return lines[:end], lines[start:]

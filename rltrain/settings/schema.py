@@ -14,7 +14,7 @@ from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.typed import require
 
-REWARD_MODEL = "reward_model"  # start of a reward model's role name; the name of the reward model follows
+REWARD_MODEL = "reward_model"  # prefix of a reward model's role name, before the name of the reward model
 ALL_LINEAR = "all-linear"  # value of `model.lora.targets` that stands for every linear layer except the last
 # lower limit of timeouts for hung processes, which are polled once a second and report progress once per micro-batch
 SHORTEST_HANG_S = 10.0

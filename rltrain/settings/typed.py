@@ -47,7 +47,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)
-    # the message of a rule names only the field, so the name of the section is put before it
+    # the message of a rule names only the field, so the section's name is prepended
     except ConfigError as error:
         raise ConfigError(where + str(error)) from None
 
@@ -64,7 +64,8 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key with a wrong section should still match well, so the similarity of the last parts counts with factor 0.9.
+    # A key with a wrong section should still match well, so the similarity of the names without sections counts with
+    # factor 0.9.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
     return max(whole, 0.9 * last)
