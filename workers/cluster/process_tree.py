@@ -68,8 +68,8 @@ def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
 def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
-    All descendants are stopped (SIGSTOP) before the first of them is killed, so that none of them can fork in between.
-    To leave no zombie, this process waits for the killed processes that are its children or that it has adopted.
+    All descendants are stopped (SIGSTOP) before the first one is killed, so that no descendant can fork in between. To
+    leave no zombie, this process waits for the killed processes that are its children or that it has adopted.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):

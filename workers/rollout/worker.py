@@ -1,4 +1,4 @@
-"""One rollout replica: an engine, and the thread that runs the engine's generation steps."""
+"""Worker of one rollout replica: an engine, and the thread that runs the engine's generation steps."""
 
 import importlib
 import queue
@@ -138,7 +138,7 @@ class RolloutWorker:
         return self._run(lambda: self.receiver.start(self.engine, sync, version))
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load one bucket of weights. Raise SyncError if the bytes of the bucket did not arrive intact.
+        """Load one bucket of weights. Raise SyncError if the bytes of the bucket were corrupted in transfer.
 
         Args:
             sync: Name of the weight sync.
