@@ -19,11 +19,11 @@ _ROUNDS = 20
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the new parent of its orphaned descendants, so that they stay its descendants.
+    """Make this process adopt its descendants when their parents end, so that they remain its descendants.
 
     Args:
-        adopt: If True, orphaned descendants become children of this process. If `adopt` is False, the system's default
-            parent adopts orphaned descendants again.
+        adopt: If True, orphaned descendants become children of this process. If `adopt` is False, orphaned descendants
+            become children of the system's default parent again.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 

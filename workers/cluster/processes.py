@@ -41,7 +41,7 @@ class WorkerProcess(Protocol):
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
         """Start a method of a role, without waiting for the result.
 
-        `Role.start` is the variant of this method with static types.
+        `Role.start` is the statically typed variant of this method.
         """
 
     def share(self, value: W) -> W:
@@ -256,7 +256,7 @@ def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None 
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Wait for the results of calls, as `results` does, in an open scope that contains the processes of the calls."""
+    """Wait for the results of calls, as `results` does, inside an open `ProgressScope` of the calls' processes."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):

@@ -99,7 +99,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass and enable activation checkpointing, as the config says.
+    """Compile a layer's forward pass and enable activation checkpointing, each if the config enables it.
 
     FSDP's hooks run outside both the compiled function and the checkpoint. The checkpoint wraps the compiled function,
     because `torch.compile` does not compile the code inside a checkpoint.

@@ -67,7 +67,7 @@ class RowLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, which this property computes on first access if no kernel is usable."""
+        """Return the attention batches, computed on first access and needed only without a usable attention kernel."""
         return _attention_batches(self.lengths, self.device)
 
 

@@ -221,7 +221,7 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """Kill the child process, which loses its call, and start a new child process.
+        """Kill the child process, whose running call is lost, and start a new child process.
 
         Args:
             said: Why the child is no longer usable, or "" if the child ended or timed out.

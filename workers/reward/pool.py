@@ -31,7 +31,7 @@ _AGAIN = 2
 
 @dataclass(frozen=True)
 class _Alone:
-    """A sample whose remaining reward functions are called one by one, because it was slow or its chunk was lost."""
+    """A slow sample, or a sample of a lost chunk, whose remaining reward functions are called one by one."""
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
@@ -251,7 +251,7 @@ class RewardPool:
         if not adapt:
             return
         # If the worker scored the whole chunk in time, the next chunk may be larger.
-        # If the worker scored only n samples, the next chunk has at most 2 n samples, so that few samples come back unscored.
+        # If the worker scored only n samples, the next chunk has at most 2 n samples, so that few stay unscored.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:

@@ -147,7 +147,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
-        """Do nothing. vLLM's interface requires this method."""
+        """Do nothing, because this method exists only to complete vLLM's interface."""
 
 
 def repack_heads(model: nn.Module) -> None:

@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 class Engine(Loads, Protocol):
-    """Interface through which a rollout worker uses its engine. The worker makes all calls from one thread."""
+    """Interface through which a rollout worker uses its engine.
+
+    The rollout worker calls all methods of its engine from one thread.
+    """
 
     busy: bool
 
@@ -49,7 +52,7 @@ class RolloutWorker:
     """One rollout replica.
 
     A threaded engine has its own thread, which steps the engine whenever there is work. All calls to a threaded engine
-    run in the engine's thread, between two steps. An engine without a thread makes steps only during `poll`.
+    run in the engine's thread, between two steps. An engine without its own thread generates only during `poll`.
 
     Args:
         config: The whole config.

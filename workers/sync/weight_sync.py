@@ -7,7 +7,7 @@ call is an argument of the next call, so that Ray orders the calls. If a call fa
 also fail, because each call needs the result of an earlier call.
 
 If all ranks and engines are on one host, the bytes of the buckets are in a shared file in memory. If there are several
-hosts, each rank returns the bytes of its rows as results of calls.
+hosts, each rank returns the bytes of its rows as the result of a call.
 """
 
 import contextlib

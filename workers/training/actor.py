@@ -312,7 +312,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
     """Add to `result` how much the current log-probs differ from the old log-probs and from the engine's log-probs.
 
-    The caller calls this function only for the first mini-batch, before the first optimizer step.
+    This function is called only for the first mini-batch, before the first optimizer step.
     """
     mask, now = columns["response_mask"], columns["log_probs"].detach()
     change = (now - columns["old_log_probs"]).abs()
