@@ -251,7 +251,7 @@ class RewardPool:
         if not adapt:
             return
         # If the worker scored the whole chunk in time, the next chunk may be larger.
-        # If the worker scored only n samples, the next chunk has at most 2 n samples, so that few stay unscored.
+        # If the worker scored only n samples, the next chunk has at most 2 n, so that few samples stay unscored.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:

@@ -58,8 +58,8 @@ class Held:
 
     Attributes:
         slot: Number of the process.
-        results: Results so far of a stepwise call, or None if the call is not stepwise. The last of the results so far
-            may lack some scores.
+        results: Results so far of a stepwise call, or None if the call is not stepwise. The last result of a stepwise
+            call so far may lack some scores.
     """
 
     slot: int
