@@ -123,7 +123,7 @@ class Training:
         await results(calls, limit_s=limit_s)
 
     async def restart(self) -> None:
-        """Kill all training ranks and start new ones, which have the weights that the run began with."""
+        """Kill all training ranks, and start new ranks with the run's initial weights."""
         for process in self.processes:
             process.kill()
         self._spawn()
@@ -196,7 +196,7 @@ class Workers:
     def kill(self) -> None:
         """Stop the workers of this run at once.
 
-        A process that is not stopped at once ends when the driver disconnects from Ray.
+        A process that this method does not stop ends when the driver disconnects from Ray.
         """
         with contextlib.suppress(WorkerError):
             self.rewards.close()
@@ -208,7 +208,7 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster, or join an existing one. Return the cluster's resources: the amount of each by name.
+    """Start a Ray cluster, or join an existing one. Return the cluster's resources, as amounts by name.
 
     Raises:
         ConfigError: The existing cluster cannot be joined.
@@ -228,7 +228,7 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default; setting it avoids a warning
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # same as Ray's default; an explicit value avoids a warning
             os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower its workers' CPU priority
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard needs task events
             # A glibc arena never returns its peak memory, and each of Ray's many threads would have its own arena.
@@ -302,7 +302,7 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 
 def _no_reports() -> None:
-    """Keep Ray from printing a long report of each failed process or call, because the run itself reports it."""
+    """Keep Ray from printing a long report of each failed process or call, because the run itself reports failures."""
     # If several ranks fail, the run raises only the error of the first rank, and Ray would print all other errors.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
@@ -504,7 +504,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the numbers of multiply-adds in the forward pass of a role's model, by which rows are weighed.
+    """Return the counts of multiply-adds in a role's forward pass, from which the cost of each row is estimated.
 
     Only the actor and the reference model have an output head over the vocabulary.
     """
@@ -580,7 +580,7 @@ def spawner(
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank runs one call at a time, in order. An engine must accept calls while it generates.
-    make: Any = ray.remote  # typed as Any, because Ray's type annotations lack the options below
+    make: Any = ray.remote  # `Any`, because Ray's type annotations lack the options below
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:
@@ -591,7 +591,7 @@ def spawner(
 
 
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
-    """Make processes join one torch.distributed process group, as the group's ranks.
+    """Make the processes join one torch.distributed process group, in which each process is a rank.
 
     The driver's own process is skipped, because it has already joined a group of one rank.
     """

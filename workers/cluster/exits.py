@@ -6,7 +6,7 @@ import os
 
 
 class Exits:
-    """Waits until one of the processes that were passed to `add` ends, whether or not it is a child process.
+    """Waits until any process that was passed to `add` ends, even a process that is not a child of the driver.
 
     On a system without pidfds (Linux before 5.3), `Exits.wait` cannot notice the end of a process, and returns only
     when its timeout expires or `notify` is called.
@@ -17,7 +17,7 @@ class Exits:
         self._pidfds: set[int] = set()
 
     def add(self, pid: int) -> None:
-        """Add the process `pid` to the processes whose end `wait` waits for.
+        """Make `wait` return when the process `pid` ends.
 
         If the process has already ended when it is added, the next `wait` returns at once.
         """

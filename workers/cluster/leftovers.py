@@ -18,16 +18,16 @@ SHARED = Path("/dev/shm")
 # File name prefixes of Python's SharedMemory (vLLM's message queues) and of the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # file name prefix of the files through which processes exchange weights
-_ROUND_S = 0.3  # seconds between two searches for processes; the second finds those that started during the first
+_ROUND_S = 0.3  # seconds between two searches; the second search finds processes that start during the first search
 _LIMIT_S = 10.0
 
 
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
-    """Return the live processes that have `mark` in their environment or write to a file in the folder `logs`.
+    """Return the live processes with `MARK=mark` in their environment, or that write to a file in the folder `logs`.
 
     A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
-    environment variable with the mark. A Ray process that has overwritten the environment variable can still be found,
-    because it writes to a file in the folder `logs`.
+    environment variable `MARK`. A Ray process that has overwritten `MARK` can still be found through the file in the
+    folder `logs` to which it writes.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():
@@ -83,7 +83,7 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def remove_unlocked(files: Iterable[Path]) -> None:
-    """Remove the files that belong to this user, that are not empty, and on which no process holds a lock.
+    """Remove all non-empty files of this user on which no process holds a lock.
 
     A file is empty for a moment after its creation, before the process that created it locks it.
     """
@@ -101,8 +101,8 @@ def remove_unlocked(files: Iterable[Path]) -> None:
 def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
     """Kill the processes that `marked` finds, and remove their shared-memory files.
 
-    Neither this process nor the process with the pid `spare` is killed. Weight files that no process uses any more are
-    removed too, whichever run created them.
+    Neither this process nor the process with the pid `spare` is killed. Weight files of any run are also removed if no
+    process uses them any more.
     """
     deadline, files, quiet = time.monotonic() + _LIMIT_S, set[Path](), 0
     while quiet < 2 and time.monotonic() < deadline:

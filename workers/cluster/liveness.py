@@ -25,7 +25,7 @@ PROCESSES, STACKS = "processes.json", "stacks"  # names of a file and a folder i
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # seconds after which a stopped process (SIGSTOP) counts as dead
 _PROOF_S = 2.0  # seconds to wait for the evidence that a process died, after a call has failed
-_REMOTE_S = 10.0  # timeout in seconds of a request to the observer of another machine
+_REMOTE_S = 10.0  # timeout in seconds of a request to the observer actor of a remote machine
 T = TypeVar("T")
 
 
@@ -264,7 +264,7 @@ class Liveness:
             self.tasks.start(self._observe_remote(identity.node), f"observer of node {identity.node[:8]}")
 
     async def _observe_remote(self, node: str) -> None:
-        """Observe the processes of another machine until that machine is lost."""
+        """Observe the processes of a machine other than the driver's, until the machine is lost."""
         import ray
 
         while True:
@@ -285,7 +285,7 @@ class Liveness:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _observer(self, node: str) -> Any:
-        """Return the observer actor of another machine, after starting the actor if it does not exist."""
+        """Return the observer actor of the machine `node`, and start the actor first if it does not exist."""
         if node not in self._others:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -307,7 +307,7 @@ class Liveness:
 
 
 class ProgressScope:
-    """Context manager for waits that require that all given processes live, and that at least one makes progress.
+    """Context manager for waits that fail if one of the given processes is lost or if none of them makes progress.
 
     Args:
         processes: The processes on which the awaited results depend.
@@ -362,15 +362,15 @@ class ProgressScope:
             raise self.failure.result()
 
     def check(self) -> None:
-        """End the scope's waits with an error if a process of the scope is lost."""
+        """Make all waits in this scope raise an error if a process of the scope is lost."""
         if lost := [f"{one.phase}: {one} {one.how_lost}" for one in self.processes if one.how_lost]:
             self.fail(WorkerLost("; ".join(lost)))
 
     async def check_progress(self) -> None:
-        """End the scope's waits with an error if a process of the scope is lost, or if all of its processes hang.
+        """Make all waits in this scope raise an error if one process of the scope is lost or all of its processes hang.
 
-        An error about hanging processes names the processes and their stack frames. A process that only waits for work
-        is named only if all processes of the scope wait for work.
+        An error about hanging processes names the processes and their stack frames. The error names an idle process
+        only if all processes of the scope are idle.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:
@@ -388,7 +388,7 @@ class ProgressScope:
         self.fail(WorkerLost(f"no progress for {limit:g} s: {'; '.join(said)}"))
 
     def fail(self, error: WorkerLost | ClusterLost) -> None:
-        """End the scope's waits with the error `error`, unless another error has already ended the waits."""
+        """Make all waits in this scope raise `error`, unless another error has already ended the waits."""
         if self.failure is not None and not self.failure.done():
             self.failure.set_result(error)
 

@@ -52,7 +52,7 @@ class Observer:
         return found
 
     def kill(self, processes: Sequence[Process]) -> None:
-        """Kill processes and their descendants at once, even those that are stopped (SIGSTOP).
+        """Kill processes and their descendants at once, even stopped processes (SIGSTOP).
 
         The descendants of a process are killed even if the process itself is already gone.
         """

@@ -19,11 +19,11 @@ _ROUNDS = 20
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the new parent of its orphaned descendants, so that they stay its descendants.
+    """Make this process adopt its descendants when their parents end, so that they remain its descendants.
 
     Args:
-        adopt: If True, orphaned descendants become children of this process. If `adopt` is False, the system's default
-            parent adopts orphaned descendants again.
+        adopt: If True, orphaned descendants become children of this process. If `adopt` is False, orphaned descendants
+            become children of the system's default parent again.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
@@ -68,8 +68,8 @@ def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
 def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
-    All descendants are stopped (SIGSTOP) before the first of them is killed, so that none of them can fork in between.
-    To leave no zombie, this process waits for the killed processes that are its children or that it has adopted.
+    All descendants are stopped (SIGSTOP) before the first one is killed, so that no descendant can fork in between. To
+    leave no zombie, this process waits for the killed processes that are its children or that it has adopted.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):

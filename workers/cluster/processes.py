@@ -41,7 +41,7 @@ class WorkerProcess(Protocol):
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
         """Start a method of a role, without waiting for the result.
 
-        `Role.start` is the variant of this method with static types.
+        `Role.start` is the statically typed variant of this method.
         """
 
     def share(self, value: W) -> W:
@@ -68,9 +68,9 @@ class Pending(Generic[R]):
 
     @property
     def later(self) -> R:
-        """The future result, for use as an argument of another call.
+        """The future result of a call, which can be passed as an argument to another call.
 
-        A process whose call gets this result as an argument waits for the result and fetches it.
+        A process that is called with a future result as an argument waits for the result and fetches it.
         """
         return cast(R, self.outcome)
 
@@ -89,7 +89,7 @@ class Shared:
 
     @classmethod
     def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return a `Shared` argument, with the static type of the batch that the called process joins."""
+        """Return a `Shared` argument, whose static type is the batch that the called process receives."""
         return cast(DataProto, cls(references, columns))
 
 
@@ -141,7 +141,7 @@ class LocalProcess:
 
         Raises:
             RLTrainError: The method failed with an RLTrainError, which is raised unchanged.
-            WorkerError: The method failed with any other error.
+            WorkerError: The method failed with an error other than an RLTrainError.
         """
         try:
             with outside_event_loop():
@@ -152,7 +152,7 @@ class LocalProcess:
             raise WorkerError(_last_line(error)) from error
 
     def share(self, value: W) -> W:
-        """Return the value itself, because the driver's own process needs no reference to it."""
+        """Return `value` itself, because the driver's own process can use the value without a reference."""
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
@@ -207,7 +207,7 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.call_joined.remote(role, method, joins, *flat, **kwargs))
 
     def share(self, value: W) -> W:
-        """Put the value into Ray's object store once, and return a reference with which all processes can read it."""
+        """Put a value into Ray's object store once, and return a reference to the value for all processes."""
         import ray
 
         self._require_daemons()
@@ -232,7 +232,7 @@ async def results(
 ) -> list[R]:
     """Wait for the results of calls.
 
-    If one call fails, the wait ends with the call's error, because the other calls may then never end.
+    If one call fails, raise its error without waiting for the other calls, which may never end.
 
     Args:
         pending: The started calls whose results are awaited.
@@ -243,20 +243,20 @@ async def results(
     Raises:
         WorkerLost: A process died, was stopped or hung.
         RLTrainError: A call failed with an RLTrainError, which is raised unchanged.
-        WorkerError: A call failed with any other error.
+        WorkerError: A call failed with an error other than an RLTrainError.
     """
     with progress_required([*(one.process for one in pending), *depends_on], limit_s) as scope:
         return await results_in(scope, pending)
 
 
 def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:
-    """Return a `ProgressScope` that requires that all given processes live, and that at least one makes progress."""
+    """Return a `ProgressScope` whose waits fail if one of the processes is lost or if none of them makes progress."""
     separate = [process for process in dict.fromkeys(processes) if isinstance(process, RayProcess)]
     return ProgressScope(separate, limit_s)
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Wait for the results of calls, as `results` does, in an open scope that contains the processes of the calls."""
+    """Wait for the results of calls, as `results` does, inside an open `ProgressScope` of the calls' processes."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):
@@ -284,7 +284,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """If `cause` says that a process has reported itself as unusable, mark that process as lost, with the same text."""
+    """If a process has reported itself as unusable with the error `cause`, mark the process as lost for that reason."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:

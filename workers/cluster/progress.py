@@ -4,9 +4,9 @@ The counter and the stack traces are unnamed files in memory. The unnamed files 
 ends, and other processes open the files through `/proc`. Long-running work calls `tick` repeatedly to show that it
 makes progress. `tick` does nothing until `announce` has been called.
 
-Start times are read from `/proc` and not with psutil, because one process compares the start time that another process
-has reported with the start time that it reads itself. psutil's public `create_time()` is a time of day, which changes
-when the machine's clock is set, and psutil's `Process` cannot be pickled.
+Start times are read from `/proc` and not with psutil, because the start time that a process reports about itself must
+equal the start time that any other process reads. psutil's public `create_time()` is a time of day, which changes when
+the machine's clock is set, and psutil's `Process` cannot be pickled.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ def stacks_of(process: Process) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` that follow the process name, which may contain any characters itself."""
+    """Return the fields of `/proc/PID/stat` after the process name, where the name may contain any characters."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
 GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
-# For a remote gcs_server, in seconds: interval of connections, timeout of a connection, silence that means its death.
+# For a remote gcs_server, in seconds: time between connections, connection timeout, silence that counts as death.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
 
 
 class Daemon(Protocol):
-    """Interface of an object that represents one Ray daemon."""
+    """Interface of the objects that represent a Ray daemon on any machine."""
 
     @property
     def name(self) -> str:
@@ -184,8 +184,7 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether a process is the gcs_server of the connected Ray cluster.
 
-    Checking the program's name is not enough, because this process may have descendants that belong to another Ray
-    cluster.
+    A check of the program's name is not enough, because descendants of this process may belong to a second Ray cluster.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

@@ -53,7 +53,7 @@ class Guard:
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
-        """Mark the processes that start inside the `with` block, and all their descendants, for the guard."""
+        """Mark the processes that start in the `with` block, and their descendants, so that the guard can find them."""
         if self.mark:
             os.environ[leftovers.MARK] = self.mark
         try:
@@ -95,7 +95,7 @@ def serve(driver: int, mark: str) -> None:
         driver: Pid of the process that started the guard.
         mark: The argument `mark` of `Guard`.
     """
-    # The guard ignores the signals that a service manager sends to all processes of a service that it stops.
+    # The guard ignores the signals with which a service manager stops all processes of a service.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     began = time.time()

@@ -37,7 +37,7 @@ def join(
     if address is None:
         store: Store = HashStore()
     else:
-        # The socket is passed on because a socket that TCPStore opens itself listens at all addresses of the machine.
+        # TCPStore gets an open socket, because a socket that it opens itself listens at all addresses of the machine.
         serving = None if listener is None else listener.detach()
         store = TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

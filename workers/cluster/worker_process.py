@@ -1,7 +1,7 @@
-"""The code that runs in a worker process, such as a training rank or a rollout replica, and holds the process's roles.
+"""Code that runs in a worker process, such as a training rank or a rollout replica, and builds and calls its roles.
 
-This module imports no heavy packages. The class of a role is imported only when the role is built, because the number
-of threads and the environment of the process must be configured before the import.
+This module imports no heavy packages. The class of a role (such as actor or critic) is imported only when the role is
+built, because the number of threads and the environment of the process must be configured before the import.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mal
 
 @dataclass(frozen=True)
 class Join:
-    """Describes how to join several arguments of a call, which contain different columns of a batch, into one batch.
+    """Describes how to join several arguments of a call, each with different columns of a batch, into one batch.
 
     Attributes:
         parts: Number of arguments to join.
@@ -60,8 +60,8 @@ class Host:
 
         See `directory_on_node`.
 
-        The download may use the network even if the libraries in this process may not, unless the user has turned the
-        network off on this machine.
+        The download may use the network even if this process runs its libraries in offline mode, unless the user has
+        turned the network off on this machine.
         """
         from rltrain.data.hub import directory_on_node
 
@@ -88,8 +88,8 @@ class Host:
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: One element for each argument of the method, which says how the argument is joined from the next
-                elements of `args`. If an element of `joins` is None, the argument is the next element of `args`.
+            joins: For each argument of the method, how many of the next elements of `args` to join into the argument,
+                and which columns to keep, or None if the argument is simply the next element of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """
@@ -122,8 +122,8 @@ class Host:
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
         """Join the torch.distributed process group of the training ranks (gloo, with nccl for GPUs).
 
-        Rank 0 must be the process whose method `address` has returned `address`. If `address` is None, the group has
-        one rank.
+        Rank 0 must be the process in which the method `Host.address` has returned `address`. If `address` is None, the
+        group has one rank.
         """
         from workers.cluster.torch_process_group import join
 

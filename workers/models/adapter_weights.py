@@ -1,4 +1,4 @@
-"""Low-rank adapters as tensors: their names, the base weights in a model's files, and merging both."""
+"""Helpers for low-rank adapters (LoRA): tensor names, reading base weights from files, and merging adapters."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -89,8 +89,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the `with` block without gradients, and then reshard the model if it is sharded.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. If no backward pass follows, the gathered copies would waste memory, and would
-    replace the float32 shards from which the weights are saved.
+    dtype, for a later backward pass. Without a backward pass, the gathered copies would waste memory and replace the
+    float32 shards from which the weights are saved.
     """
     with torch.no_grad():
         yield
@@ -99,7 +99,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass and enable activation checkpointing, as the config says.
+    """Compile a layer's forward pass and enable activation checkpointing, each if the config enables it.
 
     FSDP's hooks run outside both the compiled function and the checkpoint. The checkpoint wraps the compiled function,
     because `torch.compile` does not compile the code inside a checkpoint.
@@ -147,7 +147,7 @@ class Optimizer:
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return AdamW's state of a parameter (step count and moments), by name.
 
-        If the parameter has no state yet, this method first creates the zeros with which AdamW itself would start.
+        If the parameter has no state yet, this method first creates an initial state of zeros, as AdamW itself would.
         """
         state = self.adamw.state[parameter]
         if not state:

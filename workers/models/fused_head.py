@@ -137,7 +137,7 @@ def _minus_softmax(
 
 
 def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask (rows,) of the targets inside the range `columns`, and the position of each target in it (rows, 1).
+    """Return a mask (rows,) of the targets in the range `columns`, and each target's position (rows, 1) in the range.
 
     The position of a target outside the range `columns` is clamped to the first or last column of the range.
     """

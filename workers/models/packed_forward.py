@@ -67,7 +67,7 @@ class RowLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, computed on first access and used only if no attention kernel is usable."""
+        """Return the attention batches, computed on first access and needed only without a usable attention kernel."""
         return _attention_batches(self.lengths, self.device)
 
 
@@ -76,8 +76,8 @@ class Pack:
     """Rows that are concatenated into one sequence.
 
     Attributes:
-        input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because no token is
-            predicted from it.
+        input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because the model
+            predicts no token from it.
         position_ids: (1, N) positions, which restart at 0 in each row.
         rows: row lengths, and the attention batches, which are needed if no attention kernel is usable.
         longest: number of tokens in the longest row.
@@ -356,7 +356,7 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return a list with the index of the shortest row, which a rank processes if it has no rows of its own."""
+    """Return [index of the shortest row], the stand-in row that a rank processes if it has no rows of its own."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 

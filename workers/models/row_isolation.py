@@ -53,9 +53,9 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 
     Args:
         model: the model in evaluation mode, before sharding.
-        head: the model's last layer, whose inputs (1, N, H) are compared. It makes no difference whether the layer
-            receives all tokens or only the tokens that predict a response token, because every test token predicts one.
-        run: function that makes the forward pass of the calling worker for a pack.
+        head: the model's last layer, whose inputs (1, N, H) are compared. The last layer may receive all tokens or only
+            the tokens that predict a response token, because every test token predicts a response token.
+        run: function that runs the calling worker's forward pass on a pack.
         where: start of the error message: the config key and the path.
 
     Raises:

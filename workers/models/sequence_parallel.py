@@ -1,13 +1,13 @@
 """Sequence parallelism: the ranks of a sequence group split the tokens of each pack (Ulysses, arXiv:2309.14509).
 
 Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens. The
-attention of a token needs all tokens of the row. In an all-to-all before attention, each rank gives away its slice of
-the tokens with all heads, and gets all tokens with a slice of the heads. A second all-to-all after attention restores
-the split by tokens.
+attention of a token needs all tokens of the row. In an all-to-all before attention, each rank exchanges its slice of
+the tokens with all heads for all tokens with a slice of the heads. A second all-to-all after attention restores the
+split by tokens.
 
 The model's outputs for the response tokens are gathered, so that every rank of the group computes the same loss. The
-backward pass of each rank covers only that rank's slice of the tokens. The gradients of all ranks sum to the full
-gradient, because each token is in the backward pass of exactly one rank.
+backward pass of each rank covers only that rank's slice of the tokens. The sum of the gradients of all ranks is the
+full gradient, because each token is in the backward pass of exactly one rank.
 """
 
 import functools
@@ -84,7 +84,7 @@ def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
 
 
 def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """Give away a slice of the tokens with all heads, and receive all tokens with a slice of the heads.
+    """Exchange this rank's slice of the tokens with all heads for all tokens with a slice of the heads.
 
     An all-to-all within the sequence group changes the shape from (1, H, n, D) to (1, H', N, D). If there are fewer
     heads than ranks, the heads are repeated before the exchange, and H' is 1.
@@ -98,7 +98,7 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
 
 
 def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """Give away all tokens with a slice of the heads, and receive a slice of the tokens with all heads.
+    """Exchange all tokens with a slice of the heads for this rank's slice of the tokens with all heads.
 
     An all-to-all within the sequence group changes the shape from (1, N, H', D) to (1, n, H, D).
     """
@@ -147,7 +147,7 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the values that all ranks of a sequence group have.
+    """Concatenate the values of all ranks of a sequence group.
 
     Because every rank computes the full loss, the backward pass only returns the gradient of this rank's loss with
     respect to this rank's own values.

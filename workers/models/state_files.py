@@ -5,8 +5,8 @@ unpickles only the classes that an index needs, and validates the contents of th
 `weights_only=True`.
 
 PyTorch's own reader is not safe, because it unpickles any class. PyTorch's `HuggingFaceStorageWriter` needs no pickle,
-but it writes to local paths only, and takes 2.4 times as long as the format with a pickle (0.57 s instead of 0.24 s for
-50 MB from two ranks).
+but it writes to local paths only, and takes 2.4 times as long as the distributed checkpoint format (0.57 s instead of
+0.24 s for 50 MB from two ranks).
 """
 
 import io
@@ -138,7 +138,7 @@ class StateFiles:
         self.folder, self.index = folder, read_index(folder)
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of all tensors of a kind, without the prefix for the kind, in the order of saving.
+        """Return the names of all tensors of one kind, in the order of saving, without the prefix that names the kind.
 
         Args:
             kind: the prefix of the full names, such as "model" or "exp_avg".

@@ -40,7 +40,7 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # processes started by the imports are never killed
+    helpers = process_tree.descendants(own)  # processes that the imports of reward functions start are never killed
     limit_memory(memory_mb)
     connection.send(READY)
     while True:
@@ -55,7 +55,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
-    """Return a callback that sends each result to the guard at once, so that the guard knows how many are complete."""
+    """Return a callback that sends each result to the guard at once, so that the guard knows the call's progress."""
 
     def report(result: SampleScores) -> None:
         if os.getpid() != own:  # the reward function has forked, and this is the forked process

@@ -36,7 +36,7 @@ _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import s
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a call whose child process has ended, so that the call is lost.
+    """Returned for a call that is lost because its child process has ended.
 
     Attributes:
         timed_out: Whether the guard killed the process because it exceeded its deadline.
@@ -53,9 +53,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Result of a call that has produced no result for `hold_s` seconds.
+    """Returned for a running call that has produced no result for `hold_s` seconds.
 
-    `GuardedWorker.rest` continues to wait for the call.
+    Call `GuardedWorker.rest` to continue to wait for the overdue call.
 
     Attributes:
         results: Results that the call has produced so far, as in `workers.reward.transport.Held`.
@@ -92,7 +92,10 @@ class _Call:
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
-        """Store the next result of this call. Return whether its key is that of the request whose result was due."""
+        """Store the next result of this call.
+
+        Return whether the result belongs to the expected request, judged by its key.
+        """
         if self.whole < len(self.results):
             self.results.pop()
         self.results.append(result)
@@ -101,7 +104,7 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return those of the call's `results` that were not returned before.
+        """Return the elements of `results` that this call has not returned before.
 
         If the call is stepwise and `hold` was called, return at most one result.
         """
@@ -195,7 +198,7 @@ class GuardedWorker:
     def rest(self) -> list[SampleScores] | Overdue | Ended:
         """Continue to wait for a call for which `score` has returned Overdue.
 
-        Return only the results that were not returned before.
+        Return only results that neither `score` nor an earlier `rest` has returned.
         """
         return self._answer(math.inf)
 
@@ -218,7 +221,7 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """Kill the child process, which loses its call, and start a new child process.
+        """Kill the child process, whose running call is lost, and start a new child process.
 
         Args:
             said: Why the child is no longer usable, or "" if the child ended or timed out.
@@ -297,7 +300,7 @@ class GuardedWorker:
     def _end(self) -> str:
         """Kill the child process and all its descendants.
 
-        Return a text that says how the child process had ended, or that it did not answer in time.
+        Return a description of how the child process had ended, or that the child did not answer in time.
         """
         with _LOCK:
             status = self._process.poll()
@@ -325,7 +328,7 @@ class GuardedWorker:
 class Guard:
     """Ray actor class of a reward worker, which has one child process for reward functions, and spare child processes.
 
-    A spare process scores other samples while a call in another child process takes long. A spare process starts at its
+    While a call in one child process takes long, a spare process scores other samples. A spare process starts at its
     first ping, and then stays alive. The number of a child process within its guard is called its lane.
     """
 

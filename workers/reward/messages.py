@@ -31,8 +31,8 @@ class SampleScores:
         key: Key of the request.
         scores: One score per reward function, in the config's order. A score is None if the function does not apply to
             the sample. All scores of a failed sample are None.
-        failed: Whether a function raised, returned an invalid score, took too long or ended its process. A failed
-            sample must never count as a sample with score 0.
+        failed: Whether a reward function raised an exception, returned an invalid score, took too long or ended its
+            process. A failed sample must never count as a sample with score 0.
         error: One line that says which function failed and how, or "" if none failed.
         failed_function: Index of the function that failed, or -1 if none failed.
     """

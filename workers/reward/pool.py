@@ -31,7 +31,7 @@ _AGAIN = 2
 
 @dataclass(frozen=True)
 class _Alone:
-    """A sample whose remaining reward functions are called one by one, because it was slow or its chunk was lost."""
+    """A slow sample, or a sample of a lost chunk, whose remaining reward functions are called one by one."""
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
@@ -43,7 +43,7 @@ class RewardPool:
 
     If a worker dies or takes too long, the samples of its chunk are scored again, sample by sample and function by
     function. A sample fails, with an error message, if a worker is lost while the worker calls a single function for
-    this sample alone. The loss of a worker changes the scores of no other samples.
+    this sample alone. The loss of a worker does not change the scores of any other samples.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
@@ -164,7 +164,7 @@ class RewardPool:
         self._running = dict.fromkeys(self._running)
 
     def close(self) -> None:
-        """Stop the workers and drop all pending requests. If the pool is already closed, do nothing."""
+        """Stop the workers and drop all pending requests. Do nothing if the pool is already closed."""
         self._transport.close()
         for queue in (self._fresh, self._alone, self._running, self._held, self._finished, self._keys):
             queue.clear()
@@ -207,7 +207,10 @@ class RewardPool:
         return work[len(whole) : len(whole) + 1]
 
     def _feed(self) -> None:
-        """Give samples to every idle worker. Samples to be scored alone go first, so that they do not wait forever."""
+        """Give samples to every idle worker.
+
+        Samples that must be scored alone have priority, so that they do not wait forever.
+        """
         for slot in self._transport.idle():
             if self._alone:
                 suspect = self._alone.popleft()
@@ -248,7 +251,7 @@ class RewardPool:
         if not adapt:
             return
         # If the worker scored the whole chunk in time, the next chunk may be larger.
-        # If the worker scored only n samples, the next chunk has at most 2 n samples, so that few are sent in vain.
+        # If the worker scored only n samples, the next chunk has at most 2 n, so that few samples stay unscored.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:

@@ -97,7 +97,7 @@ class RayTransport:
         # The actors reserve no CPUs, so that Ray can start them even if engines and training ranks reserve all CPUs.
         # Ray must not retry a call, because a retry would again score the sample that has killed its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        options["max_concurrency"] = spares + 2  # one call per process, and a call of `stop` at the same time
+        options["max_concurrency"] = spares + 2  # one call per child process, plus one call of `stop`
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
         self._actor_class = ray.remote(Guard).options(**options)
@@ -175,7 +175,7 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # marks an error as retrieved, because no other code reads it after `close`
+            result.exception()  # mark the error as retrieved, because no other code retrieves the error after `close`
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
@@ -290,10 +290,10 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _reason(error: Exception, *, starting: bool) -> str:
-    """Return a text that says how an actor failed.
+    """Return a description of how an actor failed.
 
-    The text contains the last line of Ray's long error message. If a process has died during a call, the text is always
-    the same, because Ray's message does not tell the cause.
+    The description contains the last line of Ray's long error message. If a process has died during a call, the
+    description is always the same, because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"

@@ -41,7 +41,7 @@ class Call:
 class Answer:
     """Event: a call has ended.
 
-    `results` are what `RewardWorker.score` returned, perhaps only for the first requests of the call.
+    `results` is the list that `RewardWorker.score` returned, which may cover only the first requests of the call.
     """
 
     slot: int
@@ -52,14 +52,14 @@ class Answer:
 class Held:
     """Event: a call takes long, so its worker may begin another call in a spare process.
 
-    A held call continues, and another event will report its end. If the held call is stepwise, its process scores only
-    the first request that has no complete result, and the event at the end of the call is about this request alone. All
-    later requests of a held stepwise call must be scored in another call.
+    A held call continues, and another event will report its end. If the held call is stepwise, its process continues
+    only with the first request that has no complete result, and the event at the end of the call reports this request
+    alone. All later requests of a held stepwise call must be scored in another call.
 
     Attributes:
         slot: Number of the process.
-        results: Results so far of a stepwise call, of which the last may lack some scores, or None if the call is not
-            stepwise.
+        results: Results so far of a stepwise call, or None if the call is not stepwise. The last result of a stepwise
+            call so far may lack some scores.
     """
 
     slot: int

@@ -42,7 +42,7 @@ class _Function:
         self.batched, self.asynchronous = is_batched(function), is_async(function)
 
     def call(self, request: RewardRequest) -> Outcome:
-        """Score one sample. If the function raises an exception, return the exception."""
+        """Score one sample. If the reward function raises an exception, return the exception."""
         try:
             if self.batched:
                 return as_score(as_scores(self._called([request]), 1)[0])
@@ -68,8 +68,8 @@ class _Function:
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
         """Score one sample with an async function, which is cancelled at its time limit.
 
-        The function runs in its own task, so that its exceptions and cancellations do not affect other samples. If a
-        task does not end when it is cancelled, the task is abandoned.
+        The async function runs in its own task, so that its exceptions and cancellations do not affect other samples.
+        If a task does not end when it is cancelled, the task is abandoned.
         """
         task = asyncio.ensure_future(self._awaited(request))
         await asyncio.wait([task], timeout=limit_s if math.isfinite(limit_s) else None)
@@ -122,7 +122,7 @@ class RewardWorker:
         self._concurrency = concurrency
 
     def ping(self) -> bool:
-        """Return True, which shows that this process has started and imported everything."""
+        """Return True, to show that this process has started and has imported all reward functions."""
         return True
 
     def score(
@@ -134,7 +134,7 @@ class RewardWorker:
         limit_s: float = math.inf,
         report: Callable[[SampleScores], None] | None = None,
     ) -> list[SampleScores]:
-        """Score samples in order. If a function raises, the sample fails; it never gets a score of 0 instead.
+        """Score samples in order. If a function raises an exception, the sample fails instead of getting a score of 0.
 
         Args:
             requests: Samples to score.
@@ -170,7 +170,8 @@ def _call_each(
 ) -> int:
     """Call the plain functions (neither batched nor async) sample by sample, until all are done or the time is up.
 
-    If a function raises, its sample fails, and the sample's other plain functions are not called.
+    If a plain function raises an exception, the sample fails, and the sample's remaining plain functions are not
+    called.
 
     Returns:
         The number of samples for which at least one function was called.

@@ -96,13 +96,14 @@ class Batch:
     """A batch of B rows, one per answer, and W columns, one per token position.
 
     All rows end in the same column, so shorter rows are padded on the left. Until `take` drops a finished row from the
-    batch, the model still computes the row, and the results are ignored.
+    batch, the model still processes the row, but its outputs are ignored.
 
     Attributes:
         requests: One request per row.
         ids: (B, W) token ids of prompts and answers.
         log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
-        versions: For each column, the version of the weights that sampled the column's tokens, all in the same step.
+        versions: For each column, the version of the weights that sampled the column's tokens. All tokens of a column
+            are sampled in the same step.
         rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.

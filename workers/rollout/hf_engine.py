@@ -1,7 +1,7 @@
 """Rollout engine that generates with the transformers library instead of vLLM.
 
 The engine is for machines without vLLM, for `placement=inprocess`, and for bitwise reproducible runs. The tokens of an
-answer depend only on the answer's prompt, its seed and the weights. Other requests in the batch can change the tokens
+answer depend only on the prompt, the request's seed and the weights. Other requests in the batch can change the tokens
 only through the rounding of batched matrix products. If `deterministic` is true, each batch is one prompt group, and
 answers are bitwise reproducible.
 """
@@ -75,7 +75,7 @@ class HFEngine:
     def step(self) -> list[Completion]:
         """Sample one token for every running answer. Return the answers that the step has finished.
 
-        Before the step samples tokens, waiting requests join the batch if there is room for them.
+        Before the step samples tokens, waiting requests join the batch if the batch has room for them.
         """
         tick()
         batch, logits = self.batch, []
@@ -101,7 +101,7 @@ class HFEngine:
         return done
 
     def _admitted(self) -> list[Request]:
-        """Take all requests that can start now out of the queue, and return them.
+        """Remove all requests that can start now from the queue, and return them.
 
         If there is room for all waiting requests, all of them start. If there is room for only some of the waiting
         requests, none starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true, the
@@ -165,7 +165,7 @@ class HFEngine:
     def load_bucket(self, bucket: Bucket) -> None:
         """Load the tensors of a bucket of weights.
 
-        Raises SyncError if the bytes differ from those that the sender wrote.
+        Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         data = self.reader.data(bucket)
         verify(bucket, data)
@@ -190,14 +190,14 @@ class HFEngine:
             check_outputs(layer_outputs(self.model), self.probes, version=version, dtype=self.dtype)
 
     def sleep(self) -> bool:
-        """Return False, because this engine never releases its weights.
+        """Return False, because the transformers engine never releases its weights.
 
         The transformers engine is for machines on which no other process needs the memory of the weights.
         """
         return False
 
     def close(self) -> None:
-        """Do nothing, because this engine has no processes or threads to end."""
+        """Do nothing, because the transformers engine has no processes or threads to end."""
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     greedy = temperatures == 0
     probabilities = (logits / torch.where(greedy, 1.0, temperatures)[:, None]).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # The uniforms are scaled by the computed sum, so that rounding never selects an index past the last token.
+    # Random numbers are scaled by the computed total probability, so that no index is too large because of rounding.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()

@@ -27,7 +27,7 @@ class Completion:
     """One sampled answer.
 
     Attributes:
-        key: Key of the request that the answer belongs to.
+        key: Key of the answer's request.
         token_ids: Token ids as the engine returned them, including the end token if it was sampled.
         log_probs: Log-probability of each token in nats, under the distribution that was sampled from.
         finish_reason: "stop", "length" or "abort", as reported by the engine.

@@ -90,7 +90,7 @@ class RolloutPool:
         return running + sum(map(len, self._queue)) + len(self._lost) + len(self._answers)
 
     async def poll(self) -> list[Completion]:
-        """Wait for finished answers or lost groups, and return the answers in the order of their arrival."""
+        """Wait until answers have finished or groups were lost, and return the finished answers in order of arrival."""
         await self.changes.until(lambda: self._answers or self._lost)
         found, self._answers = self._answers, []
         return found
@@ -110,7 +110,7 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            replica.drop()  # before any `await`, because replicas may answer or die during an `await`
+            replica.drop()  # all replicas drop requests before the first `await`, in which replicas may answer or die
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:
@@ -130,7 +130,7 @@ class RolloutPool:
             if not awake:
                 break
             slept = await asyncio.gather(*(replica.sleep() for replica in awake))
-            if False in slept:  # on a CPU no engine can sleep: do not try again
+            if False in slept:  # no engine can sleep on a CPU, so the pool does not try again
                 self.sleeps, self._source = False, source
                 self.changes.notify()
                 return
@@ -163,7 +163,7 @@ class RolloutPool:
         self._resume()
 
     async def give_weights(self, replica: Replica) -> None:
-        """Send the weights of the last `load` to a replica that waits for weights, unless a new `load` does so first.
+        """Send the last `load`'s weights to a replica that waits for weights, unless a new `load` sends weights first.
 
         After `hold_weights`, this method waits for the next `load`.
         """

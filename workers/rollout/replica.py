@@ -19,7 +19,7 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 
 # Seconds after which a call of `poll` returns even without finished answers.
-# A replica in the driver's process has the shorter time, because its `poll` blocks the driver.
+# The shorter time is for a replica in the driver's process, because its `poll` blocks the driver.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
@@ -127,9 +127,9 @@ class Replica:
         """
         if self.ready:
             try:
-                await results(self._sent)  # wait, so that no earlier request reaches the engine after the abort
+                await results(self._sent)  # wait for `submit` calls, whose requests must not arrive after the abort
                 await self.role.call(RolloutWorker.abort)
-                await results(self._open)  # wait, so that the running `poll` takes no answers to later requests
+                await results(self._open)  # wait for the running `poll`, so that it takes no answers to later requests
             except WorkerLost:
                 return  # the task that runs `live` replaces the lost process
             except SyncError:  # a weight sync has failed, and the error was already raised to the caller of the sync
@@ -137,7 +137,10 @@ class Replica:
                     raise
 
     async def sleep(self) -> bool | None:
-        """Release the engine's device memory. Return False if the engine keeps its memory, None if the engine died."""
+        """Release the engine's device memory.
+
+        Return False if the engine keeps its memory, or None if the engine died.
+        """
         role = self.role
         try:
             slept = await role.call(RolloutWorker.sleep)

@@ -39,7 +39,7 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# Each request has its own sampling parameters, which are never modified, so vLLM need not copy them.
+# Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them.
 # Only some versions of vLLM have the option `skip_clone`, which avoids the copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # maximum tokens per engine step on a CPU, unless prompt plus answer can be longer
@@ -67,7 +67,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         "trust_remote_code": False,
         "dtype": dtype,
         "load_format": "hf",  # load the files that transformers reads, not files in Mistral's format
-        "seed": 0,  # irrelevant, because each request has its own seed
+        "seed": 0,  # has no effect, because each request has its own seed
         "max_model_len": config.max_prompt_length + config.max_response_length,
         "max_num_seqs": config.max_concurrent_sequences,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
@@ -195,7 +195,7 @@ class InProcessVLLM:
     def load_bucket(self, bucket: Bucket) -> None:
         """Load the tensors of a bucket of weights.
 
-        Raises SyncError if the bytes differ from those that the sender wrote.
+        Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
@@ -265,7 +265,8 @@ class Family:
 class AsyncVLLM:
     """vLLM's AsyncLLM, for GPUs and large models. The engine core and the workers of AsyncLLM are separate processes.
 
-    The arguments are those of `InProcessVLLM`. Answers arrive on an event loop in a thread, and `step` returns them.
+    The arguments are those of `InProcessVLLM`. Answers arrive on an event loop in a thread, and `step` returns the
+    finished answers.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class AsyncVLLM:
     def load_bucket(self, bucket: Bucket) -> None:
         """Load the tensors of a bucket of weights.
 
-        Raises SyncError if the bytes differ from those that the sender wrote.
+        Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         with as_file(bucket) as shared:
             pickled = pickle.dumps(shared)  # the pickle does not contain the weights, which are in a shared file
@@ -427,9 +428,9 @@ class AsyncVLLM:
 def sleep_level(config: Config) -> int:
     """Return vLLM's sleep level, which says what the engine releases while the training ranks compute.
 
-    The sleep level is 0 if the training ranks have their own devices. Without adapters (LoRA), the engine drops its
-    weights, because the sync that wakes the engine sends every weight. With adapters, the sync sends only the adapters,
-    so the weights move to the host's memory.
+    The sleep level is 0 (the engine never sleeps) if the training ranks have their own devices. Without adapters
+    (LoRA), the engine drops its weights, because the sync that wakes the engine sends every weight. With adapters, the
+    sync sends only the adapters, so the weights move to the host's memory.
     """
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 
@@ -442,8 +443,8 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     """Return the engine for a config: in this process on a CPU, or AsyncLLM for GPUs and tensor parallelism.
 
     Raises:
-        ConfigError: The weights are incomplete, or vLLM does not start with them. This function itself checks that the
-            weights are complete, because vLLM does not report a missing layer.
+        ConfigError: The weights are incomplete, or vLLM does not start with them. This function checks that the weights
+            are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "a config with the vllm engine has settings for it"

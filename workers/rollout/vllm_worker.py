@@ -147,7 +147,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
-        """Do nothing. vLLM's interface requires this method."""
+        """Do nothing, because this method exists only to complete vLLM's interface."""
 
 
 def repack_heads(model: nn.Module) -> None:
@@ -158,7 +158,7 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy those tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
+    """Copy the tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
 
     Without a copy, the tensors would stay in the bucket's memory, which later buckets overwrite.
     """
@@ -266,7 +266,7 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
     """Combine a layer's output (or bias) over all ranks. Return one whole output (or bias) per fused part."""
     size = module.tp_size
-    if isinstance(module, RowParallelLinear):  # each rank has a part of the layer's inputs, but the whole bias
+    if isinstance(module, RowParallelLinear):  # each rank has only a part of the layer's inputs, but has the whole bias
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
         return [output]
@@ -300,7 +300,7 @@ def _apply(module: Any) -> Tensor:
 
 
 def _part_sizes(module: ColumnParallelLinear) -> list[int]:
-    """Return the output sizes of a layer's fused parts on this rank."""
+    """Return the number of outputs that each fused part of a layer has on this rank."""
     if isinstance(module, QKVParallelLinear):
         values = module.num_kv_heads * module.v_head_size
         return [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, values]

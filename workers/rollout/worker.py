@@ -1,4 +1,4 @@
-"""One rollout replica: an engine, and the thread that runs the engine's generation steps."""
+"""Worker of one rollout replica: an engine, and the thread that runs the engine's generation steps."""
 
 import importlib
 import queue
@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 class Engine(Loads, Protocol):
-    """Interface through which a rollout worker uses its engine. The worker makes all calls from one thread."""
+    """Interface through which a rollout worker uses its engine.
+
+    The rollout worker calls all methods of its engine from one thread.
+    """
 
     busy: bool
 
@@ -49,7 +52,7 @@ class RolloutWorker:
     """One rollout replica.
 
     A threaded engine has its own thread, which steps the engine whenever there is work. All calls to a threaded engine
-    run in the engine's thread, between two steps. An engine without a thread makes steps only during `poll`.
+    run in the engine's thread, between two steps. An engine without its own thread generates only during `poll`.
 
     Args:
         config: The whole config.
@@ -138,7 +141,7 @@ class RolloutWorker:
         return self._run(lambda: self.receiver.start(self.engine, sync, version))
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load one bucket of weights. Raise SyncError if the bytes of the bucket did not arrive intact.
+        """Load one bucket of weights. Raise SyncError if the bytes of the bucket were corrupted in transfer.
 
         Args:
             sync: Name of the weight sync.

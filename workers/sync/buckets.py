@@ -43,8 +43,7 @@ class Piece:
     Attributes:
         name: name of the tensor to which the rows belong.
         start, size: offset of the rows in the bucket, and length of the rows, both in bytes. If `size` is 0, the piece
-            only contains the probe of rows that are not transferred, and `start` is the number of the first of these
-            rows.
+            contains only the probe of rows that are not transferred, and `start` is the index of the first such row.
         checksum: result of `checks.checksum` for the bytes, or None if the sync has no checks.
         probe: result of `checks.probe` for the rows, in float32, or None if the sync has no checks.
     """
@@ -66,10 +65,10 @@ class Bucket:
         places: locations of all tensors of the bucket.
         aliases: additional names of tied tensors, each with the name under which the tensor is sent. The engine also
             checks the tensors under their additional names.
-        pieces: the written pieces, in order.
+        pieces: the pieces (rows of tensors) that were written into the bucket, in order.
         data: uint8 bytes, or None if the bytes are in a file. In one rank's part, `data` contains the pieces one after
-            another, each at a multiple of `ALIGNMENT`. In joined parts, and in a file, each tensor is at the offset
-            that `places` gives.
+            another, each at a multiple of `ALIGNMENT`. In joined parts, and in a file, each tensor is at its offset in
+            `places`.
         path, offset: path of the file with the bytes, and the offset of the bucket in the file.
         scale: factor of the product B A if the tensors are adapters, or None if the tensors are whole weights.
     """

@@ -23,7 +23,7 @@ def checksum(data: np.ndarray) -> int:
     """Return the sum modulo 2**64 of the 64-bit words of `data` (n,) uint8 and of the bytes after the last whole word.
 
     The checksum is computed in one pass over the data, at the speed of memory. If data are split into parts whose
-    lengths are multiples of 8, the checksums of the parts sum to the checksum of all data modulo 2**64.
+    lengths are multiples of 8, the sum of the parts' checksums modulo 2**64 is the checksum of all data.
     """
     whole = len(data) // 8 * 8
     words = int(data[:whole].view(np.uint64).sum(dtype=np.uint64))
@@ -40,7 +40,7 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # models have few matrix widths; each chunk of rows needs the vector of its width
+@functools.lru_cache(maxsize=32)  # many chunks of rows use the same vector, because models have few matrix widths
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.

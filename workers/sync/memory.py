@@ -2,9 +2,10 @@
 
 Only the user who runs the process can access a shared file. A shared file is removed as soon as all processes have
 opened it, or when the sync ends, even if the sync fails. If every process that knows a shared file is killed before the
-file is removed, a file of the size of two buckets remains. The guard process of a local run removes such files when the
-run ends. On a cluster, the next sync on the host removes them. A process holds a lock on each shared file that it has
-mapped, to show that the file is in use. The lock ends when the process ends.
+file is removed, a file of the size of two buckets remains. The guard process of a local run removes leftover shared
+files when the run ends. On a cluster, the next weight sync on the same host removes leftover shared files. A process
+holds a lock on each shared file that it has mapped, to show that the file is in use. The lock on a shared file ends
+when the process that holds the lock ends.
 
 Python's `SharedMemory` is not used, because it does not preallocate memory: if the folder is full, writing would kill
 the process. The filelock library is not used, because it cannot take a shared lock on an open file.
@@ -31,7 +32,7 @@ PREFIX = leftovers.WEIGHTS_PREFIX
 
 
 def new_path() -> str:
-    """Return a path for a new shared file that no other sync uses."""
+    """Return a new random path for a shared file, which no other weight sync uses."""
     return str(FOLDER / f"{PREFIX}{secrets.token_hex(8)}")
 
 

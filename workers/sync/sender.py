@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 20  # rows are copied, summed and multiplied in chunks that f
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank tells the driver at the start of a weight sync.
+    """Message from a rank to the driver at the start of a weight sync.
 
     Attributes:
         buckets: number of buckets in the sync.
@@ -102,7 +102,7 @@ class Sender:
             target = bucket.data[at : at + size] if bucket.data is not None else self._slot(bucket, start, size)
             bucket.pieces.append(self._write(place, own, start, target))
             at += aligned(size)
-        if number == SLOTS and self.file:  # every process has opened the file by now, to access the first bucket
+        if number == SLOTS and self.file:  # every process has already opened the shared file to access the first bucket
             self.file.unlink()
         return bucket
 
@@ -173,7 +173,7 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces that transfer no rows, but only the probes of this rank's rows of the merged model.
+        """Yield pieces that contain no rows, but only the probes of this rank's rows of the merged model.
 
         All ranks must iterate over all pieces, because adapters are gathered.
 

@@ -4,10 +4,10 @@ For each bucket, all ranks write the rows that they hold, and then all engines l
 only after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and
 at most two buckets exist at a time. The driver does not wait between the calls of ranks and engines: the result of one
 call is an argument of the next call, so that Ray orders the calls. If a call fails or a process dies, all later calls
-end as well, because they need the result of an earlier call.
+also fail, because each call needs the result of an earlier call.
 
 If all ranks and engines are on one host, the bytes of the buckets are in a shared file in memory. If there are several
-hosts, each rank returns the bytes of its rows as results of calls.
+hosts, each rank returns the bytes of its rows as the result of a call.
 """
 
 import contextlib

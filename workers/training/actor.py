@@ -52,7 +52,7 @@ class ActorWorker:
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
         # For the exact KL, the actor needs the output head of the reference model, which sends only hidden states.
         # The actor's initial head can be copied, because the actor starts with the weights of the reference model.
-        # The copy is rounded to the reference's compute dtype; otherwise, the KL of a policy to itself would not be 0.
+        # The copied head is rounded to the reference's compute dtype, so that the KL of a policy to itself is 0.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
             head = self.model.get_output_embeddings()
@@ -191,7 +191,7 @@ class ActorWorker:
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
-        `_loaded` holds the results of the engine calls that load the previous bucket from the memory that this bucket
+        `_loaded` holds the results of the engine calls that read an earlier bucket from the memory that this bucket
         reuses. Ray runs `export` only once the results in `_loaded` are available, so no bucket is overwritten while it
         is being loaded.
         """
@@ -312,7 +312,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
     """Add to `result` how much the current log-probs differ from the old log-probs and from the engine's log-probs.
 
-    The caller calls this function only for the first mini-batch, before the first optimizer step.
+    This function is called only for the first mini-batch, before the first optimizer step.
     """
     mask, now = columns["response_mask"], columns["log_probs"].detach()
     change = (now - columns["old_log_probs"]).abs()

@@ -141,7 +141,7 @@ def overhead_metrics(
 
 
 def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]]) -> DataProto:
-    """Concatenate the rows that the ranks return, and restore the row order of the batch before the split."""
+    """Concatenate the rows that the ranks return, in the row order of the original batch."""
     order = torch.tensor([row for rank in assigned for rows in rank for row in rows])
     return DataProto.concat(parts, rows=order.argsort())
 
@@ -150,9 +150,9 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Combine the results of all ranks into the metrics of one update, except timings.
 
     Token metrics are means over trained tokens. Losses, `grad_norm` and `lr` are means over optimizer steps, and
-    `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` counts the skipped steps. Skipped steps are
-    excluded from all means except that of `lr`. If all steps were skipped, the token metrics, losses and gradient norms
-    are NaN.
+    `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` is the number of skipped optimizer steps.
+    Skipped steps are excluded from all means except the mean of `lr`. If all steps were skipped, the token metrics,
+    losses and gradient norms are NaN.
     """
     first = results[0]
     kept = [step for step in first.steps if not step["skipped"]]

@@ -1,9 +1,9 @@
 """One rank's part of a checkpoint: parameters, AdamW's moments and step counts, stored by parameter name.
 
 A checkpoint contains only tensors, under names that do not depend on the number of ranks. Any number of ranks, with or
-without sharding, can load a checkpoint, however many ranks saved it. `RankState.save` copies the tensors and returns,
-while a thread writes the copies. The thread that writes a checkpoint has its own process group, so that its collectives
-never mix with those of training.
+without sharding, can load a checkpoint, regardless of the number of ranks that saved it. `RankState.save` copies the
+tensors and returns, while a thread writes the copies. The thread that writes a checkpoint has its own process group, so
+that its collectives never mix with the collectives of training.
 
 PyTorch's distributed checkpoint writes and reads the tensors. PyTorch's `async_save` is not used, because the thread
 that writes a checkpoint also exports the model and reads all files back to compute checksums, which PyTorch does not
@@ -112,7 +112,7 @@ class RankState:
         has ended.
         """
         if self.thread is not None:
-            self.thread.join()  # wait for the previous save, which may still be running
+            self.thread.join()  # wait until the previous save has ended
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
         # The small files of the export are made in the calling thread, because transformers is not thread-safe.
@@ -144,7 +144,7 @@ class RankState:
                 names += [f"{MODEL}/{name}" for name in exported]
             files = {name: folder.checksum(name) for name in names}
             self.result = Saved(files, seconds=time.perf_counter() - began)
-        except BaseException as error:  # report any failure to the driver, so that the run continues
+        except BaseException as error:  # report every failure to the driver, so that the run continues
             self.result = Saved(files, reason(error), time.perf_counter() - began)
 
     def load(self, url: str) -> None:

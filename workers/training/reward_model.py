@@ -70,7 +70,7 @@ def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     )
     hook.remove()
     begins = packed.position_ids[0] == 0
-    # A row ends where the next row begins, and the last row ends with the pack.
+    # Each row ends where the next row begins, and the last row ends at the end of the pack.
     return outputs[0][0, begins.roll(-1), 0].float()
 
 

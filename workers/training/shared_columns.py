@@ -20,7 +20,7 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     """Return the names of the columns that the actor's update reads. A batch may lack some of the returned columns.
 
-    The parameters of the loss and of its token selector are named after the columns that these functions read.
+    The loss and its token selector are functions whose parameters have the names of the columns that they read.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     for function in loss_functions(algorithm.loss_mode):
@@ -31,7 +31,7 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 class SharedColumns:
-    """Keeps those columns of the current step's batches that are in Ray's object store.
+    """Keeps track of the columns of the current training step that are already in Ray's object store.
 
     The batches of one training step have most columns in common. A column is put into the store only if no earlier
     batch of the same step contained it. When the first batch of a step is shared, the columns of the previous step are
@@ -43,7 +43,7 @@ class SharedColumns:
         self._parts: list[tuple[DataProto, Any]] = []
 
     def share(self, batch: DataProto, columns: Sequence[str], process: WorkerProcess) -> DataProto:
-        """Return those of the named columns that the batch has, in a form that can be passed to several processes.
+        """Return the named columns that the batch has, in a form that can be passed to several processes.
 
         Args:
             batch: the batch from which columns are taken.

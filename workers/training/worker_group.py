@@ -121,14 +121,14 @@ class WorkerGroup(Generic[W_co]):
         return (await results(pending))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:
-        """Return the number of tokens that each row takes in a pack, and the estimated computation for each row."""
+        """Return each row's number of tokens in a pack, and the estimated amount of computation for each row."""
         lengths = row_lengths(batch)
         return lengths, self.work.of_rows(lengths, batch.lengths("responses").tolist())
 
 
 def row_lengths(batch: DataProto) -> list[int]:
-    """Return the number of tokens that each row takes in a pack.
+    """Return the number of tokens that each row contributes to a pack.
 
-    The last response token of a row is not in the pack, because no token is predicted from it.
+    The last response token of a row is not in the pack, because the model predicts no token from it.
     """
     return (batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1).tolist()
