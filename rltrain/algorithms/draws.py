@@ -44,5 +44,5 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the lowest 64 bits of `number`."""
+    """Return the signed int64 whose bits are the lowest 64 bits of `number`."""
     return (number + 2**63) % 2**64 - 2**63

@@ -14,7 +14,7 @@ from rltrain.rewards.sandbox_inside import LINK
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 # Fraction of `reward_timeout_s` that the tests may use.
-# The rest of `reward_timeout_s` is for starting and ending the processes.
+# The remaining quarter of `reward_timeout_s` is for starting and ending the processes.
 _OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 

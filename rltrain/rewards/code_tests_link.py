@@ -18,7 +18,7 @@ from typing import Any
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # types whose objects can be pickled without naming a class or function in the pickle
-# further plain-data types, each with the attributes that its constructor takes, in order; "" for the types in _PARTS
+# plain-data types outside _BASIC, each with the attributes that its constructor takes, in order, or "" if in _PARTS
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -35,7 +35,7 @@ _VALUES = {
     "decimal.Decimal": "",
     "fractions.Fraction": "numerator denominator",
 }
-# further plain-data types, each with a function that returns the arguments of its constructor for an object
+# plain-data types outside _BASIC, each with a function from an object to the constructor arguments that rebuild it
 _PARTS: dict[str, Any] = {
     "collections.Counter": lambda counts: (dict(dict.items(counts)),),
     "collections.OrderedDict": lambda table: (dict(table.items()),),
@@ -135,7 +135,7 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 
 
 class Link:
-    """One process's end of the connection between the two processes, which consists of two pipes.
+    """One end of the connection, made of two pipes, between the program's process and the tests' process.
 
     While a request waits for its answer, the link executes requests from the other process.
     """
@@ -219,7 +219,7 @@ class Link:
         return bytes(data)
 
     def number(self, thing: object) -> int:
-        """Return the number by which the other process refers to this process's object `thing`; store the object."""
+        """Store the object `thing`, and return the number by which the other process refers to `thing`."""
         if id(thing) not in self._numbers:
             self._numbers[id(thing)] = len(self._mine)
             self._mine.append(thing)
@@ -260,7 +260,7 @@ class _Out(pickle.Pickler):
 
 
 class _Described:
-    """Describes an object in a received message; the described object replaces it once the whole message is read.
+    """Description of an object in a received message; the object replaces it once the whole message is read.
 
     The class has no `__dict__`, so a message cannot add attributes to a description.
     """
@@ -363,7 +363,7 @@ def _fit(name: str, parts: tuple[Any, ...]) -> bool:
 
 
 def _plain_type(name: str) -> type | None:
-    """Return the plain-data type or the built-in exception that `name` names, or None if there is neither."""
+    """Return the plain-data type or the built-in exception called `name`, or None if neither exists."""
     module, _, own = name.rpartition(".")
     if name in _VALUES:
         value: type = getattr(importlib.import_module(module), own)

@@ -49,8 +49,8 @@ def overlong_penalty(
         ((max_length - buffer) - n) / buffer     n <= max_length
         -1                                       else                         arXiv 2503.14476, eq. 13
 
-    Here n is the length of the response. The paper counts tokens, with a limit of 20480 and a buffer of 4096, so that
-    the penalty starts at 16384.
+    Here n is the length of the response. The DAPO paper, arXiv 2503.14476, counts tokens, with a limit of 20480 and a
+    buffer of 4096, so that the penalty starts at 16384.
 
     Args:
         prompt: unused.

@@ -82,7 +82,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Raises:
         ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
-            function (the message names the nearest one), or the name is not that of a function.
+            function (the message names the nearest one), or `path` names an object that is not a function.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -107,7 +107,7 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
     """Import the function that `path` names, whatever its purpose (for example a function that returns rows of data).
 
     Args:
-        path: `package.module:function` or `file.py:function`. The module or file is searched as in `load_function`.
+        path: `package.module:function` or `file.py:function`. The module or file is searched for as in `load_function`.
         where: start of the error message, such as "reward function 'file.py:score'".
 
     Raises:
@@ -366,7 +366,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
     if str(file.parent) not in sys.path:
-        # appended at the end of `sys.path`, so that a module in the file's folder cannot hide an installed package
+        # the file's folder is last in `sys.path`, so that a module in the folder cannot hide an installed package
         sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # a module is registered before it runs, because dataclasses and pickle look it up
@@ -398,7 +398,7 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to completion on the process's event loop for async functions, and return its result.
 
     Raises:
-        ScoreError: the coroutine raised an exception that is no subclass of `Exception` (SystemExit, CancelledError,
+        ScoreError: the coroutine raised an exception that is not a subclass of `Exception` (SystemExit, CancelledError,
             KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
             thread.
         Exception: any other exception of the coroutine.

@@ -1,6 +1,6 @@
 """Run untrusted Python code in separate processes with resource limits, isolated from this machine if possible.
 
-The sandbox has two forms, which both work on Linux only.
+The sandbox has a strong form and a weak form, and both forms work only on Linux.
 
 The strong form uses bubblewrap (`bwrap`). In the strong form, the program sees only the files that Python needs and
 only its own processes, and it has no network. A program in the strong form can write only to an in-memory folder that
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 _START_LIMIT_S = 60.0  # time limit for an interpreter to start, generous because the machine may be busy
-_END_LIMIT_S = 2.0  # time that the watcher has to kill all processes before the watcher itself is killed
+_END_LIMIT_S = 2.0  # time for the watcher (the supervising process) to kill all processes before the watcher is killed
 # Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
@@ -110,10 +110,11 @@ def run(
     Args:
         code: Python source of the program.
         stdin: text that the program can read from standard input.
-        judge: source of a second program that runs next to the first one. Two pipes connect the program and the judge.
-            Each of the two programs has its ends of the two pipes at the descriptors `sandbox_inside.LINK`: (read,
-            write). The program cannot reach the judge's memory, text or output, except in the weak form if this user is
-            root. With a judge, the run ends when the judge ends, and its exit code and status are those of the judge.
+        judge: source of a second program that runs next to the first program. Two pipes connect the program and the
+            judge. Each of the two programs has its ends of the two pipes at the descriptors `sandbox_inside.LINK`:
+            (read, write). The program cannot reach the judge's memory, text or output, except in the weak form if this
+            user is root. With a judge, the run ends when the judge ends, and the result has the exit code and the
+            status of the judge.
         timeout_s: wall-clock seconds, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
@@ -157,9 +158,9 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def weakness(level: str) -> str:
-    """Return in one line how a program in a sandbox of this level could harm this machine, or "" if it cannot.
+    """Return in one line how a program in a sandbox of the given level could harm this machine, or "" if it cannot.
 
-    `run` does not log a weakness that this function has already returned.
+    `run` does not log a weakness that `weakness` has already returned.
 
     Raises:
         SandboxError: no sandbox of the requested level works on this machine.
@@ -255,7 +256,7 @@ class _Watched:
         self._deadline = self._started + _START_LIMIT_S
 
     def until_end(self) -> None:
-        """Read all output until the watcher has ended and the pipes are empty.
+        """Read all output until the watcher (the supervising process) has ended and the pipes are empty.
 
         When a limit is reached, make the watcher kill all processes.
         """

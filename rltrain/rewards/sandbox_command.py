@@ -85,6 +85,9 @@ def _packages() -> list[str]:
 
 
 def counts_processes_per_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts only the sandbox's processes (since Linux 5.14), not all of the user's."""
+    """Return whether RLIMIT_NPROC counts only the processes in the sandbox, as it does since Linux 5.14.
+
+    Before Linux 5.14, RLIMIT_NPROC counts all processes of the user.
+    """
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and tuple(map(int, version.groups())) >= (5, 14)

@@ -19,8 +19,7 @@ def remax(
     row that is not `valid`, or whose b is NaN (the greedy answer has no score), gets an advantage and a return of 0.
 
     token_level_rewards and response_mask are (B, T); valid and baseline_rewards are (B,). The advantages and the
-    returns are (B, T) and 0 in masked slots. The returns are the sums sum_{t' >= t} r_t', from which b is not
-    subtracted.
+    returns are (B, T) and 0 in masked slots. The returns are sum_{t' >= t} r_t', without subtraction of the baseline b.
     """
     known = as_mask(valid) & ~baseline_rewards.isnan()
     mask = as_mask(response_mask) & known[:, None]

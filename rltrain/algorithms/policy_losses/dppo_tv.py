@@ -66,7 +66,7 @@ def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) ->
 def dropping_loss(
     log_ratio: Tensor, old_log_probs: Tensor, advantage: Tensor, mask: Tensor, *, far: Tensor, clip_ratio_c: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -A sg[min(r, c)] log pi, and the metrics.
+    """Return the token losses -A sg[min(r, c)] log pi, where sg is the stop-gradient, and the metrics.
 
     `far` (B, T) marks the dropped tokens, whose loss is exactly 0 and has no gradient.
     """
