@@ -94,11 +94,11 @@ class AdaptiveEntropyController(FixedEntropyController):
     constructor's `entropy_coef` (at 0 in the paper), and `value` equals this initial coefficient until the first
     measurement.
 
-    The controller differs from the paper in three ways:
+    The controller differs from Skywork-OR1 in three ways:
 
     * c has a floor of 0. A negative c would turn the entropy bonus into a penalty when the entropy next falls below the
       target.
-    * c has the upper bound `maximum`, 0.005 in the authors' training script. Without an upper bound on c, an
+    * c has the upper bound `maximum`, 0.005 in the training script of Skywork-OR1. Without an upper bound on c, an
       unreachable target makes the entropy bonus outweigh the reward. `load_state_dict` reduces a saved coefficient
       above `maximum` to `maximum`.
     * If `update` is called after each training step, the entropy of the previous step, not of the current step,

@@ -36,9 +36,9 @@ def full_kl(
     change the result. Each matrix product is computed in the dtype of its factors, as in the models. All other
     operations use float64 if the product is float64, and float32 otherwise.
 
-    The function takes no mask, so the caller must select the trained positions first. The KL covers the whole
-    distribution at a position, so its mean over sampled contexts needs no importance ratio for the token that was
-    sampled at the position.
+    `full_kl` takes no mask, so the caller must select the trained positions first. The KL covers the whole distribution
+    at a position, so its mean over sampled contexts needs no importance ratio for the token that was sampled at the
+    position.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between

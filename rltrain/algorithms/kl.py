@@ -98,7 +98,7 @@ def kl_estimate(
     further away from the reference. The bound of 10 nats applies to k3 before the multiplication by r. log r is clamped
     to [-20, 20].
 
-    The function takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
+    `kl_estimate` takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
     `aggregate_loss` drops a NaN in a masked slot, and lets a NaN in a trained slot show in the loss.
 
     Raises:

@@ -85,10 +85,10 @@ def clipped_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the clip range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. The function treats
-    A >= 0 and A < 0 separately, so that there is no tie between the branches of a min and the gradient is exactly 0 in
-    the clipped regions. `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only
-    `cap` clips.
+    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. `clipped_ratio`
+    treats A >= 0 and A < 0 separately, so that there is no tie between the branches of a min and the gradient is
+    exactly 0 in the clipped regions. `cap` bounds r for A < 0 (the dual clip). The returned mask does not include
+    tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))

@@ -1,6 +1,6 @@
 """Registries that map names to algorithms, and functions that read columns and knobs from a function's signature.
 
-Every registered function follows this contract:
+Every registered function follows a contract with these rules:
 
 * Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
   a default.
@@ -9,7 +9,7 @@ Every registered function follows this contract:
 * A function computes in float64 if its inputs are float64, and in float32 if they are narrower.
 * A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.
-* A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The selector
+* A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
   computes the column `selected`, (B, T) bool, from the columns of a whole mini-batch. A loss and its selector have no
   knob name in common.
 * A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient

@@ -20,7 +20,7 @@ _KEPT = ("math", "cmath", "unittest")
 def serve_program(program: str, reads: int, writes: int) -> None:
     """Run the program, and serve the process that runs the tests.
 
-    The function sends the names that the program defines to the process that runs the tests, and then executes the
+    `serve_program` sends the names that the program defines to the process that runs the tests, and then executes the
     requests of that process.
     """
     link = Link(reads, writes)

@@ -55,8 +55,8 @@ def overlong_penalty(
     Args:
         prompt: unused.
         response: the model's text.
-        max_length: the limit, L_max in the paper.
-        buffer: the width of the linear range before the limit, L_cache in the paper; 0 gives a hard step.
+        max_length: the limit, L_max in arXiv 2503.14476.
+        buffer: the width of the linear range before the limit, L_cache in arXiv 2503.14476; 0 gives a hard step.
         unit: "characters" or "words", as in `length_penalty`.
 
     Returns:

@@ -82,7 +82,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Raises:
         ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
-            function (the message names the nearest one), or `path` names an object that is not a function.
+            function (the message names the most similar function), or `path` names an object that is not a function.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -104,7 +104,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:
-    """Import the function that `path` names, whatever its purpose (for example a function that returns rows of data).
+    """Import the function that `path` names, which can have any purpose, such as returning rows of data.
 
     Args:
         path: `package.module:function` or `file.py:function`. The module or file is searched for as in `load_function`.
@@ -128,7 +128,7 @@ def _function_of(target: str, name: str, where: str) -> Callable[..., Any]:
 
 
 def absolute(path: str) -> str:
-    """Return `path` in a form that names the same function in any working directory, such as that of a Ray worker."""
+    """Return `path` in a form that names the same function in any working directory, for example in a Ray worker."""
     target, _, name = path.rpartition(":")
     return f"{Path(target).expanduser().resolve()}:{name}" if target and _is_file(target) else path
 
@@ -251,7 +251,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
     """Call a reward function on one sample, and run it to completion if it is async.
 
-    To call the same function many times, use `bind` instead of this function.
+    To call the same function many times, use `bind` instead of `call`.
 
     Returns:
         The score, or None if the function does not apply.

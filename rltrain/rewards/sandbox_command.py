@@ -37,7 +37,7 @@ def command(*, strong: bool) -> list[str]:
         return [python, *options, str(_INSIDE)]
     bwrap = shutil.which("bwrap") or "bwrap"
     inside = "/sandbox_inside.py"
-    # If this user is root, the program could write root's files in /proc/sys without any capability.
+    # If the current user is root, the program could write root's files in /proc/sys without any capability.
     # To prevent writes to /proc/sys, /proc is remounted read-only.
     bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/", "--remount-ro", "/proc"]
     return [bwrap, *_walls(bwrap), *_places(python), *bound, "--", python, *options, inside]

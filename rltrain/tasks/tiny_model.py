@@ -52,7 +52,7 @@ def tiny_model() -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        # a narrow model learns faster with this initial standard deviation than with the usual 0.02
+        # a narrow model learns faster with an initial standard deviation of 0.03 than with the usual 0.02
         initializer_range=0.03,
         bos_token_id=None,
         eos_token_id=EOS_ID,
@@ -98,7 +98,7 @@ def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnSt
     If the model is not in the cache directory yet, the function trains it first. The cache directory is
     `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's
     name contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory.
-    The arguments have the same meaning as those of `make_start`.
+    The arguments have the same meaning as in `make_start`.
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():

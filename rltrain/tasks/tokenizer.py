@@ -17,9 +17,9 @@ def char_tokenizer() -> Qwen2Tokenizer:
 
     The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text.
 
-    The tokenizer is a byte-level BPE without merges. Its class is `Qwen2Tokenizer`, because `AutoTokenizer`, which vLLM
-    also uses, loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever class was saved. Encoding
-    drops characters outside ASCII.
+    The tokenizer is a byte-level BPE without merges. The class of the tokenizer is `Qwen2Tokenizer`, because
+    `AutoTokenizer`, which vLLM also uses, loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever
+    class was saved. Encoding drops characters outside ASCII.
     """
     vocab = {_visible(code): code for code in range(VOCAB_SIZE)}
     return Qwen2Tokenizer(

@@ -36,8 +36,8 @@ def geo_mean(
     log-probs of a row before the call.
 
     The loss is defined for the aggregation seq-mean-token-mean. If the A_t of a row are equal, the mean over its tokens
-    is the paper's sequence loss L, gradient included. Any other aggregation weights a row by its length, which the GMPO
-    paper does not do.
+    is the sequence loss L of the GMPO paper, gradient included. Any other aggregation weights a row by its length,
+    which the GMPO paper does not do.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `ratio_mean` (of s) and `ppo_kl`.

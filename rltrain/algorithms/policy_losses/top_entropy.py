@@ -26,7 +26,7 @@ def top_entropy(
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. H_t is the entropy of the distribution that y_t was sampled from,
     and tau is the threshold of the selector. Tokens that are not selected have a loss of exactly 0 and no gradient, but
-    still count in the denominators of the aggregation, as in the paper's objective.
+    still count in the denominators of the aggregation, as in the objective of arXiv 2506.01939.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
     sums: `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and `ratio_mean` and
