@@ -16,10 +16,10 @@ Every registered function follows a contract with these rules:
   does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
   loss does not support all modes.
 
-**Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call. Sums
-add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the number of
-trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by the number
-of tokens, a metric such as `clip_fraction` is itself a number of tokens.
+**Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
+Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the
+number of trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by
+the number of tokens, a metric such as `clip_fraction` is itself a number of tokens.
 """
 
 import inspect

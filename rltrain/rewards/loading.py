@@ -146,7 +146,7 @@ def check_columns(
 
     Raises:
         ConfigError: a column is missing, an option is unknown, or the function takes only *args. For a missing column,
-            the message names the parameter, the nearest column and all existing columns.
+            the message names the parameter, the column with the most similar name and all existing columns.
     """
     there = [*(BATCHED if is_batched(function) else SINGLE), *STANDARD_COLUMNS, *columns]
     parameters = _parameters(function)
