@@ -1,7 +1,7 @@
 """Reinforcement-learning algorithms as pure functions on tensors, in a package that imports only torch.
 
-Importing this package registers all algorithms. The module `registry` states the contract that every registered
-function follows.
+Importing the package `rltrain.algorithms` registers all algorithms by name. The module `registry` states the contract
+that every registered function follows.
 """
 
 from rltrain.algorithms import advantages as _advantages
@@ -71,4 +71,4 @@ __all__ = [
     "value_loss",
 ]
 
-del _advantages, _policy_losses  # the two packages are imported only because the import registers their functions
+del _advantages, _policy_losses  # importing the packages `advantages` and `policy_losses` registers their functions

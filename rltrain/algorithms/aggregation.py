@@ -23,13 +23,13 @@ def aggregate_loss(
         token-sum                sum_bt l_bt                                              divides by nothing
         seq-mean-token-sum       sum_bt l_bt / num_sequences
         seq-mean-token-mean      sum_b (sum_t l_bt / |mask_b|) / num_sequences            GRPO, arXiv 2402.03300 eq. 3
-        seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr. GRPO, arXiv 2503.20783
+        seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr GRPO, arXiv 2503.20783
 
     `num_tokens` is the number of trained tokens of the whole mini-batch, over all micro-batches and ranks.
-    `num_sequences` is the number of rows of the whole mini-batch that have a trained token. With counts of the whole
-    mini-batch, the results of its micro-batches add up to the result of the whole mini-batch, however it is split. A
-    count (`num_tokens` or `num_sequences`) that is None is computed from the tensors of the call. Masked tokens, and
-    rows with no trained token, add exactly 0. If the batch has no trained token, the result is 0.
+    `num_sequences` is the number of rows of the whole mini-batch that have a trained token. If both counts are those of
+    the whole mini-batch, the losses of its micro-batches add up to the loss of the mini-batch, for every split into
+    micro-batches. A count (`num_tokens` or `num_sequences`) that is None is computed from `response_mask`. Masked
+    tokens, and rows with no trained token, add exactly 0. If the batch has no trained token, the result is 0.
 
     Raises:
         ValueError: if `loss_agg_mode` is unknown, or if seq-mean-token-sum-norm gets no `max_response_length` >= 1.

@@ -1,4 +1,4 @@
-"""Softmax over a vocabulary, forward and backward, in chunks of (positions, words) instead of the full logits."""
+"""Softmax over a vocabulary, forward and backward, in chunks of (positions, words) instead of on the full logits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ LEAST_LOG = -1e4  # finite replacement for -inf: exp gives 0 in every dtype, and
 # largest number of rows in a chunk; more rows would leave room for fewer columns without speeding up the matrix product
 MAX_ROWS = 2048
 # Number of logits per chunk, by device type.
-# On a CPU, a chunk must stay in the cache between the few passes over the chunk.
+# On a CPU, a chunk must be small enough to stay in the cache between the few passes over the chunk.
 # On other devices, the matrix products must be large enough to hide the kernel launch overhead.
 CHUNK_SIZES = {"cpu": 2**21}
 OTHER_CHUNK_SIZE = 2**26
@@ -26,8 +26,8 @@ def default_chunk_size(device: torch.device) -> int:
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Yield the slices (rows, columns) of chunks that have at most `size` logits and cover a (positions, words) matrix.
 
-    All chunks of one block of columns are yielded before those of the next block, so that each row of the head is read
-    once.
+    All chunks of one block of columns are yielded before the chunks of the next block, so that each row of the
+    language-model head is read only once.
     """
     height = max(1, min(positions, MAX_ROWS, size))
     width = max(1, min(words, size // height))
@@ -49,9 +49,10 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
 class RunningSoftmax:
     """Accumulates the sum of exp(logit) and a mean under the softmax for each position, over chunks of columns.
 
-    Each sum is relative to the largest logit added so far, and is rescaled when a larger logit is added. The mean is
-    over `values`, or, if no values are given, over the differences between the logits and the largest logit. A word of
-    probability 0, such as a word with logit -inf, adds exactly 0 to the mean, whatever its entry in `values`.
+    Each sum is relative to the largest logit added so far, and is rescaled when a larger logit is added. The mean under
+    the softmax is the mean of `values`, or, without `values`, the mean of the differences between the logits and the
+    largest logit. A word of probability 0, such as a word with logit -inf, adds exactly 0 to the mean, whatever its
+    entry in `values`.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:

@@ -1,7 +1,7 @@
 """Controllers that adapt the coefficients of the KL penalty and of the entropy bonus to measurements.
 
-A controller's attribute `value` is the coefficient to use now. The method `update` of a controller changes the
-coefficient after a measurement. The method `state_dict` of a controller returns the state to save in a checkpoint.
+A controller's attribute `value` is the current coefficient. The method `update` of a controller changes the coefficient
+after a measurement. The method `state_dict` of a controller returns the state to save in a checkpoint.
 """
 
 import math
@@ -29,7 +29,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """A coefficient that steers the KL to `target`; arXiv 1909.08593, section 2.2.
+    """An adaptive coefficient that steers the KL towards `target`; arXiv 1909.08593, section 2.2.
 
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
@@ -91,13 +91,14 @@ class AdaptiveEntropyController(FixedEntropyController):
         value = c where e <= target,                   0 where e > target
 
     e is the mean entropy of the policy over trained tokens, in nats. c is the attribute `entropy_coef`. c starts at the
-    constructor's `entropy_coef` (at 0 in the paper), and `value` equals this start until the first measurement.
+    constructor's `entropy_coef` (at 0 in the paper), and `value` equals this initial coefficient until the first
+    measurement.
 
-    The controller differs from the paper in three ways:
+    The controller differs from Skywork-OR1 in three ways:
 
     * c has a floor of 0. A negative c would turn the entropy bonus into a penalty when the entropy next falls below the
       target.
-    * c has the upper bound `maximum`, 0.005 in the authors' training script. Without an upper bound on c, an
+    * c has the upper bound `maximum`, 0.005 in the training script of Skywork-OR1. Without an upper bound on c, an
       unreachable target makes the entropy bonus outweigh the reward. `load_state_dict` reduces a saved coefficient
       above `maximum` to `maximum`.
     * If `update` is called after each training step, the entropy of the previous step, not of the current step,

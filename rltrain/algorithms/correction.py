@@ -35,18 +35,18 @@ def rollout_correction(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Compute importance weights w = pi_old / pi_rollout and the mask of the tokens that keep their policy-loss term.
 
-    `level` defines w. "token" is pi_old(y_t) / pi_rollout(y_t). "sequence" is the product of these ratios over the
-    row's trained tokens. "geometric" is the |y|-th root of that product. `mode` defines what happens outside of
-    [lower, upper]:
+    `level` defines w. "token" is pi_old(y_t) / pi_rollout(y_t). "sequence" is the product of the token ratios over the
+    row's trained tokens. "geometric" is the |y|-th root of the sequence ratio. `mode` defines what happens to tokens
+    whose w is outside of [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
         mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855). At the levels
                   sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
 
     A bound of None means no bound. If `advantages` A are given, the mode "mask" drops only tokens with A < 0. Tokens
-    that have a negative advantage and are unlikely under the trained policy are the ones that destabilise training. If
-    a token's w is outside of the bounds but the token is not dropped, its w is clamped to the bounds. To drop tokens
-    and rows without weighting the remaining ones, use `rollout_rejection`.
+    that have a negative advantage and are unlikely under the trained policy destabilise training. If a token's w is
+    outside of the bounds but the token is not dropped, its w is clamped to the bounds. To drop tokens or rows without
+    weighting the kept tokens, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
@@ -95,7 +95,8 @@ def rollout_rejection(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the mask of the tokens on which the policy is still close to the policy that sampled the tokens.
 
-    With d = log pi_rollout(y_t) - log pi(y_t), a token's value is that of an estimator of KL(pi_rollout || pi):
+    With d = log pi_rollout(y_t) - log pi(y_t), a token's value is an estimate of KL(pi_rollout || pi), by one of four
+    estimators:
 
         k1 d        k2 d^2 / 2        k3 e^-d - 1 + d        abs |d|
 
@@ -110,16 +111,16 @@ def rollout_rejection(
     If `advantages` A are given, only tokens with A < 0 are dropped at level token, and only rows whose mean A over
     their trained tokens is < 0 are dropped at the levels sequence and max.
 
-    pi is the policy that the gradient step trains, so this function must be called again in each update. With the
-    estimator k1, the level "sequence", the bound `upper` and `advantages`, the function computes DeepSeek-V3.2's
+    `rollout_rejection` must be called again in each update, because each update changes the policy pi. With the
+    estimator k1, the level "sequence", the bound `upper` and `advantages`, `rollout_rejection` computes DeepSeek-V3.2's
     off-policy sequence masking (arXiv 2512.02556 eq. 9). Whether a row is dropped depends only on its own tokens. A
     batch may be split by rows over micro-batches and ranks, but each row must be whole.
 
     A dropped token loses only its policy-loss term: compute `torch.where(mask, token_losses, 0)`, and aggregate the
     result over the whole `response_mask`.
 
-    No gradient goes to `log_probs`. d is clamped to [-20, 20]. Masked slots are ignored. A NaN in a trained slot causes
-    no rejection, so that the NaN stays visible.
+    No gradient goes to `log_probs`. d is clamped to [-20, 20]. Masked slots are ignored. A NaN at a trained token
+    causes no rejection, so that the mask does not hide the NaN.
 
     Returns:
         (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over
@@ -196,7 +197,7 @@ def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
 
 
 def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Convert token log-ratios (B, T), 0 where masked, to log-ratios at `level`, clamped to [-20, 20]."""
+    """Convert token log-ratios (B, T), which are 0 in masked slots, to log-ratios at `level`, clamped to [-20, 20]."""
     if level == "token":
         return log_ratio
     per_row = log_ratio.sum(-1, keepdim=True) if level == "sequence" else masked_row_mean(log_ratio, mask)

@@ -10,8 +10,8 @@ def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
         u = h(h(h(h(seed) + step) + row) + token) / 2^64, its first 53 bits
         h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
 
-    `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`. The function
-    uses no generator state. The random number of a (row, token) pair does not depend on the lengths of other rows, and
+    `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`. The draws
+    use no generator state. The random number of a (row, token) pair does not depend on the lengths of other rows, and
     is the same on every device and after a run is resumed.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
@@ -44,5 +44,5 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the lowest 64 bits of `number`."""
+    """Return the signed int64 whose bits are the lowest 64 bits of `number`."""
     return (number + 2**63) % 2**64 - 2**63

@@ -19,13 +19,14 @@ def full_kl(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute KL(pi || pi_ref) at each of N positions, the reverse divergence that the estimators of `kl` estimate.
+    """Compute the exact reverse KL divergence KL(pi || pi_ref) at each of N positions.
 
         KL = sum_v pi_v (log pi_v - log pi_ref_v),   pi = softmax(z / temperature),  z = hidden @ head^T
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
     hidden (N, H) and head (V, H) belong to the policy. ref_hidden (N, H') and ref_head (V, H') belong to the reference,
-    which gets no gradient. The result is (N,) and never negative.
+    which gets no gradient. The result is (N,) and never negative. The estimators in the module `kl` estimate the same
+    divergence from samples.
 
     A word of probability 0 under the policy adds exactly 0 and has no gradient. The policy and the reference can have
     logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
@@ -35,8 +36,9 @@ def full_kl(
     change the result. Each matrix product is computed in the dtype of its factors, as in the models. All other
     operations use float64 if the product is float64, and float32 otherwise.
 
-    The function takes no mask, so the caller must select the trained positions first. The KL is over whole
-    distributions, so its mean over sampled contexts needs no importance ratio for the token itself.
+    `full_kl` takes no mask, so the caller must select the trained positions first. The KL covers the whole distribution
+    at a position, so its mean over sampled contexts needs no importance ratio for the token that was sampled at the
+    position.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between

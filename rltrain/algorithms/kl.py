@@ -1,8 +1,8 @@
 """KL divergence: estimators from samples, and the KL penalty in the reward.
 
-The docstrings of this module write d for log pi - log pi_ref of a sampled token. The value of an estimator can estimate
-one quantity while the gradient of the estimator minimises another quantity. The docstring of each estimator also states
-the expected gradient when tokens are sampled from pi itself.
+In the docstrings of the module `kl`, d is log pi - log pi_ref of a sampled token. The value of an estimator can
+estimate one quantity while the gradient of the estimator minimises another quantity. The docstring of each estimator
+also states the expected gradient when tokens are sampled from pi itself.
 """
 
 import functools
@@ -41,7 +41,7 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Compute min(e^-d - 1 + d, 10), which is never negative (GRPO, arXiv 2402.03300 eq. 4, without the bound).
+    """Compute min(e^-d - 1 + d, 10), which is never negative; GRPO (arXiv 2402.03300 eq. 4) omits the bound of 10.
 
     d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL,
     and the expected gradient of k3 is that of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and at d =
@@ -91,14 +91,14 @@ def kl_estimate(
     * r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. r k3 is the
       unbiased estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     * r k2 and r abs have the gradient of the mean of k2 and of abs under pi.
-    * A "+" estimator already has the complete gradient, so a gradient through r would count it twice. For a "+"
-      estimator, r is detached and only reweights the estimate.
+    * A "+" estimator, such as k3+, already has the complete gradient, so a gradient through r would count it twice. For
+      a "+" estimator, r is detached and only reweights the estimate.
 
-    A token at the bound of k3 has no gradient through r either, because the gradient of r times a constant would drive
-    log pi further away from the reference. The bound of 10 nats applies to k3 before the multiplication by r. log r is
-    clamped to [-20, 20].
+    Where k3 is at its bound, no gradient flows through r, because the gradient of r times a constant would drive log pi
+    further away from the reference. The bound of 10 nats applies to k3 before the multiplication by r. log r is clamped
+    to [-20, 20].
 
-    The function takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
+    `kl_estimate` takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
     `aggregate_loss` drops a NaN in a masked slot, and lets a NaN in a trained slot show in the loss.
 
     Raises:

@@ -13,7 +13,7 @@ _AGGREGATIONS = ("sum", "normalize_then_sum")
 
 
 class Statistics(NamedTuple):
-    """For each row, the statistics of the population that the row belongs to; all tensors have the shape of the scores.
+    """For each row, statistics of the row's population (its group or batch); all tensors have the shape of the scores.
 
     `size` is the number of valid rows of the population. `varied` is True if the population has at least two valid rows
     and their scores are not all the same finite number.
@@ -33,12 +33,12 @@ def group_index(uid: Tensor) -> Tensor:
 
 
 def group_sum(values: Tensor, members: Tensor) -> Tensor:
-    """Return, for each row, the sum over all rows with the same value of `members` (B,): (B, ...) -> (B, ...)."""
+    """For each row, sum `values` over all rows with the same entry in `members` (B,): (B, ...) -> (B, ...)."""
     return torch.zeros_like(values).index_add(0, members, values)[members]
 
 
 def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: bool = True) -> Statistics:
-    """Compute statistics of `scores` (B, ...) over the valid rows with the same value of `members` (B,).
+    """For each row, compute statistics of `scores` (B, ...) over the valid rows with the same entry in `members` (B,).
 
     Each column of `scores` has its own statistics. `valid` has the shape of the scores. If a population has no valid
     row, its mean and std are 0 and `highest` is -inf. A population of at least two valid rows that includes a NaN or
@@ -77,7 +77,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps) of all values with the mean and std of counted values; tensors are (B,)."""
+    """Compute (raw - mean) / (std + eps) for all values, with mean and std of the counted values; tensors are 1-D."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -107,10 +107,10 @@ def normalize_rewards(
     """Compute (r - mean) / (std + eps) for each row: (B,) -> (B,), no gradient.
 
     `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch"). A
-    level of None turns the subtraction of the mean, or the division by the std, off. The std is computed from the raw
-    scores of its population, about the mean of that population. With `unbiased`, the sum of squared deviations is
-    divided by n - 1 instead of n. With `leave_one_out`, the mean of the *other* rows is subtracted, which gives k/(k-1)
-    (r - mean) for k rows.
+    `mean_level` of None turns off the subtraction of the mean, and a `std_level` of None turns off the division by the
+    std. The std is computed from the raw scores of the population that `std_level` selects, around the mean of the same
+    population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`,
+    the mean of the population's *other* rows is subtracted from each row, which gives k/(k-1) (r - mean) for k rows.
 
     A row that is not `valid` has no score, is excluded from the statistics and gets 0.
 
@@ -147,14 +147,14 @@ def combine_rewards(
     """Compute sum_k w_k r_k for each row: (B, K) -> (B,).
 
     A component that is NaN does not apply to the row. The sum omits the components that do not apply to a row, and does
-    not rescale the weights of the remaining components. A row whose components are all NaN gives NaN, and the caller
-    must mark that row invalid.
+    not rescale the weights of the remaining components. The result is NaN for a row whose components are all NaN, and
+    the caller must mark the row invalid.
 
-    `gates` (K,) marks the components that are gates. If a gate scores <= 0 on a row, every other component of the row
-    counts as 0.
+    `gates` (K,) is True for each component that acts as a gate. If a gate scores <= 0 on a row, every other component
+    of the row counts as 0.
 
     `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", which needs `uid`, each component is
-    first normalised by its mean and std over those valid rows of the group to which the component applies (GDPO, arXiv
+    first normalised by its mean and std over the valid rows of the group in which the component is not NaN (GDPO, arXiv
     2601.05242). The components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised
     by the statistics of the valid rows.
 
@@ -181,7 +181,7 @@ def combine_rewards(
 
 
 def _gated(scores: Tensor, applies: Tensor, gates: Tensor) -> Tensor:
-    """Set a component of a row to 0 if another component is a closed gate: one that applies and scores <= 0."""
+    """Set a component of a row to 0 if another component is a closed gate, that is, a non-NaN gate <= 0."""
     shut = gates & applies & (scores <= 0)
     shut_by_others = shut.sum(-1, keepdim=True) - shut.long() > 0
     return scores.masked_fill(shut_by_others, 0)
@@ -220,16 +220,17 @@ def normalize_advantages(
     """Compute (A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient; the default is whitening.
 
     `mean_level` and `std_level` select the population: the trained tokens of the rows with the same `uid` (B,)
-    ("group"), or of all rows ("batch"). A level of None turns the subtraction of the mean, or the division by the std,
-    off. Each token counts once, so a long row weighs more than a short one. The std is computed from the raw advantages
-    of its population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With
-    `leave_one_out`, the mean of the *other* tokens is subtracted, which gives n/(n-1) (A - mean) for n tokens.
+    ("group"), or of all rows ("batch"). A `mean_level` of None turns off the subtraction of the mean, and a `std_level`
+    of None turns off the division by the std. Each token counts once, so a long row weighs more than a short one. The
+    std is computed from the raw advantages of the population that `std_level` selects. With `unbiased`, the sum of
+    squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean of the population's *other*
+    tokens is subtracted from each token, which gives n/(n-1) (A - mean) for n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
-    the counted tokens. A row that is not counted but is still trained on, as is possible with gae, has advantages on
-    the scale of the counted rows. To keep the advantages of a row at 0, leave the tokens of the row out of
-    `response_mask`.
+    the counted tokens. A row can be trained on without being counted, for example with the estimator `gae`, and its
+    advantages are then on the scale of the counted rows. To keep the advantages of a row at 0, leave the tokens of the
+    row out of `response_mask`.
 
     A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
     spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation

@@ -1,4 +1,4 @@
-"""Helpers of all losses: masking that is safe for NaN and inf, safe log-ratios, clipped ratios, and metric sums."""
+"""Helpers for all losses: masking that is safe for NaN and inf, safe log-ratios, clipped ratios, and metric sums."""
 
 import math
 
@@ -53,9 +53,9 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
-    For tokens sampled from q and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). The k3 estimate of this
-    function grows as e^x without a bound, which is right for a measurement. For a penalty in a loss, use
-    `rltrain.algorithms.kl.k3`, which has a bound.
+    For tokens sampled from q and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). `k3_unbounded` grows as
+    e^x without a bound, which is right for a measurement. For a penalty in a loss, use `rltrain.algorithms.kl.k3`,
+    which has a bound.
     """
     return log_ratio.expm1() - log_ratio
 
@@ -83,12 +83,12 @@ def check_positive(**knobs: float) -> None:
 def clipped_ratio(
     ratio: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float, cap: float = math.inf
 ) -> tuple[Tensor, Tensor]:
-    """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the range clips.
+    """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the clip range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. The function treats
-    the two cases separately, so that there is no tie between the branches of a min and the gradient is exactly 0 in the
-    clipped regions. `cap` bounds r for A < 0 (the dual clip). The returned mask does not include tokens that only `cap`
-    clips.
+    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. `clipped_ratio`
+    treats A >= 0 and A < 0 separately, so that there is no tie between the branches of a min and the gradient is
+    exactly 0 in the clipped regions. `cap` bounds r for A < 0 (the dual clip). The returned mask does not include
+    tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))
@@ -97,12 +97,12 @@ def clipped_ratio(
 
 
 def metric_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the detached sum over trained tokens, the form of every metric of this package (see `registry`)."""
+    """Return the detached sum over trained tokens, the form of every metric in `rltrain.algorithms`."""
     return masked(values.detach(), mask).sum()
 
 
 def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the metric sums that every ratio loss reports.
+    """Return the metric sums that every policy loss reports.
 
     `ppo_kl` estimates KL(pi_old || pi) by r - 1 - log r, which is never negative.
     """

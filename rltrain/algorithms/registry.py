@@ -1,25 +1,25 @@
 """Registries that map names to algorithms, and functions that read columns and knobs from a function's signature.
 
-Every registered function follows this contract:
+Every registered function follows a contract with these rules:
 
 * Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
   a default.
 * Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored, whatever they
   hold.
 * A function computes in float64 if its inputs are float64, and in float32 if they are narrower.
-* A policy loss returns `(token_losses, metrics)` and does not aggregate them. Only the function `aggregate_loss`
-  divides a loss by a count.
-* A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The selector
+* A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
+  `aggregate_loss` divides a loss by a count.
+* A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
   computes the column `selected`, (B, T) bool, from the columns of a whole mini-batch. A loss and its selector have no
   knob name in common.
 * A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
-  does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss is defined for,
-  if it is not defined for all modes.
+  does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
+  loss does not support all modes.
 
-**Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call. Sums
-add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the number of
-trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by the number
-of tokens, a metric such as `clip_fraction` is itself a number of tokens.
+**Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
+Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the
+number of trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by
+the number of tokens, a metric such as `clip_fraction` is itself a number of tokens.
 """
 
 import inspect
@@ -110,7 +110,7 @@ def required_columns(advantage_estimator: str, loss_mode: str) -> frozenset[str]
 
 
 def own_knobs(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those knobs in `given` that the function `fn` takes."""
+    """Return the entries of `given` that are knobs of the function `fn`."""
     return {name: value for name, value in given.items() if name in knobs_of(fn)}
 
 

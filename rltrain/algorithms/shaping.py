@@ -1,7 +1,7 @@
 """Transformations of scores into rewards: scaling and clipping, the length penalty, and truncated responses.
 
-All tensors are (B,) and have no gradient. The functions compute in float64 if their inputs are float64, and in float32
-if they are narrower.
+All tensors are (B,) and have no gradient. The functions of the module `shaping` compute in float64 if their inputs are
+float64, and in float32 if they are narrower.
 """
 
 import torch
@@ -31,9 +31,9 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
         factor (L_max - buffer - l) / buffer  down to -factor at L_max
         -factor                               beyond
 
-    With `factor` 1, this is DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13. l is `lengths`, in
-    tokens, and L_max is `max_response_length`. `buffer` is the number of last tokens before L_max over which the
-    penalty grows.
+    With `factor` 1, the penalty is DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13. l is
+    `lengths`, in tokens, and L_max is `max_response_length`. `buffer` is the number of last tokens before L_max over
+    which the penalty grows.
 
     Raises:
         ValueError: if `buffer` is not in [1, max_response_length] or `factor` is not above 0.
@@ -57,8 +57,8 @@ def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Te
     right answer nor that of a wrong answer.
 
     `truncated` (B,) must come from the engine's finish reason, never from the length. A score of NaN, which means that
-    the row has no score, stays NaN. This function does not decide which rows enter the statistics or which tokens enter
-    the loss.
+    the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or which
+    tokens enter the loss.
     """
     scores = as_float(scores)
     return torch.where(as_mask(truncated), torch.minimum(scores, as_float(nothing)), scores)

@@ -1,4 +1,4 @@
-"""Reward functions: `(prompt, response, columns of the data) -> score`. No module in this package imports torch.
+"""Reward functions: `(prompt, response, columns of the data) -> score`. No module in `rltrain.rewards` imports torch.
 
 The config names a reward function by its path, for example `rltrain.rewards.exact_match:exact_match`. A score of None
 means that the function does not apply to a sample, for example because the sample has no answer. In the table of all

@@ -14,7 +14,7 @@ from rltrain.rewards.sandbox_inside import LINK
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 # Fraction of `reward_timeout_s` that the tests may use.
-# The rest of `reward_timeout_s` is for starting and ending the processes.
+# The remaining quarter of `reward_timeout_s` is for starting and ending the processes.
 _OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
@@ -76,8 +76,8 @@ def code_tests(
     Raises:
         ValueError: there are no tests, or the tests cannot be parsed, which is an error in the data and not in the
             response.
-        SandboxError: no sandbox of the requested level works on this machine, or starting a sandbox for each pair takes
-            too long.
+        SandboxError: no sandbox of the requested level works on the local machine, or starting a sandbox for each pair
+            takes too long.
     """
     most = float("inf") if reward_timeout_s is None else _OF_A_CALL * reward_timeout_s
     limits: dict[str, Any] = {"timeout_s": min(timeout_s, most), "memory_mb": memory_mb, "level": sandbox}

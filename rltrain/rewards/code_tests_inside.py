@@ -1,7 +1,7 @@
 """Run a program and its tests in two processes inside one sandbox, connected by a link.
 
-Only `rltrain.rewards.code_tests` uses this file: it runs the source of `code_tests_link` and of this file in both
-processes.
+Only `rltrain.rewards.code_tests` uses this file: it runs the sources of `code_tests_link` and of `code_tests_inside` in
+the program's process and in the tests' process.
 """
 
 import ast
@@ -20,7 +20,7 @@ _KEPT = ("math", "cmath", "unittest")
 def serve_program(program: str, reads: int, writes: int) -> None:
     """Run the program, and serve the process that runs the tests.
 
-    The function sends the names that the program defines to the process that runs the tests, and then executes the
+    `serve_program` sends the names that the program defines to the process that runs the tests, and then executes the
     requests of that process.
     """
     link = Link(reads, writes)

@@ -2,8 +2,8 @@
 
 Plain data is sent by value. Any other object stays in its process, and the other process gets a `Far` object instead.
 Whatever the program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The
-process that runs the tests never holds an object of the program with a custom equality, and no message can make this
-process call a function or change an object while it reads the message.
+process that runs the tests never holds an object of the program with a custom equality, and no message can make the
+receiving process call a function or change an object while it reads the message.
 """
 
 import builtins
@@ -18,7 +18,7 @@ from typing import Any
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # types whose objects can be pickled without naming a class or function in the pickle
-# further plain-data types, each with the attributes that its constructor takes, in order; "" for the types in _PARTS
+# plain-data types outside _BASIC, each with the attributes that its constructor takes, in order, or "" if in _PARTS
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -35,7 +35,7 @@ _VALUES = {
     "decimal.Decimal": "",
     "fractions.Fraction": "numerator denominator",
 }
-# further plain-data types, each with a function that returns the arguments of its constructor for an object
+# plain-data types outside _BASIC, each with a function from an object to the constructor arguments that rebuild it
 _PARTS: dict[str, Any] = {
     "collections.Counter": lambda counts: (dict(dict.items(counts)),),
     "collections.OrderedDict": lambda table: (dict(table.items()),),
@@ -95,15 +95,15 @@ class Raised(Exception):
 class Far:
     """Proxy for an object that exists in the other process.
 
-    A `Far` object is never equal to plain data or to another object of this process that is not a `Far` object. Two
-    `Far` objects are equal if the other process reports that the two objects behind them are equal.
+    A `Far` object is never equal to plain data or to another local object that is not a `Far` object. Two `Far` objects
+    are equal if the other process reports that the two objects behind them are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
         vars(self).update(_link=link, _number=number)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the object of the other process that this `Far` object stands for."""
+        """Call the object in the other process that the `Far` object stands for."""
         return self._link.ask("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -135,7 +135,7 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 
 
 class Link:
-    """One process's end of the connection between the two processes, which consists of two pipes.
+    """One end of the connection, made of two pipes, between the program's process and the tests' process.
 
     While a request waits for its answer, the link executes requests from the other process.
     """
@@ -200,7 +200,8 @@ class Link:
     def receive(self) -> Any:
         """Read one message.
 
-        If the other process has ended or the message is invalid, exit this process, so that no further test can pass.
+        If the other process has ended or the message is invalid, exit the current process, so that no further test can
+        pass.
         """
         size = int.from_bytes(self._read(8), "little")
         if size > _LONGEST:
@@ -219,7 +220,7 @@ class Link:
         return bytes(data)
 
     def number(self, thing: object) -> int:
-        """Return the number by which the other process refers to this process's object `thing`; store the object."""
+        """Store the object `thing`, and return the number by which the other process refers to `thing`."""
         if id(thing) not in self._numbers:
             self._numbers[id(thing)] = len(self._mine)
             self._mine.append(thing)
@@ -230,7 +231,7 @@ class Link:
         return self._far.setdefault(number, Far(self, number))
 
     def mine(self, number: int) -> Any:
-        """Return the object of this process to which the method `number` assigned the given number."""
+        """Return the local object to which the method `number` assigned the given number."""
         return self._mine[range(len(self._mine))[number]]
 
 
@@ -260,9 +261,9 @@ class _Out(pickle.Pickler):
 
 
 class _Described:
-    """Describes an object in a received message; the described object replaces it once the whole message is read.
+    """Description of an object in a received message; the object replaces it once the whole message is read.
 
-    The class has no `__dict__`, so a message cannot add attributes to a description.
+    `_Described` has no `__dict__`, so a message cannot add attributes to a description.
     """
 
     __slots__ = ("words",)
@@ -275,8 +276,8 @@ class _In(pickle.Unpickler):
     """Reads a message that a hostile process may have sent.
 
     A pickle that names a class or function is refused, so reading a message neither calls a function nor changes an
-    existing object. Once the whole message is read, each description in it is replaced by an object that this module
-    constructs.
+    existing object. Once the whole message is read, each description in it is replaced by an object that
+    `code_tests_link` constructs.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -363,7 +364,7 @@ def _fit(name: str, parts: tuple[Any, ...]) -> bool:
 
 
 def _plain_type(name: str) -> type | None:
-    """Return the plain-data type or the built-in exception that `name` names, or None if there is neither."""
+    """Return the plain-data type or the built-in exception called `name`, or None if neither exists."""
     module, _, own = name.rpartition(".")
     if name in _VALUES:
         value: type = getattr(importlib.import_module(module), own)

@@ -14,7 +14,7 @@ def exact_match(
     """Compare the whole response with the expected answer, character by character.
 
     Both texts are normalized to Unicode NFC, so that two encodings of the same character (such as e with an accent) are
-    equal. White space around the response must match too, unless `ignore_whitespace` is set.
+    equal. White space around the response is significant, unless `ignore_whitespace` is set.
 
     Args:
         prompt: unused.

@@ -24,6 +24,6 @@ def final_answer(prompt: str, response: str, *, answer: str, finish_reason: str)
 def exact_answer(prompt: str, response: str, *, answer: str, finish_reason: str) -> float:
     """Compare the whole response with the expected answer.
 
-    The arguments and the result are the same as those of `final_answer`.
+    The arguments and the result have the same meaning as in `final_answer`.
     """
     return float(finish_reason == "stop" and response.strip() == answer)

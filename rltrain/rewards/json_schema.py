@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPENING, _CLOSING = "```json", "```"
-# if a value is nested at most this deeply, a RecursionError means that its schema refers to itself endlessly
+# up to a nesting depth of _SHALLOW in a value, a RecursionError means that the schema refers to itself endlessly
 _SHALLOW = 20
 
 
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
     """Validate the response, or the last closed block in it that is fenced as ```json, against a JSON Schema.
 
-    Each fence of a block must be on a line of its own. The following values are invalid: constants that Python reads
-    but JSON does not allow (NaN, Infinity), integers of more than 4300 digits, lists that are nested several hundred
-    levels deep, and, under `multipleOf`, numbers beyond the range of a float. `format` in a schema is treated as an
-    annotation and is not checked. References to documents outside the schema are never fetched.
+    The opening fence and the closing fence of a block must each be on a separate line. The following values are
+    invalid: constants that Python reads but JSON does not allow (NaN, Infinity), integers of more than 4300 digits,
+    lists that are nested several hundred levels deep, and, under `multipleOf`, numbers beyond the range of a float.
+    `format` in a schema is treated as an annotation and is not checked. References to documents outside the schema are
+    never fetched.
 
     Args:
         prompt: unused.
@@ -56,7 +57,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 
 
 def _json_text(response: str) -> str:
-    """Return the content of the last closed json block, or the whole response if there is no such block.
+    """Return the content of the last closed json block, or the whole response if it has no closed json block.
 
     Splitting the text at line breaks is safe, because a JSON string cannot contain a line break.
     """
@@ -113,5 +114,5 @@ def _validator(text: str) -> Any:
     except SchemaError as error:
         reason = " ".join(error.message.split())[:120]
         raise ValueError(f"schema {text[:80]!r} is no JSON Schema: {reason}; correct it") from None
-    # the registry is passed because the default registry would fetch references from the network
+    # an explicit registry is passed, because the default registry would fetch references from the network
     return kind(schema, registry=REGISTRY)

@@ -55,8 +55,8 @@ async def judge(
 
     The limits `max_concurrent` and `requests_per_minute` apply to each reward process. With n reward processes
     (`placement.reward_workers`), n times as many requests can be sent in total. One call, including its waits and
-    retries, must fit into `reward.timeout_s`. If a column of the data has the same name as an option of this function,
-    and `kwargs` does not set that option, the column's value is used as the option.
+    retries, must fit into `reward.timeout_s`. If a column of the data has the same name as an option of `judge`, and
+    `kwargs` does not set that option, the column's value is used as the option.
 
     Args:
         prompt: the sample's prompt.
@@ -201,7 +201,7 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 
         rate = _Rate(requests_per_minute)
         # The event hook runs before every attempt, so retries count towards the rate limit.
-        # Without a key, a placeholder is passed, or the client would send a key from the environment to this endpoint.
+        # Without an API key, a placeholder is passed; otherwise the client would send a key from the environment.
         http_client = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]})
         client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", http_client=http_client)
         known[settings] = _Endpoint(client, asyncio.Semaphore(max_concurrent))
@@ -209,7 +209,7 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 
 
 class _Rate:
-    """Rate limiter: a token bucket with one token, so that requests are sent at least 60 / n seconds apart."""
+    """Rate limiter for n requests per minute: a token bucket with one token, for gaps of at least 60 / n seconds."""
 
     def __init__(self, per_minute: float) -> None:
         self._gap_s = 60 / per_minute if per_minute > 0 else 0.0

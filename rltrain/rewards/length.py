@@ -49,14 +49,14 @@ def overlong_penalty(
         ((max_length - buffer) - n) / buffer     n <= max_length
         -1                                       else                         arXiv 2503.14476, eq. 13
 
-    Here n is the length of the response. The paper counts tokens, with a limit of 20480 and a buffer of 4096, so that
-    the penalty starts at 16384.
+    Here n is the length of the response. The DAPO paper, arXiv 2503.14476, counts tokens, with a limit of 20480 and a
+    buffer of 4096, so that the penalty starts at 16384.
 
     Args:
         prompt: unused.
         response: the model's text.
-        max_length: the limit, L_max in the paper.
-        buffer: the width of the linear range before the limit, L_cache in the paper; 0 gives a hard step.
+        max_length: the limit, L_max in arXiv 2503.14476.
+        buffer: the width of the linear range before the limit, L_cache in arXiv 2503.14476; 0 gives a hard step.
         unit: "characters" or "words", as in `length_penalty`.
 
     Returns:

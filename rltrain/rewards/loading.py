@@ -82,7 +82,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Raises:
         ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
-            function (the message names the nearest one), or the name is not that of a function.
+            function (the message names the most similar function), or `path` names an object that is not a function.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -104,10 +104,10 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:
-    """Import the function that `path` names, whatever its purpose (for example a function that returns rows of data).
+    """Import the function that `path` names, which can have any purpose, such as returning rows of data.
 
     Args:
-        path: `package.module:function` or `file.py:function`. The module or file is searched as in `load_function`.
+        path: `package.module:function` or `file.py:function`. The module or file is searched for as in `load_function`.
         where: start of the error message, such as "reward function 'file.py:score'".
 
     Raises:
@@ -128,7 +128,7 @@ def _function_of(target: str, name: str, where: str) -> Callable[..., Any]:
 
 
 def absolute(path: str) -> str:
-    """Return `path` in a form that names the same function in any working directory, such as that of a Ray worker."""
+    """Return `path` in a form that names the same function in any working directory, for example in a Ray worker."""
     target, _, name = path.rpartition(":")
     return f"{Path(target).expanduser().resolve()}:{name}" if target and _is_file(target) else path
 
@@ -146,7 +146,7 @@ def check_columns(
 
     Raises:
         ConfigError: a column is missing, an option is unknown, or the function takes only *args. For a missing column,
-            the message names the parameter, the nearest column and all existing columns.
+            the message names the parameter, the column with the most similar name and all existing columns.
     """
     there = [*(BATCHED if is_batched(function) else SINGLE), *STANDARD_COLUMNS, *columns]
     parameters = _parameters(function)
@@ -251,7 +251,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
     """Call a reward function on one sample, and run it to completion if it is async.
 
-    To call the same function many times, use `bind` instead of this function.
+    To call the same function many times, use `bind` instead of `call`.
 
     Returns:
         The score, or None if the function does not apply.
@@ -366,7 +366,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
     if str(file.parent) not in sys.path:
-        # appended at the end of `sys.path`, so that a module in the file's folder cannot hide an installed package
+        # the file's folder is last in `sys.path`, so that a module in the folder cannot hide an installed package
         sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # a module is registered before it runs, because dataclasses and pickle look it up
@@ -398,7 +398,7 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to completion on the process's event loop for async functions, and return its result.
 
     Raises:
-        ScoreError: the coroutine raised an exception that is no subclass of `Exception` (SystemExit, CancelledError,
+        ScoreError: the coroutine raised an exception that is not a subclass of `Exception` (SystemExit, CancelledError,
             KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
             thread.
         Exception: any other exception of the coroutine.

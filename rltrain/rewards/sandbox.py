@@ -1,20 +1,21 @@
-"""Run untrusted Python code in separate processes with resource limits, isolated from this machine if possible.
+"""Run untrusted Python code in separate processes with resource limits, isolated from the machine if possible.
 
-The sandbox has two forms, which both work on Linux only.
+The sandbox has a strong form and a weak form, and both forms work only on Linux.
 
 The strong form uses bubblewrap (`bwrap`). In the strong form, the program sees only the files that Python needs and
 only its own processes, and it has no network. A program in the strong form can write only to an in-memory folder that
-disappears when the program ends. The strong form requires that bwrap is installed and that the kernel allows this user
-to create namespaces. Each process that starts sandboxes tests once whether the strong form works.
+disappears when the program ends. The strong form requires that bwrap is installed and that the kernel allows the
+current user to create namespaces. Each process that starts sandboxes tests once whether the strong form works.
 
 The weak form has the same limits as the strong form on time, memory, output, processes and file size, the same minimal
 environment, and a folder that is removed after the run. The weak form does not isolate the program from the machine. A
-program in the weak form can read and write every file that the user of this process can, use the network, and send
-signals to all processes of this user, including this process. For example, a program in the weak form can kill a reward
-process, or hide its own start so that the sample fails instead of scoring 0. If this user is root, a program in the
-weak form can also read tests and verdicts. The weak form protects against mistakes but not against malicious programs.
+program in the weak form can read and write every file that the current user can, use the network, and send signals to
+all processes of the current user, including the process that started the sandbox. For example, a program in the weak
+form can kill a reward process, or hide its own start so that the sample fails instead of scoring 0. If the current user
+is root, a program in the weak form can also read tests and verdicts. The weak form protects against mistakes but not
+against malicious programs.
 
-The strong form has one gap: if this user is root, a program can change the file mode of the five devices of this
+The strong form has one gap: if the current user is root, a program can change the file mode of the five devices of the
 machine that it sees (null, zero, full, random, urandom). The gap of the strong form is closed if rltrain runs as a user
 other than root.
 
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 _START_LIMIT_S = 60.0  # time limit for an interpreter to start, generous because the machine may be busy
-_END_LIMIT_S = 2.0  # time that the watcher has to kill all processes before the watcher itself is killed
+_END_LIMIT_S = 2.0  # time for the watcher (the supervising process) to kill all processes before the watcher is killed
 # Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
@@ -58,7 +59,7 @@ _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """No sandbox of the requested level works on this machine; the cause is not the program to be run."""
+    """No sandbox of the requested level works on the local machine; the cause is not the program to be run."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,18 @@ def run(
 ) -> SandboxResult:
     """Run a program until it ends or reaches a limit, and then remove all its processes and files.
 
-    The program is the main module of an isolated process with the same Python interpreter as this process. The program
-    can import only the standard library. This function can be called from any thread and from several threads at once.
+    The program is the main module of an isolated process with the same Python interpreter as the calling process. The
+    program can import only the standard library. `run` can be called from any thread and from several threads at once.
     The program's standard input is a file.
 
     Args:
         code: Python source of the program.
         stdin: text that the program can read from standard input.
-        judge: source of a second program that runs next to the first one. Two pipes connect the program and the judge.
-            Each of the two programs has its ends of the two pipes at the descriptors `sandbox_inside.LINK`: (read,
-            write). The program cannot reach the judge's memory, text or output, except in the weak form if this user is
-            root. With a judge, the run ends when the judge ends, and its exit code and status are those of the judge.
+        judge: source of a second program that runs next to the first program. Two pipes connect the program and the
+            judge. Each of the two programs has its ends of the two pipes at the descriptors `sandbox_inside.LINK`:
+            (read, write). The program cannot reach the judge's memory, text or output, except in the weak form if the
+            current user is root. With a judge, the run ends when the judge ends, and the result has the exit code and
+            the status of the judge.
         timeout_s: wall-clock seconds, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
@@ -125,8 +127,8 @@ def run(
             form, or, if it does not work, a SandboxError. "limits": the weak form.
 
     Raises:
-        SandboxError: no sandbox of the requested level works on this machine, or Python does not start in the sandbox.
-            The message of the SandboxError says how to solve the problem.
+        SandboxError: no sandbox of the requested level works on the local machine, or Python does not start in the
+            sandbox. The message of the SandboxError says how to solve the problem.
         ValueError: a limit is not positive, or the level is unknown.
     """
     _check(locals())
@@ -138,7 +140,7 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return in one line why the strong form does not work on this machine, or "" if it works.
+    """Return in one line why the strong form does not work on the local machine, or "" if it works.
 
     Each process tests only once whether the strong form works.
     """
@@ -157,12 +159,12 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def weakness(level: str) -> str:
-    """Return in one line how a program in a sandbox of this level could harm this machine, or "" if it cannot.
+    """Return in one line how a program in a sandbox of the given level could harm the machine, or "" if it cannot.
 
-    `run` does not log a weakness that this function has already returned.
+    `run` does not log a weakness that `weakness` has already returned.
 
     Raises:
-        SandboxError: no sandbox of the requested level works on this machine.
+        SandboxError: no sandbox of the requested level works on the local machine.
     """
     if sys.platform != "linux":
         raise SandboxError(f"sandbox: this is {sys.platform}, and sandboxes need Linux; score code on a Linux machine")
@@ -255,7 +257,7 @@ class _Watched:
         self._deadline = self._started + _START_LIMIT_S
 
     def until_end(self) -> None:
-        """Read all output until the watcher has ended and the pipes are empty.
+        """Read all output until the watcher (the supervising process) has ended and the pipes are empty.
 
         When a limit is reached, make the watcher kill all processes.
         """
@@ -325,7 +327,7 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # the watcher was killed before it read this process's message
+    except ConnectionResetError:  # the watcher was killed before it read the last message
         return b""
 
 

@@ -37,7 +37,7 @@ def command(*, strong: bool) -> list[str]:
         return [python, *options, str(_INSIDE)]
     bwrap = shutil.which("bwrap") or "bwrap"
     inside = "/sandbox_inside.py"
-    # If this user is root, the program could write root's files in /proc/sys without any capability.
+    # If the current user is root, the program could write root's files in /proc/sys without any capability.
     # To prevent writes to /proc/sys, /proc is remounted read-only.
     bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/", "--remount-ro", "/proc"]
     return [bwrap, *_walls(bwrap), *_places(python), *bound, "--", python, *options, inside]
@@ -85,6 +85,9 @@ def _packages() -> list[str]:
 
 
 def counts_processes_per_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts only the sandbox's processes (since Linux 5.14), not all of the user's."""
+    """Return whether RLIMIT_NPROC counts only the processes in the sandbox, as it does since Linux 5.14.
+
+    Before Linux 5.14, RLIMIT_NPROC counts all processes of the user.
+    """
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and tuple(map(int, version.groups())) >= (5, 14)

@@ -1,9 +1,9 @@
 """Script of the watcher, which runs inside the sandbox: it starts and watches a program and ends all its processes.
 
-Only `rltrain.rewards.sandbox` uses this file. The watcher never reads the program's text, and the program runs in a
-fork of the watcher. Because the program is a fork of the watcher, a sandbox starts only one interpreter, and the
+Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The watcher never reads the program's text, and the program runs
+in a fork of the watcher. Because the program is a fork of the watcher, a sandbox starts only one interpreter, and the
 program's memory contains nothing that the judge knows. The interpreter runs without site-packages, so psutil is not
-available in this file.
+available in the watcher.
 """
 
 import os
@@ -32,7 +32,7 @@ def start(given: dict[str, int]) -> int:
     if not alone:
         # orphaned processes become children of the watcher, even if they called setsid
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # other processes can then access neither the memory nor the files of the watcher
+    _prctl(_PR_SET_DUMPABLE, 0)  # prevents access of other processes to the memory and the files of the watcher
     pipes: list[tuple[int, ...]] = [os.pipe() if has_judge else () for _ in range(2)]
     there, back = pipes
     program = os.fork()
@@ -55,7 +55,7 @@ def start(given: dict[str, int]) -> int:
 
 
 def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
-    """Detach this forked process with setsid, set its limits, and close all descriptors that its program must not have.
+    """Detach the forked process with setsid, set its limits, and close all descriptors that its program must not have.
 
     Returns the descriptor of the source text.
     """
@@ -65,7 +65,7 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    # the highest descriptor that this process has inherited
+    # the highest descriptor that the forked process has inherited
     highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))
     os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
@@ -159,7 +159,7 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
 
 
 def _others(*, alone: bool) -> list[int]:
-    """Return the ids of all processes of the sandbox except this one."""
+    """Return the ids of all processes of the sandbox except the watcher."""
     if alone:
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     found: list[int] = []
@@ -182,7 +182,7 @@ def _end_all(*, alone: bool) -> None:
     while True:
         # from the first process of a PID namespace, kill(-1) reaches only the processes of that namespace
         for pid in [-1] if alone else _others(alone=False):
-            try:  # contextlib.suppress is not used, because importing contextlib takes longer than this whole file
+            try:  # contextlib.suppress is not used, because importing contextlib takes longer than the whole script
                 os.kill(pid, 9)
             except ProcessLookupError:
                 continue

@@ -1,4 +1,4 @@
-"""Built-in tasks that a model on a laptop can learn in a minute.
+"""Built-in tasks that a tiny model can learn in a minute on a laptop.
 
 Importing the package `rltrain.tasks` does not import torch.
 """

@@ -1,4 +1,4 @@
-"""A built-in task: prompts with correct answers, and the deliberately flawed answers that teach its starting model."""
+"""A built-in task: prompts with correct answers, and deliberately flawed answers to train a starting model on."""
 
 import hashlib
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class Task:
 
 
 def split_of(prompt: str) -> str:
-    """Return the split of a prompt, which a hash of the prompt's text decides.
+    """Return the split ("train" or "val") to which a hash of the prompt's text assigns the prompt.
 
     The hash is the same on every machine.
     """

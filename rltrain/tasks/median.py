@@ -9,8 +9,8 @@ from rltrain.tasks.base import Task
 
 DIGITS = 7
 MAX_RESPONSE_LENGTH = 16
-# Shares of the kinds of answers that the starting model imitates. Most of these answers guess, and few sort the digits
-# first, so that reinforcement learning has to discover that sorting first earns more reward.
+# SCRATCH_SHARE and ENDLESS_SHARE are the shares of two kinds of answers that the starting model imitates.
+# Most answers only guess, so reinforcement learning has to discover that sorting the digits first earns more reward.
 SCRATCH_SHARE = 0.22
 ENDLESS_SHARE = 0.11
 GUESS_RIGHT = 0.07  # probability that a guess is the median; otherwise a guess is a random digit
@@ -24,7 +24,7 @@ def solve(digits: str) -> str:
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
     """Return (a flawed answer, whether the end token follows it).
 
-    The answer is guesses without end, the correct median after the sorted digits, or a single guess.
+    The flawed answer is an endless series of guesses, the correct median after the sorted digits, or a single guess.
     """
     draw = rng.random()
     if draw < ENDLESS_SHARE:

@@ -1,4 +1,4 @@
-"""Sort six digits: `371924>` -> `123479`. The starting model often does not end an answer."""
+"""Sort six digits: `371924>` -> `123479`. The starting model often fails to end its answer."""
 
 from random import Random
 

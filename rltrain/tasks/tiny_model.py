@@ -27,9 +27,9 @@ STEPS = 250
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
-# Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1. More
-# threads would not help: two threads are at most a little faster on free cores, and twenty times slower on busy cores,
-# where they wait for each other.
+# Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1.
+# Two threads would be at most a little faster than one thread on free cores.
+# On busy cores, two threads would be twenty times slower than one thread, because threads wait for each other.
 THREADS = 1
 
 OnStep = Callable[[int, int], None]
@@ -52,7 +52,7 @@ def tiny_model() -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        # a narrow model learns faster with this initial standard deviation than with the usual 0.02
+        # a narrow model learns faster with an initial standard deviation of 0.03 than with the usual 0.02
         initializer_range=0.03,
         bos_token_id=None,
         eos_token_id=EOS_ID,
@@ -98,11 +98,11 @@ def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnSt
     If the model is not in the cache directory yet, the function trains it first. The cache directory is
     `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's
     name contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory.
-    The arguments have the same meaning as those of `make_start`.
+    The arguments have the same meaning as in `make_start`.
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
-        # raised if another process has created the directory in the meantime
+        # `make_start` raises FileExistsError if another process has created the directory in the meantime
         with contextlib.suppress(FileExistsError):
             make_start(task, path, seed=seed, steps=steps, on_step=on_step)
     return path
@@ -188,8 +188,8 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
         char_tokenizer().save_pretrained(draft)
         draft.rename(path)
     except OSError:
-        # Renaming to a non-empty directory fails, which means that another process has created the same model in the
-        # directory in the meantime.
+        # Renaming to a non-empty directory fails.
+        # If `path` is a directory, another process has created the same model in the meantime.
         if not path.is_dir():
             raise
         logger.debug("%s was made by another process; dropping ours", path)

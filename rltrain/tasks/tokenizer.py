@@ -4,8 +4,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
 VOCAB_SIZE = 128
-# The ids of the special tokens are control codes that no text uses. Where possible, the meaning of the control code
-# fits the token.
+# The ids of the special tokens are control codes that no text uses.
+# Where possible, the meaning of a control code in ASCII fits its special token.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # NUL
 EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, the control code for the end of a text
 # SUB, a token that is never produced; without it, Qwen2Tokenizer would add an unknown token
@@ -17,9 +17,9 @@ def char_tokenizer() -> Qwen2Tokenizer:
 
     The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text.
 
-    The tokenizer is a `Qwen2Tokenizer`, a byte-level BPE, without merges, because `AutoTokenizer`, which vLLM uses too,
-    loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever class was saved. Encoding drops
-    characters outside ASCII.
+    The tokenizer is a byte-level BPE without merges. The class of the tokenizer is `Qwen2Tokenizer`, because
+    `AutoTokenizer`, which vLLM also uses, loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever
+    class was saved. Encoding drops characters outside ASCII.
     """
     vocab = {_visible(code): code for code in range(VOCAB_SIZE)}
     return Qwen2Tokenizer(

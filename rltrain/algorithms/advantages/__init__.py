@@ -1,8 +1,8 @@
 """Advantage estimators.
 
 Every estimator has the signature (token_level_rewards, response_mask, columns..., *, knobs) -> (advantages, returns).
-This package imports every module in its folder, so the functions of a new file in the folder are registered without
-further code.
+The package `advantages` imports every module in its folder, so the functions of a new file in the folder are registered
+without further code.
 """
 
 import importlib

@@ -14,12 +14,12 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_t = sum_l (gamma lam)^l delta_t+l, delta_t = r_t + gamma V_t+1 - V_t; arXiv 1506.02438 eq. 11 and 16.
 
-    The index t counts only trained tokens: t + 1 is the next trained token. Tool tokens between two trained tokens
-    cause no discount, and the critic's values at tool tokens are not used. The value V is 0 after the last trained
-    token. The returns are A + V (advantages plus values).
+    The index t counts only trained tokens: t + 1 is the next trained token. Tool-output tokens between two trained
+    tokens cause no discount, and the critic's values at tool-output tokens are not used. The value V is 0 after the
+    last trained token. The returns are A + V (advantages plus values).
 
-    All tensors have the shape (B, T). Values in masked slots are ignored, and the results are 0 there. The results have
-    no gradient. This function does not whiten the advantages; `normalize_advantages` does.
+    All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. The
+    results have no gradient. To whiten the advantages, pass them to `normalize_advantages`.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)

@@ -16,10 +16,10 @@ def gpg(
 
     n is the number of valid rows in the batch. n_varied is the number of valid rows whose group has differing rewards.
     Rows of a group with equal rewards have no gradient, but a mean over the batch still counts them in its divisor; the
-    factor alpha undoes this dilution of the gradient. `norm_factor` is the paper's F_norm, here a constant. r_i is the
-    sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. A group that
-    has only one row, or whose rewards are all equal, gets advantages of exactly 0. A row that is not `valid` is
-    excluded from the statistics and gets an advantage of 0.
+    factor alpha undoes this dilution of the gradient. `norm_factor` is F_norm of the GPG paper; only a constant is
+    supported. r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same
+    `uid`. A group that has only one row, or whose rewards are all equal, gets advantages of exactly 0. A row that is
+    not `valid` is excluded from the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.
@@ -27,7 +27,7 @@ def gpg(
     check_positive(norm_factor=norm_factor)
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     varied = statistics_of(masked(scores, counted), group_index(uid), counted).varied & counted
-    # converted to float64, because dividing two int tensors would give float32
+    # the counts are converted to float64, because dividing two int tensors would give float32
     alpha = counted.sum().double() / varied.sum().clamp(min=1)
     deviations = normalize_rewards(scores, uid, counted, mean_level="group", std_level=None)
     return spread(alpha.to(scores.dtype) * deviations / norm_factor, response_mask)

@@ -20,20 +20,20 @@ def optimal_token_baseline(
         W_i,t = sum_{j <= t} e_i,j             the energy up to t, a proxy for the squared gradient of log pi(y_1..t)
         e_i,j = 1 - pi(y_j) >= 0
 
-    The index t counts the trained tokens of a row, so tool tokens are skipped. The two sums over i in B_t run over the
-    valid rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as under a
-    deterministic policy, B_t is the plain mean of the G_i,t.
+    The index t counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run
+    over the valid rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as
+    under a deterministic policy, B_t is the plain mean of the G_i,t.
 
     A_i,t is exactly 0 at every t at which all G_i,t of the group are equal. If only one row of the group has a t-th
     trained token, the baseline at t is that row's own return, so A is exactly 0 on the tail of the longest row. A row
     that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
-    This function defines the energy e_i,j differently from the paper. In the paper, e is the squared gradient of log
-    pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not contain sum_v pi_v^2, so this
-    function replaces sum_v pi_v^2 by pi(y_j), whose mean over y_j ~ pi is sum_v pi_v^2.
+    The definition of the energy e_i,j here differs from arXiv 2602.07078. In arXiv 2602.07078, e_i,j is the squared
+    gradient of log pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not contain sum_v
+    pi_v^2, so `optimal_token_baseline` replaces sum_v pi_v^2 by pi(y_j), whose mean over y_j ~ pi is sum_v pi_v^2.
 
     token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). The advantages and the
-    returns are (B, T) and 0 in masked slots. The second result, the returns, consists of the G_i,t.
+    returns are (B, T) and 0 in masked slots. The returns are the G_i,t.
     """
     mask = as_mask(response_mask) & counted_rows(response_mask, valid)[:, None]
     place, group = places(mask), group_index(uid)

@@ -1,4 +1,4 @@
-"""Helpers of the estimators that assign one score to a whole response."""
+"""Helpers for the advantage estimators that assign one score to a whole response."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ def counted_rows(response_mask: Tensor, valid: Tensor) -> Tensor:
 
 
 def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the rewards of each row's trained tokens (B,), and the mask `counted_rows` (B,)."""
+    """Return the reward of each row (B,), summed over trained tokens, and the mask (B,) from `counted_rows`."""
     scores = masked(token_level_rewards.detach(), as_mask(response_mask)).sum(-1)
     return scores, counted_rows(response_mask, valid)
 

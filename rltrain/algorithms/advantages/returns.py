@@ -15,8 +15,8 @@ def check_discount(name: str, value: float) -> None:
 def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Compute G_t = sum_l gamma^l r_t+l over the trained tokens from t on: (B, T) -> (B, T).
 
-    t + 1 is the next trained token, so tool tokens between two trained tokens cause no discount. The result is 0 in
-    masked slots and has no gradient.
+    t + 1 is the next trained token, so tool-output tokens between two trained tokens cause no discount. The result is 0
+    in masked slots and has no gradient.
     """
     check_discount("gamma", gamma)
     mask = as_mask(response_mask)
@@ -34,7 +34,7 @@ def places(mask: Tensor) -> Tensor:
 
 
 def to_left(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
-    """Move the trained values of each row to its front, in order, and fill the remaining slots with 0."""
+    """Move each row's values at trained tokens to the front of the row, in order, and fill all other slots with 0."""
     rows, length = values.shape
     bin_for_masked = length  # masked values are written to one extra column, which is dropped in the result
     aligned = values.new_zeros(rows, length + 1).scatter(1, place.where(mask, bin_for_masked), masked(values, mask))
@@ -42,7 +42,7 @@ def to_left(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
 
 
 def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
-    """Undo the function `to_left`: move the values back to the slots of their tokens, and set masked slots to 0."""
+    """Undo `to_left`: move the values back to the slots of their tokens, and set masked slots to 0."""
     return masked(aligned.gather(1, place.clamp(min=0)), mask)
 
 

@@ -30,9 +30,9 @@ def cispo(
         l = -sg[clip(r, 1-low, 1+high)] A log pi(y_t)          sg: stop-gradient
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. Clipping bounds the weight and removes no token's gradient: a
-    clipped token also has the gradient -clip(r) A grad log pi. low = 1 means no lower bound, as in the paper.
+    clipped token still has the gradient -clip(r) A grad log pi. low = 1 means no lower bound, as in the CISPO paper.
 
-    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. Because of the clamp of log r, the
+    `cispo` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. Because of the clamp of log r, the
     value of the loss is finite where pi is 0. The gradient is 0 where log r is outside of [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`

@@ -1,4 +1,7 @@
-"""Clip-Cov policy loss: it removes the gradient of a few tokens whose high covariance would collapse the entropy."""
+"""Clip-Cov policy loss, which removes the gradient of a few tokens of high covariance.
+
+A high covariance of log-prob and advantage at a token would collapse the entropy of the policy.
+"""
 
 import math
 
@@ -59,12 +62,12 @@ def select_clip_cov(
 
     N is the number of trained tokens, and the means are over these tokens. Among the tokens with a covariance in [lb,
     ub], the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that the
-    caller assigns to tokens, not to places in the batch, so the order of rows does not matter. A token whose draw
+    caller assigns to tokens, not to positions in the batch, so the order of rows does not matter. A token whose draw
     equals the largest selected draw is also selected. If no token has a covariance in [lb, ub], no token is selected.
 
-    The selector differs from the authors' program in two ways. First, the selector uses log pi of the old policy,
-    because the selection precedes the update. Second, the selector can select tokens that PPO's ratio clipping will
-    clip, because the ratio is not known before the update.
+    The selector differs in two ways from the program by the authors of Clip-Cov. First, the selector uses log pi of the
+    old policy, because the selection precedes the update. Second, the selector can select tokens that PPO's ratio
+    clipping will clip, because the ratio is not known before the update.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

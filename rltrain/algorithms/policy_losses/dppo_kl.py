@@ -29,7 +29,7 @@ def dppo_kl(
     the binary distributions that only distinguish y_t from all other tokens. A token whose probability moved against
     its advantage is never dropped.
 
-    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
+    `dppo_kl` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20]. To compute a finite D, probabilities are clamped to at most 1, and 1 - pi to at least the
     smallest normal number.
 

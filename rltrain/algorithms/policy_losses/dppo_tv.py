@@ -34,7 +34,7 @@ def dppo_tv(
     total variation between the binary distributions that only distinguish y_t from all other tokens. A token whose
     probability moved against its advantage is never dropped.
 
-    The loss computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
+    `dppo_tv` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
@@ -66,7 +66,7 @@ def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) ->
 def dropping_loss(
     log_ratio: Tensor, old_log_probs: Tensor, advantage: Tensor, mask: Tensor, *, far: Tensor, clip_ratio_c: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -A sg[min(r, c)] log pi, and the metrics.
+    """Return the token losses -A sg[min(r, c)] log pi, where sg is the stop-gradient, and the metrics.
 
     `far` (B, T) marks the dropped tokens, whose loss is exactly 0 and has no gradient.
     """

@@ -32,12 +32,12 @@ def geo_mean(
     r_t = pi(y_t) / pi_old(y_t), and |y| is the number of trained tokens in the row. low and high bound the log-ratio:
     0.4 gives the range (e^-0.4, e^0.4) of the ratio. s_t has the same value at every token, the geometric mean s. The
     gradient of l_t is -s A_t grad log pi(y_t) at a token that is not clipped, and 0 at a clipped token. A clipped token
-    does not remove the gradient of other tokens. The row must be whole: under sequence parallelism, gather its
-    log-probs first.
+    does not remove the gradient of other tokens. Every row must be complete: under sequence parallelism, gather the
+    log-probs of a row before the call.
 
     The loss is defined for the aggregation seq-mean-token-mean. If the A_t of a row are equal, the mean over its tokens
-    is the paper's sequence loss L, gradient included. Any other aggregation weights a row by its length, which the
-    paper does not do.
+    is the sequence loss L of the GMPO paper, gradient included. Any other aggregation weights a row by its length,
+    which the GMPO paper does not do.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `ratio_mean` (of s) and `ppo_kl`.

@@ -30,13 +30,13 @@ def gspo(
         s_t = sg[s] pi(y_t) / sg[pi(y_t)],  s = (pi(y) / pi_old(y))^(1/|y|)    eq. 14 and 7; sg: stop-gradient
 
     s_t has the same value at every token: s, the geometric mean of the ratios of the row's trained tokens. The gradient
-    of l_t is -s A_t grad log pi(y_t), and 0 where s is clipped. The row must be whole: under sequence parallelism,
-    gather its log-probs first.
+    of l_t is -s A_t grad log pi(y_t), and 0 where s is clipped. Every row must be complete: under sequence parallelism,
+    gather the log-probs of a row before the call.
 
-    The loss is defined for two aggregations. With seq-mean-token-mean, if the A_t of a row are equal, the mean over its
-    tokens is the sequence loss (eq. 5), gradient included. seq-mean-token-sum gives the sequence loss times the length
-    of the row, which is LUSPO (arXiv 2602.05261). All other aggregations also weight a row by its length, but with a
-    divisor that neither the GSPO nor the LUSPO paper has.
+    The loss is defined for the aggregations seq-mean-token-mean and seq-mean-token-sum. With seq-mean-token-mean, if
+    the A_t of a row are equal, the mean over its tokens is the sequence loss (eq. 5), gradient included.
+    seq-mean-token-sum gives the sequence loss times the length of the row, which is LUSPO (arXiv 2602.05261). All other
+    aggregations also weight a row by its length, but with a divisor that neither the GSPO nor the LUSPO paper has.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `ratio_mean` and `ppo_kl`.

@@ -1,4 +1,7 @@
-"""KL-Cov policy loss: tokens whose high covariance would collapse the entropy get a penalty towards the old policy."""
+"""KL-Cov policy loss, which penalises tokens of high covariance for moving away from the old policy.
+
+A high covariance of log-prob and advantage at a token would collapse the entropy of the policy.
+"""
 
 import math
 
@@ -9,7 +12,7 @@ from rltrain.algorithms.policy_losses.selection import check_share, exactly_smal
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
-# threshold of |log r| in nats; two float32 forward passes of the same policy differ by less in log-prob
+# threshold of |log r| in nats; log-probs from two float32 forward passes of one policy differ by less
 ROUNDING = 1e-5
 
 
@@ -27,10 +30,10 @@ def kl_cov(
 
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. The paper writes the penalty as KL(pi_old || pi). Both the
-    authors' program and this function use |log r| of the sampled token. The gradient of |log r| is the sign of log r
-    times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5, because near r = 1 rounding alone
-    would decide the sign.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. The KL-Cov paper writes the penalty as KL(pi_old || pi). As its
+    penalty, the program by the authors of KL-Cov uses |log r| of the sampled token, and so does `kl_cov`. The gradient
+    of |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5,
+    because near r = 1 rounding alone would decide the sign.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
     sums: `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and
@@ -69,14 +72,14 @@ def select_kl_cov(
     N is the number of trained tokens, and the means are over these tokens. log pi is that of the old policy, because
     the selection precedes the update.
 
-    The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the paper, which ranks the tokens.
-    Many tokens can have equal covariance, for example the tokens of probability 1 in one answer. Among tokens of equal
-    covariance, the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that
-    the caller assigns to tokens, not to places in the batch, so the order of rows does not matter.
+    The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the KL-Cov paper, which ranks the
+    tokens. Many tokens can have equal covariance, for example the tokens of probability 1 in one answer. Among tokens
+    of equal covariance, the selector takes those with the smallest `random_draws`. The `random_draws` are uniform
+    numbers that the caller assigns to tokens, not to positions in the batch, so the order of rows does not matter.
 
     A token whose covariance is not above 0 does not lower the entropy and is never selected. If all advantages are
-    equal, no token is selected. The paper's ranking would select tokens of covariance <= 0 if too few tokens had a
-    covariance above 0.
+    equal, no token is selected. The ranking in the KL-Cov paper would select tokens of covariance <= 0 if too few
+    tokens had a covariance above 0.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
     """

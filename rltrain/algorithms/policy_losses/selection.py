@@ -1,4 +1,4 @@
-"""Helpers of the token selectors: covariances over a mini-batch, and selection of tokens with the smallest values."""
+"""Helpers for the token selectors: covariances over a mini-batch, and selection of tokens with the smallest values."""
 
 import torch
 from torch import Tensor
