@@ -46,7 +46,7 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def token_texts(tokenizer: Any) -> list[str]:
-    r"""Return the list of the texts that the tokens stand for; the position in the list is the id of the token.
+    r"""Return a list with the text of each token; the position in the list is the id of the token.
 
     The text of a token includes the space before its word. Bytes of an incomplete character are written as `\xNN`. An
     id N that the vocabulary does not contain has the text `<id N>`.

@@ -27,8 +27,8 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 class MlflowTracker:
     """Sends a run to an MLflow server, or to the store that `MLFLOW_TRACKING_URI` names.
 
-    MLflow cannot remove values. When a run goes back to a checkpoint, each repeated step has two values in MLflow, of
-    which the one with the later time stamp counts.
+    MLflow cannot remove logged values. When a run goes back to a checkpoint, MLflow has two values for each repeated
+    step, and the value with the later time stamp counts.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -74,7 +74,7 @@ class MlflowTracker:
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start an MLflow run with the kept values, or continue the MLflow run that belongs to the output folder."""
+        """Start an MLflow run with the kept metrics, or continue the MLflow run that belongs to the output folder."""
         from mlflow import MlflowClient
 
         if self.client is not None:
@@ -127,9 +127,9 @@ def _experiment(client: "MlflowClient") -> str:
 
 
 def _name(name: str) -> str:
-    """Replace the characters of a name that MLflow does not allow.
+    """Replace each character in a name that MLflow does not allow.
 
-    The name of a reward component may have any characters.
+    The name of a reward component may contain any character.
     """
     return _NOT_IN_A_NAME.sub("_", name)
 
