@@ -16,7 +16,7 @@ class RLTrainError(Exception):
 
 
 class ConfigError(RLTrainError, ValueError):
-    """Raised if the user's configuration cannot run.
+    """Raised if the user's configuration cannot be run.
 
     A ConfigError is raised before any worker starts, and makes the program exit with status 2.
     """
@@ -92,7 +92,7 @@ class RewardError(RLTrainError, RuntimeError):
 
 
 class EstimatorError(RLTrainError, RuntimeError):
-    """Raised if an advantage estimator raised an exception."""
+    """Raised if an advantage estimator fails with an exception."""
 
 
 def one_line(text: str, limit: int = 200) -> str:

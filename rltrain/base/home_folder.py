@@ -1,4 +1,4 @@
-"""Provides a home folder for users without one, because libraries store caches, settings and tokens there."""
+"""Provides a home folder for users without one, where libraries can store caches, settings and tokens."""
 
 import contextlib
 import os
@@ -22,8 +22,7 @@ def ensure_home() -> None:
     elif not _is_writable(home / ".cache"):
         private, hub = _private_folder(), Path(os.environ.get("XDG_CACHE_HOME", home / ".cache")) / "huggingface"
         for variable, folder in {
-            # the Hugging Face hub's cache stays at its usual place, because previously downloaded models are read from
-            # there
+            # the Hugging Face hub's cache stays at its usual place, so that previously downloaded models are found
             "HF_HOME": hub,
             "XDG_CACHE_HOME": private / ".cache",
             "XDG_CONFIG_HOME": private / ".config",

@@ -1,6 +1,6 @@
 """Keeps API keys and tokens out of everything that a run writes: configs, messages, logs.
 
-Secrets are found in the environment variables of the process. A value counts as a secret if the name of its environment
+A program receives its secrets through environment variables. A value counts as a secret if the name of its environment
 variable contains a word such as KEY or TOKEN, or if the value has the form of a well-known service's keys.
 """
 

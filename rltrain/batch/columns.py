@@ -122,7 +122,7 @@ def same(left: Column, right: Column) -> bool:
 
 
 def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
-    """Concatenate the rows of several batches (parts), or selected rows of them, into new columns.
+    """Concatenate all rows, or selected rows, of several batches (parts) into new columns.
 
     Args:
         parts: for each part (batch), a mapping from column names to columns. All parts have the same column names.

@@ -66,10 +66,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
 class DataProto:
     """A batch of B rows: tensor columns, columns of Python objects, and metadata.
 
-    Each method returns a new batch and does not change the batch that it is called on. The values of a batch from
-    another process stay in shared memory, which other processes may read too. `DataProto` never writes to shared
-    memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such as
-    `values`, copy the column that they return. The property `batch` copies all tensor columns from shared memory.
+    A method that transforms a batch returns a new batch and does not change the batch that it is called on. The values
+    of a batch from another process stay in shared memory, which other processes may read too. `DataProto` never writes
+    to shared memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor,
+    such as `values`, copy the column that they return. The property `batch` copies all tensor columns from shared
+    memory.
 
     Attributes:
         meta_info: metadata of the batch as a whole.
@@ -419,7 +420,7 @@ class DataProto:
     def shares(self, other: "DataProto", key: str) -> bool:
         """Return whether a tensor column occupies the same memory in both batches.
 
-        The comparison covers only the storage of the two columns, not their values.
+        `shares` compares only the storage of the two columns, not their values.
         """
         return self._tensors[key].values is other._tensors[key].values
 

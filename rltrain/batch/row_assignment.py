@@ -55,7 +55,7 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    By default, the number of micro-batches is the result of first-fit packing with the longest row first. If `count` is
+    By default, first-fit packing with the longest row first determines the number of micro-batches. If `count` is
     larger than the first-fit result, the number of micro-batches is `count`, but at most the number of rows.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Model types whose feed-forward layers have two matrices. In all other types, a gate is the third matrix.
+# Model types whose feed-forward layers have two matrices; in all other model types, a gate is the third matrix.
 _UNGATED = {
     "bloom",
     "codegen",

@@ -32,7 +32,7 @@ class JsonLinesFile:
         self.file.flush()
 
     def replace(self, content: bytes) -> None:
-        """Replace the whole file atomically: a process that is killed leaves either the old or the new content."""
+        """Replace the file atomically: if the process is killed, the file has either its old or its new content."""
         self.close()
         partial = self.path.with_name(f"{self.path.name}.partial")
         partial.write_bytes(content)

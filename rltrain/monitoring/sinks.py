@@ -27,8 +27,8 @@ class Sink(Protocol):
     `TakesConfig` and `TakesSamples`.
 
     Sinks that write files in the output folder are called directly by the trainer, so an exception in such a sink ends
-    the run. Every other kind of sink is called in a separate thread (`BackgroundSink`), and an exception in the sink is
-    reported as an alarm.
+    the run. Each sink except `JsonLines` and `TensorBoard` is called in a separate thread (`BackgroundSink`), and an
+    exception in the sink is reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:

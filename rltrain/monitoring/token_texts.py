@@ -64,7 +64,7 @@ def token_texts(tokenizer: Any) -> list[str]:
 
 
 def _byte_characters() -> str:
-    """Return the character that byte-level tokenizers write for each byte; a visible character stands for itself."""
+    """Return the character by which byte-level tokenizers represent each byte; visible characters stay the same."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return "".join(chr(byte if byte in visible else next(others)) for byte in range(256))

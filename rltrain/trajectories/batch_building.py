@@ -32,7 +32,7 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
 
 
 def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
-    """Return a trajectory with a single turn: the prompt of the group and a finished answer to the prompt."""
+    """Convert a prompt and a finished answer to a trajectory with a single turn."""
     c = completion
     turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
     return Trajectory(*c.key, (turn,))

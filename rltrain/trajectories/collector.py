@@ -27,8 +27,8 @@ from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-# Minimum seconds between a step's first failed reward and an early stop of the run, so that the error shows all
-# failures that follow quickly.
+# Minimum seconds between a step's first failed reward and an early stop of the run, so that the error message also
+# covers the failures that follow shortly after the first.
 PATIENCE_S = 10.0
 # This offset is added to the run's seed in evaluations, so that an evaluation never reuses the random stream of a
 # training sample.
@@ -37,7 +37,7 @@ EVAL_SEED = 0x5EED
 
 @dataclass(frozen=True)
 class _Flight:
-    """Prompt groups in flight, with the temperature and the seed that are used to sample the answers."""
+    """Prompt groups being generated or scored, with the temperature and the seed for sampling their answers."""
 
     groups: PromptGroups
     temperature: float
@@ -103,7 +103,7 @@ class Collector:
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
-        self.first_failure = 0.0  # `time.monotonic()` when the step's first reward failed; 0 if none has failed
+        self.first_failure = 0.0  # `time.monotonic()` at the step's first failed reward; 0 if no reward has failed
         self._arrived = 0  # number of times that answers or scores have arrived
         self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted yet
         self._changes = Changes()  # notified when groups or the pending work of engines and reward workers change
@@ -247,8 +247,7 @@ class Collector:
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                # The group is recorded after the check, because a user's function may raise an exception during the
-                # check.
+                # The group is recorded after the check, in which a user's function may raise an exception.
                 step.seen[group.uid] = group
                 if not flat:
                     continue
@@ -388,7 +387,7 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run, even before all results have arrived, if more rewards have failed than a step allows.
+        """Stop the run before all results have arrived if more rewards have already failed than a step allows.
 
         The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
         With dynamic sampling, failed rewards never stop the run early.

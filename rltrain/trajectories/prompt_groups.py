@@ -5,9 +5,9 @@ samples of one prompt, which are in flight together, that is, being generated or
 the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). The training step that uses a group is known when
-the group is shipped to the engines, because group n is used at step n // prompts_per_step. In this formula, n counts
-groups without the dropped groups that were replaced. Because the training step of a group is known in advance, the
-staleness bound can be guaranteed when the group is shipped.
+the group is shipped to the engines: group n, not counting dropped groups that were replaced, is used at training step
+n // prompts_per_step. Because the training step of a group is known in advance, the staleness bound can be guaranteed
+when the group is shipped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -236,7 +236,7 @@ class PromptGroups:
         """Remove a prompt group and count it as dropped.
 
         Args: uid: number of the group. replace: whether a new group may replace the removed group in its training step.
-        If `replace` is False, the training step has one group less.
+        If `replace` is False, the training step has one group fewer.
         """
         del self.groups[uid]
         self.dropped += 1

@@ -85,7 +85,7 @@ class RewardModel:
         """Return the untruncated token ids of a sample, or the reason why the reward model cannot read it, as text.
 
         The name of a control token in the prompt or response is encoded as ordinary tokens, so that an answer cannot
-        end the turn by writing the name.
+        end the turn by writing that name.
         """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
         try:

@@ -218,9 +218,9 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     functions and models that have `outcome` set, combined as `reward.aggregation` selects. Shaping, normalisation and
     the length penalty do not affect the outcome, so wrong answers of different lengths have the same outcome.
 
-    If the user has given an aggregation function, the function receives all components, and its result is the outcome.
-    If the estimator reads the components separately, the scores of every component with `outcome` must be equal within
-    the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
+    If the user has given an aggregation function, that function receives all components, and its result is the outcome
+    of the answer. If the estimator reads the components separately, the scores of every component with `outcome` must
+    be equal within the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
     """
     uid, counted, components = (
         batch.batch["uid"],

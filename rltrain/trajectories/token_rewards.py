@@ -59,8 +59,8 @@ def needs_actor_pass(config: Config) -> bool:
     """Return whether a training step needs a forward pass of the actor before the update.
 
     If one optimizer step trains on the whole batch, the old log-probs equal the detached log-probs of the update
-    itself. A single optimizer step therefore needs the extra forward pass only if another computation reads the old
-    log-probs before the update.
+    itself. With a single optimizer step, the extra forward pass is therefore needed only if another computation reads
+    the old log-probs before the update.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -97,8 +97,8 @@ def assign_rewards(
     The scores in `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
-    answer was cut at the length limit. The row of a cut answer keeps a score of its own, on the same scale as the
-    scores of all other rows.
+    answer was cut at the length limit. A row with a cut answer keeps its own score, on the same scale as the scores of
+    all other rows.
 
     Returns:
         The batch, and metrics of the rewards.

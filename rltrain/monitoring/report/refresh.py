@@ -30,7 +30,7 @@ class ReportFile:
         self.failed = False
 
     def refresh(self) -> None:
-        """Start a thread that writes the report, unless a thread is already writing it or wrote it a short time ago."""
+        """Start a thread that writes the report, unless a thread is already doing so or has done so recently."""
         if self.clock() < self.next_at or (self.thread is not None and self.thread.is_alive()):
             return
         self.thread = threading.Thread(target=self._refresh, name="report", daemon=True)

@@ -27,8 +27,8 @@ from rltrain.base.secret_values import redacted
 from rltrain.monitoring.report.run_files import RunFiles, SampleFile
 
 SMALLEST = 1e-3  # the constant s of the codes of real numbers: their resolution near 0 is s / k
-# Bytes that a number takes after compression, for each k from the finest to the coarsest rounding. The numbers of bytes
-# were measured on log-probs of real runs. The relative rounding error is at most about 1 / (2 k).
+# Compressed bytes per number for each constant k, from the finest to the coarsest rounding. The numbers of bytes were
+# measured on log-probs of real runs. The relative rounding error is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
@@ -109,8 +109,8 @@ class Size:
 def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
-    If the samples exceed the size limit, whole prompt groups are left out, evenly over the steps. If there are too many
-    steps, whole steps are left out too.
+    If the samples exceed the size limit, whole prompt groups are left out, spread evenly over the steps. If the run has
+    too many steps, whole steps are left out too.
 
     Args:
         run: files of the run. For a table that cannot be read, a note is added to the run.
@@ -209,7 +209,7 @@ def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int)
 def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleFile, float]]:
     """Yield each sample file that the page shows, with the share of its prompt groups to show.
 
-    The first and the last file are always included.
+    The first and the last sample file are always included.
     """
     groups = 8  # files are left out only if less than one of every 8 groups would be shown
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))

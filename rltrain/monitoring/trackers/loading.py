@@ -1,4 +1,4 @@
-"""Checks the sinks that the config key `trainer.trackers` names before a run starts, and creates them."""
+"""Checks the sinks named by the config key `trainer.trackers` before a run starts, and creates the sinks."""
 
 import difflib
 import importlib

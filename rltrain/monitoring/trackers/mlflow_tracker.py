@@ -49,7 +49,7 @@ class MlflowTracker:
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Add one value to the history of each given metric.
 
-        The metrics of all steps within `INTERVAL_S` seconds are sent in one request.
+        The metrics of all steps within `INTERVAL_S` seconds are sent to MLflow in one request.
         """
         from mlflow.entities import Metric
 
@@ -127,7 +127,7 @@ def _experiment(client: "MlflowClient") -> str:
 
 
 def _name(name: str) -> str:
-    """Replace each character in a name that MLflow does not allow.
+    """Replace each character that MLflow does not allow in a metric name by an underscore.
 
     The name of a reward component may contain any character.
     """
