@@ -1,4 +1,4 @@
-"""Columns of a batch, stored as values and offsets, and functions that copy selected rows only once.
+"""Columns of a batch, stored as values and offsets, and functions that copy rows between batches, each byte once.
 
 The values of a column are either a tensor or *stored*, that is, bytes of a received batch in memory that other
 processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs some

@@ -68,7 +68,7 @@ def microbatches(
     if not wanted:
         return []
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # balanced placement found no room for a row, so start from the first-fit packing
+    if even is None:  # the balanced partition found no room for a row, so start from the first-fit packing
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)

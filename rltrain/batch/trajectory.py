@@ -1,4 +1,4 @@
-"""Trajectories, which record for each turn the text added to the context and the tokens that the policy sampled.
+"""Trajectories, which record for each turn the tokens added to the context and the tokens that the policy sampled.
 
 A trajectory becomes one row of a batch. The observation of the trajectory's first turn is the row's prompt. Everything
 after the prompt is the row's response: the sampled tokens of all turns, and the observations between them.

@@ -48,7 +48,8 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
 def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
     """Return the metrics of each chart that one entry of `CHARTS` defines.
 
-    A pattern with `*` gives one chart for each metric that it matches; all other patterns together give one chart.
+    A pattern with `*` gives one chart for each metric that it matches; all patterns without `*` together give one
+    chart.
     """
     if "*" in patterns[0]:
         return [[name] for name in names if re.fullmatch(patterns[0].replace("*", r"[^/]+"), name)]

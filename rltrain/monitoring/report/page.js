@@ -567,8 +567,8 @@ function filters() {
     el("button", { type: "reset" }, "Reset"));
 }
 
-// The columns of a run are known once its first chunk is decompressed; `firstChunks` is filled before the filters are
-// made.
+// The columns of a run are known once the first chunk of the run is decompressed; `firstChunks` is filled before the
+// filters are made.
 const firstChunks = [];
 const hasColumn = (name) => firstChunks.some((chunk) => chunk && (name === "surprise" ? "log_prob" : name) in chunk.columns);
 

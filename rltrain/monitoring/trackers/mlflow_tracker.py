@@ -106,7 +106,7 @@ class MlflowTracker:
 
         name = os.environ.get("MLFLOW_RUN_NAME") or self.output_dir.name
         run_id: str = client.create_run(_experiment(client), run_name=name).info.run_id
-        # the id is stored at once, so that the run can be continued even if the process is killed now
+        # the id is stored immediately, so that the MLflow run can be continued even if the process is killed
         self.ids.write(run_id)
         values = [Param(_name(key), str(value)) for key, value in _flat(self.config)]
         for start in range(0, len(values), PARAMETERS_AT_ONCE):
