@@ -1,4 +1,4 @@
-"""Named asyncio tasks that run beside the training step, and waits that end when one of the tasks fails."""
+"""Runs named asyncio tasks in the background of training, and ends waits when a background task fails."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,9 @@ T = TypeVar("T")
 class BackgroundTasks:
     """An async context manager that holds the background tasks of a run.
 
-    Leaving the context cancels the tasks that still run. The main coroutine uses the method `until` to wait for results
-    of background tasks. The first failure of a task, or an interruption of the run, ends all waits in `until`.
+    Leaving the context cancels all background tasks that are still running. The main coroutine uses the method `until`
+    to wait for results of background tasks. The first failure of a task, or an interruption of the run, ends all waits
+    in `until`.
     """
 
     def __init__(self) -> None:
@@ -37,14 +38,14 @@ class BackgroundTasks:
         return task
 
     def interrupt(self, error: BaseException) -> None:
-        """Make all present and later calls of `until` raise the given error, as they do when a task fails."""
+        """Make all present and later calls of `until` raise the given error, as if a background task had failed."""
         self._failures.append(error)
         self._changes.notify()
 
     def check(self) -> None:
         """Raise the error of the first task that failed, or of the first interruption.
 
-        Do nothing if nothing has failed.
+        Do nothing if no task has failed and the run was not interrupted.
         """
         if self._failures:
             raise self._failures[0]
@@ -76,13 +77,13 @@ class BackgroundTasks:
 
 
 class Changes:
-    """Tells coroutines that some state has changed, so that they can wait until a condition on the state holds."""
+    """Notifies coroutines of state changes, so that a coroutine can wait until a condition on the state holds."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
 
     def notify(self) -> None:
-        """Make all waiting coroutines check their conditions."""
+        """Make all waiting coroutines check their conditions again."""
         waiting, self._next = self._next, None
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
@@ -102,7 +103,7 @@ class Changes:
 
 @contextlib.contextmanager
 def outside_event_loop() -> Iterator[None]:
-    """Run the `with` block as if no event loop were running in the thread, so that it may run its own event loop.
+    """Run the `with` block as if no event loop were running in the thread, so that its code may run a new event loop.
 
     User code that runs in the driver's process needs `outside_event_loop`, because asyncio refuses nested event loops.
     """

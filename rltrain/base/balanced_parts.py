@@ -1,6 +1,6 @@
 """Functions that partition numbers into parts with nearly equal sums.
 
-The functions are pure, and fast enough to run for thousands of rows in every optimizer step.
+The partition functions are pure, and fast enough to handle thousands of rows in every optimizer step.
 """
 
 import heapq
@@ -38,8 +38,8 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
     Args:
         weights: the numbers to partition, non-negative integers.
         parts: number of parts. If there are at least as many positive weights as parts, no part is empty.
-        sizes: size of each index, such as its number of tokens. The sum of sizes in a part is limited to `room`. None
-            for no limit.
+        sizes: size of each index, such as the number of tokens; the sum of sizes in a part is limited to `room`. None:
+            no size limit.
         room: limit on the sum of `sizes` in a part.
 
     Returns:
@@ -90,7 +90,7 @@ def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room:
 def _exchange(
     weights: Sequence[int], heavy: list[int], light: list[int], sizes: Sequence[int], room: int
 ) -> tuple[list[int], list[int]] | None:
-    """Bring the sums of two parts as close as possible: move one index from `heavy` to `light`, or exchange two.
+    """Bring the sums of two parts as close as possible: move one index from `heavy` to `light`, or swap two indices.
 
     Returns:
         The new indices of the heavy and the light part, or None if no move or exchange brings the two sums closer.

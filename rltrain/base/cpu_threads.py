@@ -52,7 +52,7 @@ def _quotas() -> Iterator[float]:
             mount = _MOUNT / "cpu" if controllers else _MOUNT
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            # the folder is missing in a container that mounts its own control group as the root
+            # the control group's folder is missing in a container that mounts its own control group as the root
             group = mount / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(mount):

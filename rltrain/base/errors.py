@@ -16,30 +16,31 @@ class RLTrainError(Exception):
 
 
 class ConfigError(RLTrainError, ValueError):
-    """The user's configuration cannot run.
+    """Raised if the user's configuration cannot be run.
 
     A ConfigError is raised before any worker starts, and makes the program exit with status 2.
     """
 
 
 class WorkerError(RLTrainError, RuntimeError):
-    """A worker died, stopped responding or answered with an error during the run."""
+    """Raised if a worker died, stopped responding or answered with an error during the run."""
 
 
 class WorkerLost(WorkerError):
-    """A worker's process died or stopped responding.
+    """Raised if a worker's process died or stopped responding.
 
     Another process can replace a lost worker, but not a worker that answered with an error.
 
     Attributes:
-        process: the process that was lost (`workers.cluster.progress.Process`); None if the error does not name it.
+        process: the process that was lost (`workers.cluster.progress.Process`); None if the error does not name the
+            process.
     """
 
     process: Any = None
 
 
 class ClusterLost(RLTrainError, RuntimeError):
-    """A Ray daemon died, so the run cannot continue.
+    """Raised if a Ray daemon died, so that the run cannot continue.
 
     Attributes:
         can_save: True if the run was between two steps and its training ranks still respond, so that the run can still
@@ -50,15 +51,15 @@ class ClusterLost(RLTrainError, RuntimeError):
 
 
 class SyncError(RLTrainError, RuntimeError):
-    """After a weight sync, an engine does not use the weights that the trainer sent."""
+    """Raised if an engine does not use the weights that the trainer sent in a weight sync."""
 
 
 class CheckpointError(RLTrainError, RuntimeError):
-    """A checkpoint is damaged, or could not be written or read."""
+    """Raised if a checkpoint is damaged, or could not be written or read."""
 
 
 class Stopped(RLTrainError):
-    """The user or the machine's owner asked the run to stop. The run stops at a point where nothing is lost.
+    """Raised if the user or the machine's owner asked the run to stop. The run stops at a point where no data is lost.
 
     Attributes:
         status: the exit status of the program.
@@ -70,15 +71,15 @@ class Stopped(RLTrainError):
 
 
 class LogProbError(RLTrainError, RuntimeError):
-    """For the same tokens, the log-probs of the inference engine and of the trainer differ too much."""
+    """Raised if the log-probs of the inference engine and the trainer for the same tokens differ too much."""
 
 
 class NumericsError(RLTrainError, ArithmeticError):
-    """A loss or gradient is not finite, so an optimizer step would destroy the weights."""
+    """Raised if a loss or gradient is not finite, because an optimizer step would destroy the weights."""
 
 
 class RewardError(RLTrainError, RuntimeError):
-    """The rewards cannot be computed: too many reward calls failed, or the aggregation of scores failed.
+    """Raised if the rewards cannot be computed: too many reward calls failed, or the aggregation of scores failed.
 
     Attributes:
         batch: the batch of samples whose rewards failed; None unless all samples of the step are available.
@@ -91,7 +92,7 @@ class RewardError(RLTrainError, RuntimeError):
 
 
 class EstimatorError(RLTrainError, RuntimeError):
-    """An advantage estimator raised an exception."""
+    """Raised if an advantage estimator fails with an exception."""
 
 
 def one_line(text: str, limit: int = 200) -> str:
@@ -107,8 +108,8 @@ def one_line(text: str, limit: int = 200) -> str:
 def described(error: BaseException, limit: int = 300) -> str:
     """Return an exception's type and text on one line, without secrets.
 
-    The exception's text is cut after `limit` characters. The returned text can always be encoded, stored and shown. The
-    function handles an exception whose `__str__` raises, and a text that contains half of a surrogate pair.
+    The exception's text is cut after `limit` characters. The returned text can always be encoded, stored and shown.
+    `described` also handles an exception whose `__str__` raises, and a text that contains half of a surrogate pair.
     """
     try:
         text = str(error)[:_READ]

@@ -1,4 +1,4 @@
-"""Provide a home folder to users who have none, because libraries keep caches, settings and tokens there."""
+"""Provides a home folder for users without one, where libraries can store caches, settings and tokens."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def ensure_home() -> None:
     elif not _is_writable(home / ".cache"):
         private, hub = _private_folder(), Path(os.environ.get("XDG_CACHE_HOME", home / ".cache")) / "huggingface"
         for variable, folder in {
-            # the hub's cache stays at its usual place, because models that were downloaded earlier are read from there
+            # the Hugging Face hub's cache stays at its usual place, so that previously downloaded models are found
             "HF_HOME": hub,
             "XDG_CACHE_HOME": private / ".cache",
             "XDG_CONFIG_HOME": private / ".config",
@@ -50,7 +50,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _private_folder() -> Path:
-    """Return a folder that only this user can write to.
+    """Return a folder that only the current user can write to.
 
     Every call returns the same folder, unless another user already owns a folder with that name.
     """

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def limit_memory(memory_mb: int) -> None:
-    """Limit the private memory that the process can allocate in addition to its current memory. Works on Linux only."""
+    """Limit the private memory that the process can allocate in addition to its current memory.
+
+    `limit_memory` has an effect only on Linux.
+    """
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
         used_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))

@@ -1,7 +1,7 @@
-"""Keep keys and tokens out of everything that a run writes: configs, messages, logs.
+"""Keeps API keys and tokens out of everything that a run writes: configs, messages, logs.
 
-A program gets its secrets from its environment. A value counts as a secret if the name of its variable indicates one,
-or if the value has the form of a well-known service's keys.
+A program receives its secrets through environment variables. A value counts as a secret if the name of its environment
+variable contains a word such as KEY or TOKEN, or if the value has the form of a well-known service's keys.
 """
 
 import functools
@@ -16,7 +16,7 @@ from urllib.parse import quote
 _TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|MODE|ENV)$|^TOKENIZERS_", re.IGNORECASE)
 _SHORTEST = 8  # minimum length of a secret in characters; a shorter value is taken for a setting, such as TOKENS=all
-_SHORTEST_LINE = 16  # minimum length, in characters, of a line of a multi-line secret that is hidden on its own
+_SHORTEST_LINE = 16  # a line of a multi-line secret is hidden on its own only if it has at least this many characters
 _PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
 # Keys of OpenAI and similar services, GitHub, Hugging Face, GitLab, Slack, AWS, Google; JSON web tokens; and private
 # keys in PEM form. If the end marker of a private key is missing, everything after its start marker matches.
@@ -27,7 +27,7 @@ _LOOKS_LIKE_ONE = (
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
 # repr() and JSON escape a backslash, and nested escapes multiply the backslashes. The regular expression for a
-# backslash therefore matches any number of them. The regular expression is possessive and cannot start between
+# backslash therefore matches any number of backslashes. The regular expression is possessive and cannot start between
 # backslashes, so that matching a text of only backslashes takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
@@ -40,7 +40,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
     """Return `text` with every secret in it replaced by `[hidden]`.
 
     A secret is found even if its whitespace is changed, escaped or removed, or its other characters are escaped as in
-    repr(), JSON or a URL. In a secret with several lines, each long line is also hidden on its own.
+    repr(), JSON or a URL. In a secret with several lines, each long line is also hidden if it occurs alone.
 
     Args:
         text: text that may contain secrets and is about to be shown or written. Shorten the text only after redaction,
@@ -95,7 +95,7 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
 
 
 def _any_spelling(secret: str) -> str:
-    """Return a regular expression that matches a text with any form of its whitespace and special characters."""
+    """Return a regular expression that matches a secret in any spelling of its whitespace and special characters."""
     words = re.split(rf"(?:\s|{_LINE_BREAK})+", secret)
     return _GAP.join("".join(map(_spellings, re.sub(r"\\+", r"\\", word))) for word in words if word)
 

@@ -1,4 +1,4 @@
-"""What the small programs `rltrain.export` and `rltrain.report` share: usage, errors as one line, and exit statuses."""
+"""Shared parts of the programs `rltrain.export` and `rltrain.report`: usage text, one-line errors and exit statuses."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ def run_program(
 ) -> int:
     """Run a program with command-line arguments, and return the exit status.
 
-    Errors are printed as one line on stderr. `--help` alone prints the usage.
+    Errors are printed as one line on stderr. If `--help` is the only argument, the program's usage is printed.
 
     Args:
         program: function that gets the arguments, and prints its results.
         usage: text of `--help`.
-        argv: the arguments; None stands for those of the process.
-        remedy: returns the error message for an error of the operating system.
+        argv: the command-line arguments; None: the arguments of the process. remedy: function that returns the error
+            message for an OSError.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["--help"], ["-h"]):

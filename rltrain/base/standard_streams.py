@@ -10,7 +10,7 @@ _STREAMS = ("stdin", "stdout", "stderr")  # the index of a stream in the list is
 
 
 class _Lasting(io.FileIO):
-    """A file that drops data that cannot be written because the reader or terminal is gone or the disk is full."""
+    """A file that silently drops data if its reader or terminal is gone or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -20,16 +20,16 @@ class _Lasting(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Connect to the null device all standard streams that were closed when the program started.
+    """Connect each standard stream that was closed at the start of the program to the null device.
 
-    If a stream stayed closed, the next file that the program opens would get the stream's descriptor, and child
-    processes would print into that file.
+    If a standard stream stayed closed, the next file that the program opens would get the stream's file descriptor, and
+    child processes would print into the file.
     """
     for descriptor, name in enumerate(_STREAMS):
         try:
             os.fstat(descriptor)
         except OSError:
-            # `os.open` returns the lowest free descriptor, which is the closed one
+            # `os.open` returns the lowest free descriptor, which is the descriptor of the closed stream
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 

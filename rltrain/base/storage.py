@@ -119,7 +119,7 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all its content, if it exists."""
-        # remove only the symbolic link, whose target may not even exist
+        # a symbolic link is removed without its target, which may not even exist
         if self.local and os.path.islink(self.path(name)):
             os.unlink(self.path(name))
         elif self.exists(name):

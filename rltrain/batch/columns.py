@@ -1,8 +1,8 @@
-"""Columns of a batch as values and offsets, and functions that copy rows between batches, each byte once.
+"""Columns of a batch, stored as values and offsets, and functions that copy rows between batches, each byte once.
 
-The values of a column are tensors, or they are *stored*: bytes of a received batch, in memory that other processes may
-read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs some rows, or the whole
-column as a tensor, gets a copy of only the values that it needs.
+The values of a column are either a tensor or *stored*, that is, bytes of a received batch in memory that other
+processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs some
+rows, or the whole column as a tensor, gets a copy of only the values that it needs.
 """
 
 import math
@@ -57,7 +57,7 @@ class Column:
     tensor: Tensor | None = None
 
     def own(self) -> Tensor:
-        """Return the values as a tensor.
+        """Return the values of the column as a tensor.
 
         If the column is stored as bytes, the first call copies the values into a tensor.
         """
@@ -66,7 +66,7 @@ class Column:
         return self.values
 
     def whole(self) -> Tensor:
-        """Return the column as one dense or nested tensor. Every call returns the same tensor object."""
+        """Return the column as one dense or nested tensor. Every call of `whole` returns the same tensor object."""
         if self.tensor is None:
             values = self.own()
             self.tensor = values if self.offsets is None else nested_tensor_from_jagged(values, self.offsets)
@@ -122,13 +122,13 @@ def same(left: Column, right: Column) -> bool:
 
 
 def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
-    """Concatenate the rows of several batches (parts), or selected rows of them, into new columns.
+    """Concatenate all rows, or selected rows, of several batches (parts) into new columns.
 
     Args:
         parts: for each part (batch), a mapping from column names to columns. All parts have the same column names.
-        rows: numbers of the rows to copy, int64, in the order that they get in the result. Rows are numbered through
-            all parts: the first row of a part follows the last row of the part before it. If `rows` is None, all rows
-            are copied.
+        rows: numbers of the rows to copy, int64, in the order that they get in the result. Row numbers continue from
+            one part to the next: the first row of a part follows the last row of the previous part. If `rows` is None,
+            all rows are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -143,7 +143,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """Describes from where the values of the new rows are copied, for a group of columns that share their offsets.
+    """Describes where the values of new rows are copied from, for a group of columns that share their offsets.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.
@@ -179,7 +179,7 @@ def _edges(column: Column) -> np.ndarray:
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
     """Convert row numbers to ranges of contiguous values: (part, start, stop).
 
-    Rows with adjacent values in the same part form one piece.
+    Rows with adjacent values in the same part form one range.
     """
     if not len(owners):
         return []
@@ -204,7 +204,7 @@ def _copied(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
 
 
 def _joined(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
-    """Copy the values of the pieces with PyTorch, which handles other devices, gradients and mixed types."""
+    """Copy ranges of values with PyTorch, which handles tensors on any device, gradients and mixed data types."""
     tensors = [source.copy() if isinstance(source, Stored) else source for source in sources]
     pieces = [tensors[part][start:stop] for part, start, stop in route.pieces]
     return torch.cat(pieces + [tensor[:0] for tensor in tensors])

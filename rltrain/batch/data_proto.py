@@ -66,10 +66,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
 class DataProto:
     """A batch of B rows: tensor columns, columns of Python objects, and metadata.
 
-    Methods do not change the batch that they are called on but return new batches. The values of a batch from another
-    process stay in shared memory, which other processes may read too. `DataProto` never writes to shared memory.
-    Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such as `values`,
-    copy the column that they return. The property `batch` copies all tensor columns.
+    A method that transforms a batch returns a new batch and does not change the batch that it is called on. The values
+    of a batch from another process stay in shared memory, which other processes may read too. `DataProto` never writes
+    to shared memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor,
+    such as `values`, copy the column that they return. The property `batch` copies all tensor columns from shared
+    memory.
 
     Attributes:
         meta_info: metadata of the batch as a whole.
@@ -123,7 +124,7 @@ class DataProto:
     def batch(self) -> TensorDict:
         """A dict of the tensor columns by name, each (B, ...) dense or (B, j) jagged.
 
-        Changes to the dict change the batch.
+        Changes to the dict `batch` change the batch object.
         """
         if self._table is None:
             tensors = {key: column.whole() for key, column in self._columns.items()}
@@ -134,7 +135,7 @@ class DataProto:
     def non_tensor_batch(self) -> dict[str, Any]:
         """A dict of the columns of Python objects by name, each an object array (B,).
 
-        Changes to the dict change the batch.
+        Changes to the dict `non_tensor_batch` change the batch object.
         """
         for key, column in self._others.items():
             if isinstance(column, Text):
@@ -213,7 +214,7 @@ class DataProto:
         return torch.full(mask.shape, padding, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
     def padding_mask(self, column: str) -> Tensor:
-        """Return a bool mask (B, T), True at the places of `padded(column)` that are not padding."""
+        """Return a bool mask (B, T) that is True where `padded(column)` is not padding."""
         lengths = self.lengths(column)
         width = int(lengths.max()) if len(self) else 0
         return torch.arange(width, device=lengths.device) < lengths[:, None]
@@ -283,9 +284,9 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, int64, in the order that they get in the result. Rows are numbered
-                through all parts: the first row of a part follows the last row of the part before it. If `rows` is
-                None, all rows are taken in order.
+            rows: numbers of the rows to take, int64, in the order that they get in the result. Row numbers continue
+                from one part to the next: the first row of a part follows the last row of the previous part. If `rows`
+                is None, all rows are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or `parts` is empty.
@@ -330,7 +331,7 @@ class DataProto:
         return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]
 
     def reorder(self, rows: Tensor | Sequence[int]) -> Self:
-        """Return the batch with its rows in the order in which `rows` lists their numbers."""
+        """Return the batch with reordered rows: row i of the new batch is row `rows[i]` of the old batch."""
         return self[torch.as_tensor(rows, dtype=torch.int64)]
 
     def __getitem__(self, rows: slice | int | Tensor | np.ndarray | Sequence[int] | Sequence[bool]) -> Self:
@@ -359,11 +360,14 @@ class DataProto:
         return self[torch.arange(len(self) + added) % max(len(self), 1)], added
 
     def unpad(self, added: int) -> Self:
-        """Return the batch without its last `added` rows, the ones that padding appended."""
+        """Return the batch without its last `added` rows, which `pad_to_divisor` appended."""
         return self[: len(self) - added]
 
     def save(self, path: str | Path) -> None:
-        """Write the batch to one file. Objects and metadata are stored as JSON, so that `load` unpickles no code."""
+        """Write the batch to one file.
+
+        Objects and metadata are stored as JSON, so that `load` does not unpickle any code.
+        """
         families: dict[int, Tensor] = {}
         tensors = {}
         for key, column in self._tensors.items():
@@ -416,7 +420,7 @@ class DataProto:
     def shares(self, other: "DataProto", key: str) -> bool:
         """Return whether a tensor column occupies the same memory in both batches.
 
-        Only the storage of the two columns is compared, not their values.
+        `shares` compares only the storage of the two columns, not their values.
         """
         return self._tensors[key].values is other._tensors[key].values
 

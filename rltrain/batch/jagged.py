@@ -1,7 +1,7 @@
 """Jagged columns, which consist of the concatenated values of all rows, (N,), and the offsets of the rows, (B + 1,).
 
-All columns of a family share one offsets tensor object, because PyTorch computes with several nested tensors only if
-they share it.
+All columns of a family share one offsets tensor object, because PyTorch operations on several nested tensors require
+the same offsets object.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Assignment of rows to mini-batches, ranks and micro-batches, as pure functions of the row lengths.
 
-The assignment of rows to mini-batches depends neither on the number of ranks nor on the token budget.
+The assignment of rows to mini-batches depends neither on the number of ranks nor on the token limit of a micro-batch.
 """
 
 import itertools
@@ -55,8 +55,8 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    The number of micro-batches is the number that first-fit packing yields when it takes the longest row first. If
-    `count` is larger, the number of micro-batches is `count` instead, but never more than the number of rows.
+    By default, first-fit packing with the longest row first determines the number of micro-batches. If `count` is
+    larger than the first-fit result, the number of micro-batches is `count`, but at most the number of rows.
 
     Raises:
         ValueError: a single row is longer than `max_tokens`.
@@ -68,7 +68,7 @@ def microbatches(
     if not wanted:
         return []
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # balanced placement found no room for a row, so start from the first-fit packing
+    if even is None:  # the balanced partition found no room for a row, so start from the first-fit packing
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)
@@ -102,7 +102,7 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     """Split micro-batches until their number is `count`.
 
-    Each split divides the micro-batch with the most work among those with at least two rows.
+    Each split divides the micro-batch with the most work among the micro-batches with at least two rows.
     """
     cuts = [list(cut) for cut in cuts]
     while len(cuts) < count:

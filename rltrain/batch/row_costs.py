@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Model types whose feed-forward layers have two matrices. In all other types, a gate is the third matrix.
+# Model types whose feed-forward layers have two matrices; in all other model types, a gate is the third matrix.
 _UNGATED = {
     "bloom",
     "codegen",
@@ -29,7 +29,7 @@ _ATTENTION = ("full_attention", *_WINDOWED)  # the layer types whose cost grows 
 
 @dataclass(frozen=True)
 class RowWork:
-    """Numbers of multiply-adds from which the cost of a row in the forward pass of one model follows.
+    """Numbers of multiply-adds per token and per token pair, which determine the forward-pass cost of a row.
 
     Attributes:
         token: multiply-adds per token, in the matrices of all layers.
@@ -69,7 +69,7 @@ def causal_pairs(tokens: int, window: int | None) -> int:
 def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     """Return the compute cost of rows for a model with the given config.
 
-    If the config gives no width or no number of layers, each token costs 1, which underestimates long rows.
+    If the config lacks the hidden size or the number of layers, each token costs 1, which underestimates long rows.
 
     Args:
         model: the Hugging Face config of the model, as a mapping.
@@ -127,6 +127,6 @@ def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
 def _number(model: Mapping[str, Any], *names: str) -> int | None:
     """Return the first integer value that the config has under one of the given keys, or None.
 
-    Architectures use different keys for the same size.
+    Model architectures use different config keys for the same size.
     """
     return next((int(model[name]) for name in names if isinstance(model.get(name), int)), None)

@@ -19,7 +19,8 @@ from rltrain.batch.columns import Column, Columns, Stored, memory_of, share_offs
 
 Bytes = Any  # a PickleBuffer if the pickle protocol is at least 5, otherwise plain bytes
 Objects = Mapping[str, "np.ndarray | Text"]
-SURROGATES = "surrogatepass"  # this error handler accepts unpaired surrogates, which a broken tokenizer may produce
+# the error handler `surrogatepass` accepts unpaired surrogates, which a broken tokenizer may produce
+SURROGATES = "surrogatepass"
 
 
 class Text(NamedTuple):
@@ -59,7 +60,7 @@ class Packet(NamedTuple):
 
 
 def objects(column: Any) -> np.ndarray:
-    """Return an object array (B,) with the elements of a sequence, which may have any type."""
+    """Convert a sequence of B objects of any type to an object array (B,)."""
     # unlike np.fromiter, np.array would unpack rows that are lists
     return np.fromiter(column, dtype=object, count=len(column))
 
@@ -94,7 +95,7 @@ def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
 def receive(packet: Packet) -> tuple[dict[str, Column], dict[str, "np.ndarray | Text"]]:
     """Return the tensor columns and the object columns that a packet contains.
 
-    Values and strings stay in the received memory until they are read.
+    Column values and strings are not copied from the received memory until they are read.
     """
     families = [torch.from_numpy(_read(memory).view(np.int64).copy()) for memory in packet.families]
     columns = {

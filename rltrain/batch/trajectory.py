@@ -1,4 +1,4 @@
-"""Trajectories, which record turn by turn what was put into the context of the policy and what the policy sampled.
+"""Trajectories, which record for each turn the tokens added to the context and the tokens that the policy sampled.
 
 A trajectory becomes one row of a batch. The observation of the trajectory's first turn is the row's prompt. Everything
 after the prompt is the row's response: the sampled tokens of all turns, and the observations between them.
@@ -26,7 +26,7 @@ _Value = TypeVar("_Value", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One observation and the policy's action on it.
+    """One turn of a trajectory: an observation and the policy's action on the observation.
 
     Attributes:
         observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn, and
@@ -127,7 +127,7 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
 def sampled_tokens(batch: DataProto) -> Tensor:
     """Return for each response token whether the policy sampled it: (N,) bool.
 
-    Tokens of rows that are not trained on count as sampled, unlike in `response_mask`.
+    Unlike `response_mask`, the result is also True for the sampled tokens of rows that are not trained on.
     """
     return batch.values("policy_version") != NOT_SAMPLED
 

@@ -11,21 +11,21 @@ from math import isfinite
 
 from rltrain.settings.schema import Config
 
-# Number of steps at the start of a run whose mean entropy counts as the starting entropy. A single step is noisy, and
-# after ten steps the policy has changed.
+# Number of steps at the start of a run whose mean entropy counts as the starting entropy. The entropy of a single step
+# is noisy, and after ten steps the policy has changed.
 START_STEPS = 3
 # Alarm threshold for the entropy, as a share of the starting entropy. The entropy of a policy that learns falls for a
 # good reason: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below this threshold, the
 # answers to one prompt are almost identical, so the policy has no alternatives left to choose from.
 COLLAPSED_SHARE = 0.05
 # Number of consecutive steps after which an alarm condition counts as persistent. One small batch may by chance contain
-# many prompts that are too easy or too hard, but a whole series of them is not chance.
+# many prompts that are too easy or too hard, but a whole series of such batches is not chance.
 PERSISTENT_STEPS = 5
 # Number of steps over which rewards are averaged for comparison, because the prompts of a single step may be harder.
 WINDOW_STEPS = 5
-# Share of the reward gain, from the first window of steps to the best one, whose loss raises the alarm. The fall of the
-# mean reward must also be at least as large as the standard deviation of single rewards in the best window. Requiring a
-# large loss both by share and by standard deviation excludes noise of the mean and a reward curve that has become flat.
+# An alarm is raised if the mean reward falls by at least LOST_SHARE of its gain from the first window of steps to the
+# best window. The fall must also be at least as large as the standard deviation of single rewards in the best window.
+# Requiring both conditions avoids alarms from noise in the mean and from a reward curve that has become flat.
 LOST_SHARE = 0.5
 
 
@@ -53,9 +53,9 @@ class Alarms:
         self.best: tuple[float, float] = (float("-inf"), 0.0)
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        """Check the metrics of one step and return one line for each alarm that begins: value, limit and remedy.
+        """Check the metrics of one step, and return a line with value, limit and remedy for each alarm that begins.
 
-        The method must be called once for each step, in order.
+        Call `look` exactly once for each step, in order.
         """
         known = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
         begun = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or several metrics whose names differ in one word.
+    """A metric, or several metrics whose names differ in one word.
 
     Attributes:
         name: name of the metric in `metrics.jsonl` and `evaluations.jsonl`.
@@ -29,7 +29,7 @@ class Metric:
     healthy: str = ""
 
     def matches(self, name: str) -> bool:
-        """Return whether the entry describes the metric with the given name."""
+        """Return whether this catalogue entry describes the metric with the given name."""
         return re.fullmatch(re.sub("<.*?>", r"\\w+", re.escape(self.name)), name) is not None
 
 

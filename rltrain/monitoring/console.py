@@ -121,8 +121,7 @@ class ConsoleDisplay:
 def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
-    Yields:
-        A callback for the progress: its arguments are the number of bytes downloaded so far and the total number.
+    A callback that takes the number of bytes downloaded so far and the total number of bytes.
         Nothing is shown until the first call of the callback.
     """
     bar = Progress(
@@ -172,7 +171,9 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def sample_text(step: int, batch: DataProto) -> Text:
-    """Return the text and the reward of one sample of the batch. The row of the sample changes with the step.
+    """Return the text and the reward of one sample of the batch.
+
+    The step number determines which row of the batch is returned.
 
     Text that a model wrote is never interpreted as console markup.
     """
@@ -236,7 +237,7 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Return two shell commands: one trains with another algorithm on the same data, one opens TensorBoard.
 
-    Settings of the section `algorithm` are left out of the command, because the other algorithm may refuse them.
+    The command omits settings of the section `algorithm`, because the other algorithm may reject them.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"

@@ -16,7 +16,7 @@ class JsonLinesFile:
     """A file that grows by one JSON object per line.
 
     Args:
-        path: path of the file. The folder of the file must exist. Lines that the file already has are kept.
+        path: path of the file. The folder of the file must exist. Existing lines of the file are kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,12 +27,12 @@ class JsonLinesFile:
         self.file = self.path.open("a", encoding="utf-8")
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append one JSON object to the file, as its last line. The line is in the file when the method returns."""
+        """Append one JSON object to the file, as its last line. The line is in the file when `append` returns."""
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
     def replace(self, content: bytes) -> None:
-        """Replace the whole file at once: a process that is killed leaves either the old or the new content."""
+        """Replace the file atomically: if the process is killed, the file has either its old or its new content."""
         self.close()
         partial = self.path.with_name(f"{self.path.name}.partial")
         partial.write_bytes(content)

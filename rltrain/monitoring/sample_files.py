@@ -13,8 +13,8 @@ from rltrain.batch.data_proto import DataProto
 
 SHOWN = 8  # number of samples of a step that are sent to trackers
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
-# Columns with one value per response token. A table has only those of the columns that its batch has: `old_log_probs`
-# is missing if one optimizer step trains on the whole batch, and `entropies` if no loss reads them.
+# Columns with one value per response token. A table contains only the columns that its batch has: `old_log_probs` is
+# missing if one optimizer step trains on the whole batch, and `entropies` if no loss reads them.
 _OF_TOKENS = (
     "responses",
     "response_mask",
@@ -63,13 +63,16 @@ class SampleFiles:
         try:
             path.parent.mkdir(exist_ok=True)
             batch.save(path)
-        # for instance a full disk, or a column whose values JSON cannot represent
+        # possible causes are a full disk, or a column whose values JSON cannot represent
         except (OSError, RuntimeError, TypeError) as error:
             return f"could not be kept ({' '.join(str(error).split())})"
         return str(path)
 
     def restore(self, step: int) -> None:
-        """Remove the tables of all training steps after `step`. Saved batches are not removed."""
+        """Remove the tables of all training steps after `step`.
+
+        Batches that were saved for debugging are not removed.
+        """
         for file in self.tables.iterdir():
             if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
                 file.unlink()

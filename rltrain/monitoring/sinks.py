@@ -27,8 +27,8 @@ class Sink(Protocol):
     `TakesConfig` and `TakesSamples`.
 
     Sinks that write files in the output folder are called directly by the trainer, so an exception in such a sink ends
-    the run. Each other sink is called in a thread of its own (`BackgroundSink`), and an exception in the sink is
-    reported as an alarm.
+    the run. Each sink except `JsonLines` and `TensorBoard` is called in a separate thread (`BackgroundSink`), and an
+    exception in the sink is reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:
@@ -46,13 +46,13 @@ class Sink(Protocol):
         """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps that the run took before the evaluation. The number is 0 for the weights that
-                the run starts with.
+            step: number of training steps that the run took before the evaluation. An evaluation of the run's initial
+                weights has the number 0.
             metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Forget everything after the training step `step`, because the run continues from this step.
+        """Discard everything after the training step `step`, from which the run continues.
 
         The trainer calls `restore` before the first step, and again whenever the loss of training ranks makes the run
         go back to a checkpoint. The sink may not have received all earlier steps, because the run may have begun in
@@ -74,7 +74,7 @@ class Sink(Protocol):
 
 @runtime_checkable
 class TakesConfig(Protocol):
-    """Optional part of the interface: a sink that records the config of the run."""
+    """Optional interface of a sink that records the config of the run."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Receive the resolved config of the run, as nested plain values.
@@ -86,7 +86,7 @@ class TakesConfig(Protocol):
 
 @runtime_checkable
 class TakesSamples(Protocol):
-    """Optional part of the interface: a sink that shows samples, that is, answers of the model."""
+    """Optional interface of a sink that shows samples, that is, answers of the model."""
 
     def log_samples(self, step: int, rows: Rows) -> None:
         """Receive some samples of a training step.
@@ -102,11 +102,12 @@ class TakesSamples(Protocol):
 
 
 def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
-    """Send kept metrics to a sink that lacks them.
+    """Send the metrics of earlier steps to a sink that does not have them.
 
     Args:
         sink: sink that gets each row by `log_step`.
-        rows: metrics of training steps and evaluations. The key `step` has the number of the step.
+        rows: metrics of training steps and evaluations. In each row, the key `step` gives the number of the training
+            step.
     """
     for row in rows:
         sink.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -137,7 +138,7 @@ class JsonLines:
         self.evaluations.append(line_of({"step": step, **metrics}))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Replace the lines of `metrics.jsonl` and `evaluations.jsonl` by the kept training steps and evaluations."""
+        """Rewrite `metrics.jsonl` and `evaluations.jsonl` with only the kept training steps and evaluations."""
         self.steps.replace(lines_of(steps))
         self.evaluations.replace(lines_of(evaluations))
 
@@ -151,7 +152,7 @@ class TensorBoard:
     """Writes TensorBoard events, one curve for each metric of training steps and of evaluations.
 
     Args:
-        output_dir: folder in which the folder `tensorboard` is made.
+        output_dir: folder in which the subfolder `tensorboard` is created.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -177,7 +178,7 @@ class TensorBoard:
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Make TensorBoard hide all events after `step`.
 
-        If the folder has no events, write events for the kept steps and evaluations.
+        If the TensorBoard folder has no events, write events for the kept steps and evaluations.
         """
         self.writer.close()
         if self.has_events:

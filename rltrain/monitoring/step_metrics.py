@@ -66,7 +66,7 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
-    """Compare the engine's log-probs of the tokens in `response_mask` with the actor's.
+    """Compare the log-probs of the engine and the actor at the tokens in `response_mask`.
 
     Returns:
         Metrics with the mean and the largest absolute difference in nats, estimates of KL(engine

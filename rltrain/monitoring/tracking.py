@@ -74,7 +74,7 @@ class Tracker:
 
         Args:
             step: last training step whose results are kept.
-            kept: contents after `step` of the files that checkpoints copy, by file name; {} for the start of a run.
+            kept: content after `step` of each file that checkpoints copy, by file name; {} at the start of a run.
 
         Returns:
             The metrics of all training steps up to `step`.
@@ -91,7 +91,7 @@ class Tracker:
     def state(self) -> dict[str, FileStart]:
         """Return the files that a checkpoint copies, by name.
 
-        Only the part of a file up to the current size is copied.
+        A checkpoint copies each file only up to its current size.
         """
         paths = {name: self.output_dir / name for name in IN_CHECKPOINTS}
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}
@@ -176,7 +176,7 @@ class Tracker:
     def close(self) -> Path | None:
         """Close all sinks and files, draw the learning curve and write the report.
 
-        Sinks that run in threads close at the same time.
+        Sinks that run in threads are closed concurrently.
 
         Returns:
             The path of the curve's image, or None if the run took no training step.

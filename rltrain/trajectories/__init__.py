@@ -1,1 +1,1 @@
-"""From prompts to scored batches: groups of answers, their scores, token rewards and advantages."""
+"""Turns prompts into scored batches: groups of answers, scores, token rewards and advantages."""

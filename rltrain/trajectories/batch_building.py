@@ -1,4 +1,4 @@
-"""Builds batches of prompt groups, with one row per trajectory: tokens, texts and scores."""
+"""Builds a batch from prompt groups: each trajectory becomes one row with its tokens, texts and scores."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,9 @@ def mean_score(groups: Sequence[Group], config: Config) -> float:
 
 
 def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
-    """Convert groups with finished answers to a batch whose rows are sorted by (uid, sample).
+    """Convert groups with finished answers to a batch whose rows are sorted by group number, then by sample number.
 
-    If `baseline` is True, the batch has only the greedy answers, one row per group.
+    If `baseline` is True, the batch contains only the greedy answers, one row per group.
     """
     rows = _rows(groups, baseline=baseline)
     batch = batch_of([trajectory_of(group.prompt.ids, group.completions[number]) for group, number in rows])
@@ -32,7 +32,7 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
 
 
 def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
-    """Return a trajectory with a single turn: the prompt of the group and a finished answer to the prompt."""
+    """Convert a prompt and a finished answer to a trajectory with a single turn."""
     c = completion
     turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
     return Trajectory(*c.key, (turn,))
@@ -43,7 +43,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
-    `NOT_SAMPLED`. Rewards of single turns are not part of the batch.
+    `NOT_SAMPLED`. The batch does not contain the rewards of single turns.
     """
     batch = DataProto.from_dict(
         {
@@ -72,7 +72,7 @@ def with_scores(
 ) -> DataProto:
     """Add the scores of the given groups to a batch of the groups' answers.
 
-    A failed or unscored row is not valid, and the tokens of the row are not trained on.
+    A row whose reward failed or that has no score is marked as not valid, and its tokens are not trained on.
     """
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
     nan = float("nan")
@@ -102,7 +102,7 @@ def to_batch(
 
 
 def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]:
-    """Return for each row of a batch its group and the number of its answer, sorted by (uid, number)."""
+    """Return the group and the answer number of each row of a batch, sorted by group number, then by answer number."""
     return [
         (group, number)
         for group in sorted(groups, key=lambda g: g.uid)

@@ -1,9 +1,9 @@
-"""Collects scored batches: sends prompt groups to the engines, and the engines' answers to the reward workers.
+"""Collects scored batches: sends prompts to the inference engines and their answers to the reward workers.
 
-Synchronous and asynchronous runs use the same code. The method `answers` sends as many groups to the engines as the
-staleness bound allows, and waits only for the answers of the oldest groups. The method `scored` waits for the scores of
-the groups that `answers` returned. Two background tasks pass on finished answers and scores, even while the training
-ranks compute.
+Synchronous and asynchronous training use the same collector. The method `answers` sends as many prompt groups to the
+engines as the staleness bound allows, but waits only for the answers of the oldest groups. The method `scored` waits
+for the scores of the groups that `answers` returned. Two background tasks receive finished answers and scores, even
+while the training ranks compute.
 """
 
 import time
@@ -27,16 +27,17 @@ from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-# Minimum seconds between a step's first failed reward and an early stop of the run, so that the error shows all
-# failures that follow quickly.
+# Minimum seconds between a step's first failed reward and an early stop of the run, so that the error message also
+# covers the failures that follow shortly after the first.
 PATIENCE_S = 10.0
-# added to the run's seed in evaluations, so that an evaluation never reuses a training sample's random stream
+# This offset is added to the run's seed in evaluations, so that an evaluation never reuses the random stream of a
+# training sample.
 EVAL_SEED = 0x5EED
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A collection of groups that are in flight together, with the sampling settings of the answers."""
+    """Prompt groups being generated or scored, with the temperature and the seed for sampling their answers."""
 
     groups: PromptGroups
     temperature: float
@@ -72,10 +73,9 @@ class Collector:
         rollout: pool of engines.
         rewards: pool of reward workers.
         prompts: training prompts.
-        tasks: the run's background tasks. A failed task or an interruption of the run ends the collector's waits, and
-            no data is lost.
-        models: reward models, which score a group after all answers of the group are finished and scored by the reward
-            functions.
+        tasks: the run's background tasks. If a background task fails or the run is interrupted, the collector stops
+            waiting and loses no data. models: reward models, which score a group after all answers of the group are
+            finished and scored by the reward functions.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Collector:
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
-        self.first_failure = 0.0  # `time.monotonic()` when the step's first reward failed; 0 if none has failed
+        self.first_failure = 0.0  # `time.monotonic()` at the step's first failed reward; 0 if no reward has failed
         self._arrived = 0  # number of times that answers or scores have arrived
         self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted yet
-        self._changes = Changes()  # signals changes of groups, and of the pending work of engines and reward workers
+        self._changes = Changes()  # notified when groups or the pending work of engines and reward workers change
 
     def start(self) -> None:
         """Start the background tasks that pass on answers and scores."""
@@ -116,12 +116,12 @@ class Collector:
     async def answers(self, version: int) -> DataProto:
         """Wait for the answers of the next `prompts_per_step` groups, and return them as a batch.
 
-        The weights that sampled the answers are at most `max_staleness` versions older than `version`. The scores of
-        the answers may still be missing; the method `scored` adds the scores.
+        The weights that sampled the answers are at most `max_staleness` versions older than weight version `version`.
+        The scores of the answers may still be missing; the method `scored` adds the scores.
 
-        With dynamic sampling, groups whose answers all have the same outcome are replaced as long as the step may
-        generate more groups; after that, they are left out. With dynamic sampling, the batch may therefore have fewer
-        than `prompts_per_step` groups.
+        With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group as long as the
+        step may generate more groups, and is left out otherwise. With dynamic sampling, the batch may therefore have
+        fewer than `prompts_per_step` groups.
         """
         wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
         if not self.step.open:  # a step that is open when a run is resumed continues with its saved state
@@ -142,12 +142,12 @@ class Collector:
     async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Wait for all scores of a batch that `answers` returned, and add the scores to the batch.
 
-        After `scored`, call `take` to end the step. With dynamic sampling, no token is trained on if the batch has only
-        one group and all answers of the group have the same outcome.
+        Call `take` after `scored` to end the training step. With dynamic sampling, no token is trained on if the batch
+        has only one group and all answers of the group have the same outcome.
 
         Returns:
-            The batch with scores, and metrics over all groups that were generated. The metrics are empty without
-            dynamic sampling.
+            The batch with scores, and metrics over all groups that were generated. Without dynamic sampling, the
+            returned metrics are empty.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -171,9 +171,9 @@ class Collector:
         }
 
     def take(self) -> list[int]:
-        """End the step and count the groups of the step as used.
+        """End the training step and count its groups as used.
 
-        In a checkpoint that was saved before the call of `take`, the step is still open.
+        A checkpoint that was saved before the call of `take` stores the training step as still open.
 
         Returns:
             The uids of the groups that the step has dropped.
@@ -185,7 +185,7 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the collector for a checkpoint, as plain values.
 
-        The state consists of the position in the order of prompts, the groups in flight, and the unfinished step.
+        The state consists of the position in the prompt order, the prompt groups in flight, and the unfinished step.
         """
         step = self.step
         unfinished = {
@@ -205,14 +205,15 @@ class Collector:
 
         After `abort`, the only method that may be called is `load_state_dict`.
         """
-        self.in_flight = []  # if an engine dies during the abort, `_reissue` must not request the engine's groups again
+        # if an engine dies during the abort, `_reissue` must not request that engine's groups again
+        self.in_flight = []
         await self.rollout.abort()
         self.rewards.abort()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the collector from a state that `state_dict` returned.
 
-        The engines and reward workers must have no work, which `abort` ensures.
+        Before `load_state_dict` is called, the engines and reward workers must be idle; `abort` makes them idle.
         """
         self.order.load_state_dict(state["order"])
         self.in_flight, self.first_failure, self._failures_arrived = [self.training], 0.0, False
@@ -222,17 +223,20 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                # a group that is not ready has failed scores, which are requested again
+                # the failed scores of a group that is not ready are requested again
                 if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of a group. The uid of a group is the group's position in the prompt order of the run."""
+        """Return the prompt of the group with the number `uid`.
+
+        The number of a group is the group's position in the prompt order of the run.
+        """
         return self.prompts[self.order.at(uid)]
 
     def _draw(self, version: int) -> None:
-        """Add as many new groups as the staleness bound allows, and send all pending groups to the engines."""
+        """Add as many new prompt groups as the staleness bound allows, and send all pending groups to the engines."""
         self.groups.add([self.prompts[index] for index in self.order.next(self.groups.wanted(version))])
         self._ship(self.training, version)
 
@@ -243,7 +247,7 @@ class Collector:
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                # set only after the check, in which a user's function may raise an exception
+                # The group is recorded after the check, in which a user's function may raise an exception.
                 step.seen[group.uid] = group
                 if not flat:
                     continue
@@ -252,7 +256,7 @@ class Collector:
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
                 if replaced and not step.refills:
-                    break  # once there are no refills, `_unseen` waits until all groups are finished
+                    break  # once no refills are left, `_unseen` waits until all groups are finished
 
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.
@@ -266,22 +270,22 @@ class Collector:
         return failed > self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
 
     def _unseen(self, step: "_Step") -> list[Group]:
-        """Return the finished groups that are not yet in `seen`, among the groups that the step would use.
+        """Return the step's finished groups that were not yet checked for a single outcome, that is, are not in `seen`.
 
-        A group of a later step is checked only in the later step.
+        A group that belongs to a later step is checked only in that later step.
         """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
-        # If no dropped group can be replaced any more, all groups must be finished before the check. If all groups have
-        # a single outcome, one group stays, and it must not depend on timing which group that is.
+        # Once dropped groups can no longer be replaced, the check waits until all groups are finished. If every group
+        # has a single outcome, one group stays in the step, and the choice of that group must not depend on timing.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
 
     def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
-        """Add the column `baseline_rewards`: the score of each group's greedy answer, shaped like other scores.
+        """Add the column `baseline_rewards`, which holds the shaped score of the greedy answer of each row's group.
 
-        If the greedy answer has no score, the rows of the group are not valid.
+        If the greedy answer of a group has no score, the rows of the group are marked as not valid.
         """
         greedy = to_batch(groups, self.config.reward.components, baseline=True)
         scored, samples = greedy.batch["valid"], self.config.rollout.samples_per_prompt
@@ -302,9 +306,9 @@ class Collector:
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
     async def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
-        """Generate and score one answer to each prompt, greedily or at the run's temperature.
+        """Generate and score one answer to each prompt, with greedy decoding or at the run's sampling temperature.
 
-        Training groups remain in flight during an evaluation.
+        The generation and scoring of training groups continues during an evaluation.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -363,7 +367,7 @@ class Collector:
             self._changes.notify()
 
     async def _receive_scores(self) -> None:
-        """Pass scores to their groups, until the task is cancelled."""
+        """Record arriving scores in their groups, until the task is cancelled."""
         while True:
             await self._changes.until(lambda: self.rewards.pending)
             for result in await self.rewards.poll():
@@ -374,7 +378,7 @@ class Collector:
             self._changes.notify()
 
     def _reissue(self, uids: set[int]) -> None:
-        """Request the answers again that were lost because an engine died.
+        """Request again the answers that were lost when an engine died.
 
         The new answers are the same as the lost answers, because each request has its own fixed seed.
         """
@@ -383,10 +387,10 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run, even before all results have arrived, if more rewards have failed than a step allows.
+        """Stop the run before all results have arrived if more rewards have already failed than a step allows.
 
-        The check begins `PATIENCE_S` seconds after the first failed reward of the step. With dynamic sampling, the run
-        is never stopped early.
+        The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
+        With dynamic sampling, failed rewards never stop the run early.
 
         Raises:
             RewardError: too many rewards have failed.

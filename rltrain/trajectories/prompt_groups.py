@@ -1,12 +1,13 @@
 """The lifecycle of a prompt group, with the stages pending, generating, scoring, ready, and finally used or dropped.
 
-The module only keeps track of groups, without using Ray or a clock. A group consists of the G samples of one prompt,
-which are in flight together, that is, being generated or scored. To ship a group means to send the requests for the
-group's answers to the engines.
+The module only tracks the stages of prompt groups and uses neither Ray nor a clock. A prompt group consists of the G
+samples of one prompt, which are in flight together, that is, being generated or scored. To ship a group means to send
+the requests for the group's answers to the engines.
 
-Groups are trained on in the order of their numbers `uid`. The training step that uses a group is known when the group
-is shipped, because group n is used at step n // prompts_per_step. The number n does not count dropped groups that were
-replaced. Because the step is known, the staleness bound can be guaranteed when a group is shipped.
+The trainer uses prompt groups in the order of their numbers (`uid`). The training step that uses a group is known when
+the group is shipped to the engines: group n, not counting dropped groups that were replaced, is used at training step
+n // prompts_per_step. Because the training step of a group is known in advance, the staleness bound can be guaranteed
+when the group is shipped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from workers.rollout.messages import Completion, Request
 
 
 class GroupState(StrEnum):
-    """The stages of a prompt group in the lifecycle."""
+    """The stages in the lifecycle of a prompt group."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -56,9 +57,9 @@ class Group:
     results: dict[int, SampleScores] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished answers and scores of the group for a checkpoint.
+        """Return the state of the group for a checkpoint: its finished answers and their scores.
 
-        The state identifies the prompt only by the uid of the group.
+        The state does not contain the prompt, which is identified by the uid of the group.
         """
         answers: dict[str, Mapping[int, Any]] = {"completions": self.completions, "results": self.results}
         return {"uid": self.uid, "shipped": self.shipped} | {
@@ -96,12 +97,11 @@ class PromptGroups:
         samples_per_prompt: number of samples in a group (G).
         prompts_per_step: number of groups that one training step uses (P).
         max_staleness: maximum age of a group when it is trained on, in weight versions.
-        steps: number of training steps of the run. The collection never adds more groups than `steps` training steps
-            use.
-        greedy_baseline: whether each group has one greedy answer in addition to its samples.
-        first_uid: uid of the first group. Collections that are in flight at the same time must not share uids.
-        whole: whether a group is one generation batch, whose composition affects the answers bit for bit. If `whole` is
-            True, all answers of a group are always requested together.
+        steps: number of training steps of the run. `PromptGroups` never adds more groups than `steps` training steps
+            use. greedy_baseline: whether each group has one greedy answer in addition to its samples. first_uid: uid of
+            the first group. Two `PromptGroups` that are in use at the same time must not share uids. whole: whether all
+            answers of a group are generated as one batch, because the composition of a batch affects the answers bit
+            for bit. If `whole` is True, all answers of a group are always requested together.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class PromptGroups:
         self._next_uid = first_uid
 
     def wanted(self, version: int) -> int:
-        """Return the number of groups that may be added so that every group is used within `max_staleness` versions.
+        """Return how many groups may be added such that every group is used within `max_staleness` weight versions.
 
-        At weight version v, the next group to be used belongs to step v. At weight version v, groups of all steps up to
-        v + max_staleness may be in flight.
+        At weight version v, the next group to be used belongs to training step v. At weight version v, groups of all
+        steps up to v + max_staleness may be in flight.
         """
         last = min(version + self.max_staleness + 1, self.steps)
         return max(0, last * self.prompts_per_step - self.used - len(self.groups))
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Add one pending group for each prompt."""
+        """Add one pending prompt group for each prompt."""
         for prompt in prompts:
             self.groups[self._next_uid] = self.group(self._next_uid, prompt)
             self._next_uid += 1
@@ -172,10 +172,10 @@ class PromptGroups:
         ]
 
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
-        """Return the group for a state that the `state_dict` of a group returned.
+        """Return the group that a state from `Group.state_dict` describes.
 
-        If the group is not in flight, because it was dropped, the method returns a new group that is not in the
-        collection. The collection's `load_state_dict` must be called before `restored`.
+        If the group was dropped and is therefore not in the collection, `restored` creates the group without adding it
+        to the collection. Call `PromptGroups.load_state_dict` before `restored`.
         """
         if (group := self.groups.get(state["uid"])) is None:
             group = self.group(state["uid"], prompt_of(state["uid"]))
@@ -185,8 +185,8 @@ class PromptGroups:
     def ship(self, version: int | None) -> list[Group]:
         """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
-        A group that was already shipped before keeps the version of its first shipment. If `version` is None, only
-        groups that were already shipped before are shipped again.
+        A group that was shipped before keeps the weight version of its first shipment. If `version` is None, only
+        groups that were shipped before are shipped again.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]
@@ -211,7 +211,7 @@ class PromptGroups:
         return group.request(number)
 
     def scored(self, result: SampleScores) -> None:
-        """Record the scores of one answer. The group becomes ready when all its answers are scored."""
+        """Record the scores of one answer. A group becomes ready when all its answers are scored."""
         uid, number = result.key
         group = self.groups.get(uid)
         if group is None or number in group.results or number not in group.completions:
@@ -222,10 +222,10 @@ class PromptGroups:
             group.state = GroupState.READY
 
     def reissue(self, uids: Iterable[int]) -> None:
-        """Make the given groups pending again, so that the missing answers of the groups are requested again.
+        """Make the given groups pending again, so that their missing answers are requested again.
 
-        Call `reissue`, for instance, after an engine has died. Each group keeps its finished answers, the scores of
-        these answers, and the weight version with which it was first shipped.
+        For example, `reissue` is called after an engine has died. A reissued group keeps its finished answers, their
+        scores, and the weight version of its first shipment.
         """
         for uid in uids:
             group = self.groups.get(uid)
@@ -233,26 +233,24 @@ class PromptGroups:
                 group.state = GroupState.PENDING
 
     def drop(self, uid: int, *, replace: bool) -> None:
-        """Remove a group and count it as dropped.
+        """Remove a prompt group and count it as dropped.
 
-        Args:
-            uid: number of the group.
-            replace: whether another group may take the group's place in the step. If `replace` is False, the place of
-                the group in the step stays empty.
+        Args: uid: number of the group. replace: whether a new group may replace the removed group in its training step.
+        If `replace` is False, the training step has one group fewer.
         """
         del self.groups[uid]
         self.dropped += 1
         self.used += not replace
 
     def oldest(self, count: int) -> list[Group]:
-        """Return the `count` groups that will be used next, in any state.
+        """Return the next `count` groups in training order, whatever their stage.
 
         If there are fewer than `count` groups, return all groups.
         """
         return [self.groups[uid] for uid in sorted(self.groups)[:count]]
 
     def answered(self, count: int) -> list[Group]:
-        """Return the oldest `count` groups if all their answers are finished, scored or not; else an empty list."""
+        """Return the oldest `count` groups if all their answers are finished, even if unscored; else an empty list."""
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 
     def ready(self, count: int) -> list[Group]:
@@ -278,9 +276,8 @@ class PromptGroups:
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
     """Return one generation request for each missing answer of a group.
 
-    Each request has its own random stream, keyed by (seed, uid, sample). If `whole` is True, the function requests
-    every answer, even the finished answers, because the rounding of an engine may depend on the composition of the
-    batch.
+    Each request has its own random stream, keyed by (seed, uid, sample). If `whole` is True, `requests_of` requests all
+    answers, including finished ones, because the rounding of an engine may depend on the composition of the batch.
     """
     return [
         Request(

@@ -1,4 +1,4 @@
-"""Reward models on the driver, which renders and tokenizes the text for each model and receives the scores.
+"""Driver-side part of the reward models, which renders and tokenizes their input texts and receives their scores.
 
 Reward functions score an answer as soon as it is finished. Reward models run on the training ranks and score a group
 after all reward functions have scored the group.
@@ -27,7 +27,7 @@ from workers.training.worker_group import WorkerGroup
 
 
 class RewardModel:
-    """A reward model, as the driver uses it.
+    """The driver's interface to one reward model.
 
     The driver holds the tokenizer of the reward model, and the training ranks hold the weights of the reward model.
 
@@ -64,8 +64,7 @@ class RewardModel:
         The score of samples with equal tokens is computed only once. Samples with equal tokens therefore have
         bit-identical scores, and a group of equal answers has no spread of scores.
 
-        Returns:
-            For each sample the score, or a text that says why the sample has no score.
+        The score of each sample, or a text that says why the sample has no score.
         """
         found: list[float | str | tuple[int, ...]] = [self._tokens(prompt, response) for prompt, response in samples]
         rows = list(dict.fromkeys(row for row in found if isinstance(row, tuple)))
@@ -83,10 +82,10 @@ class RewardModel:
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
-        """Return the token ids of a sample, not truncated, or a text that says why the model cannot read it.
+        """Return the untruncated token ids of a sample, or the reason why the reward model cannot read it, as text.
 
-        If the prompt or the response contains the text of a control token, the text is encoded as ordinary tokens, so
-        that an answer cannot end the turn by writing the name of a control token.
+        The name of a control token in the prompt or response is encoded as ordinary tokens, so that an answer cannot
+        end the turn by writing that name.
         """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
         try:
@@ -108,7 +107,8 @@ class RewardModel:
     def _ids(self, sample: list[Any], write: Callable[[list[Any]], str], *, chat: bool) -> list[int]:
         """Return the token ids of the text that the function `write` renders from a sample.
 
-        If `chat` is True, the tokenizer adds no special tokens, because the chat template has already written them.
+        If `chat` is True, the tokenizer adds no special tokens, because the rendered chat template already contains
+        them.
         """
         text = write(sample)
         if self._control.first_in(sample) is not None:

@@ -1,7 +1,7 @@
-"""Computes the shaped scores from which advantages are estimated, and masks of the rows that count in the statistics.
+"""Computes shaped scores, from which advantages are estimated, and masks of the rows that count in score statistics.
 
-The column `scores` of a batch keeps the unshaped scores. The functions in this module compute shaped scores separately,
-only for the advantages.
+The column `scores` of a batch keeps the unshaped scores. Shaped scores (scaled, shifted, clipped or penalised) are
+computed separately and used only for the advantages.
 """
 
 import functools
@@ -23,7 +23,7 @@ from rltrain.settings.schema import Config
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """Compute each row's weighted sum of component scores, where a gate component can set it to 0: (B, K) -> (B,).
+    """Compute the weighted sum of each row's component scores, which a gate component can set to 0: (B, K) -> (B,).
 
     If no reward component applies to a row, the row's score is NaN.
 
@@ -35,7 +35,7 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
 
 
 def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """Return the component scores (B, K), where the components that score only the form of an answer are NaN.
+    """Return the component scores (B, K) with NaN for each component that scores only the form of an answer.
 
     A score of NaN means that the component does not apply to the row.
     """
@@ -43,9 +43,9 @@ def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rewar
 
 
 def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
-    """Return the total scores (B,) after checking them.
+    """Check that the total scores (B,) are valid, and return them.
 
-    The total of a row must be finite, or NaN if no component applies to the row.
+    The total score of a row must be finite, or NaN if no component applies to the row.
 
     Raises:
         RewardError: the total score of a row is outside float32's range.
@@ -103,14 +103,14 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # All exceptions but KeyboardInterrupt are converted: SystemExit from the function would end the run silently,
-        # and inspecting the returned object may also raise an exception.
+        # Every exception except KeyboardInterrupt becomes a RewardError: SystemExit from the user's function would end
+        # the run silently, and inspecting the returned object may also raise an exception.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
             path, f"returned {shown}: it must return one finite number or NaN per row, {tuple(uid.shape)}"
         )
-    # In a batch of a single group, it is legitimate that no row has a score.
+    # In a batch with a single group, it is not an error if every row's score is NaN.
     if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
         raise _aggregation_error(
             path, "returned NaN for every row, so nothing is learnt; return a number where it applies"
@@ -119,9 +119,9 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 
 
 def _aggregation_error(path: str, what: str) -> RewardError:
-    """Return an error for a mistake of the user's aggregation function, which `what` describes.
+    """Return an error that states what the user's aggregation function did wrong, as described by `what`.
 
-    The attribute `repairable` of the error lets the run be resumed after the file of the function has been repaired.
+    The error's attribute `repairable` names the user's file, so that the run can be resumed after the file is repaired.
     """
     error = RewardError(f"reward.aggregation={path} {what}")
     error.repairable = source_name("reward.aggregation", path)
@@ -147,7 +147,7 @@ def truncated_rows(batch: DataProto) -> Tensor:
 
 
 class ShapedScores(NamedTuple):
-    """Scores from which advantages are computed. Each tensor has the shape (B,).
+    """Shaped scores, from which advantages are computed, and row masks. Each tensor has the shape (B,).
 
     Attributes:
         scores: shaped scores; 0 for a row without a score.
@@ -162,19 +162,19 @@ class ShapedScores(NamedTuple):
 
 
 def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
-    """Return for each row whether it is valid and not excluded because its answer was cut: (B,) bool."""
+    """Return for each row whether it is valid and not excluded as an answer cut at the length limit: (B,) bool."""
     valid: Tensor = batch.batch["valid"]
     return valid & ~truncated_rows(batch) if algorithm.suppress_truncated or algorithm.exclude_truncated else valid
 
 
 def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
-    """Compute the scores of a batch as the advantage estimators receive them, but before normalisation.
+    """Compute the shaped scores of a batch, from which advantages are estimated, before normalisation.
 
     With `suppress_truncated`, a cut answer gets the lower of two scores: its own score, and the score that it would
     have if each reward function had given 0. The length penalty is subtracted after the scores of cut answers are
     lowered, so it applies to cut answers too. The length penalty counts the sampled tokens of an answer and not the
-    observations between them. The lowered scores of cut answers affect only the estimator gae, which reads rows outside
-    of the statistics.
+    observations between them. The lowered scores of cut answers affect only the estimator gae, which also reads rows
+    that are excluded from the statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -218,9 +218,9 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     functions and models that have `outcome` set, combined as `reward.aggregation` selects. Shaping, normalisation and
     the length penalty do not affect the outcome, so wrong answers of different lengths have the same outcome.
 
-    If the user has given an aggregation function, the function receives all components, and its result is the outcome.
-    If the estimator reads the components separately, the scores of every component with `outcome` must be equal within
-    the group. Rows that do not count in the statistics are ignored.
+    If the user has given an aggregation function, that function receives all components, and its result is the outcome
+    of the answer. If the estimator reads the components separately, the scores of every component with `outcome` must
+    be equal within the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
     """
     uid, counted, components = (
         batch.batch["uid"],

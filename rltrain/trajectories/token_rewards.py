@@ -1,7 +1,7 @@
 """Computes token rewards and advantages, and chooses the tokens that are trained on.
 
-The module applies the pure functions of `rltrain.algorithms` to whole batches. No other code on the driver combines
-batch columns with algorithm parameters.
+The module applies the pure functions of `rltrain.algorithms` to whole batches. All driver code that combines batch
+columns with algorithm parameters is in this module.
 """
 
 import dataclasses
@@ -56,10 +56,11 @@ def with_all_knobs(config: Config) -> Config:
 
 
 def needs_actor_pass(config: Config) -> bool:
-    """Return whether a step needs a forward pass of the actor before the update.
+    """Return whether a training step needs a forward pass of the actor before the update.
 
-    If one optimizer step trains on the whole batch, the old log-probs equal the log-probs of the update itself,
-    detached, so the forward pass is needed only if another computation reads the old log-probs before the update.
+    If one optimizer step trains on the whole batch, the old log-probs equal the detached log-probs of the update
+    itself. With a single optimizer step, the extra forward pass is therefore needed only if another computation reads
+    the old log-probs before the update.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -73,7 +74,7 @@ def needs_actor_pass(config: Config) -> bool:
 
 
 def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:
-    """Create the controller of the coefficient of the entropy bonus."""
+    """Create the controller for the coefficient of the entropy bonus."""
     if algorithm.entropy_target is None:
         return FixedEntropyController(algorithm.entropy_coef)
     return AdaptiveEntropyController(
@@ -82,7 +83,7 @@ def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:
 
 
 def kl_controller(config: KLInRewardConfig) -> FixedKLController:
-    """Create the controller of the coefficient of the KL penalty in the reward."""
+    """Create the controller for the coefficient of the KL penalty in the reward."""
     if config.controller == "adaptive":
         return AdaptiveKLController(config.kl_coef, config.target, config.horizon)
     return FixedKLController(config.kl_coef)
@@ -93,10 +94,11 @@ def assign_rewards(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add the column `token_level_rewards`: scores on the last trained tokens, minus the KL penalty.
 
-    The scores are shaped and normalised.
+    The scores in `token_level_rewards` are shaped and, if configured, normalised.
 
-    The function also sets the column `valid` to False in rows that are excluded from the statistics because the answer
-    was cut. A row with a cut answer keeps its own score, on the same scale as the scores of other rows.
+    `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
+    answer was cut at the length limit. A row with a cut answer keeps its own score, on the same scale as the scores of
+    all other rows.
 
     Returns:
         The batch, and metrics of the rewards.
@@ -129,7 +131,7 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtract the KL to the reference, multiplied by the controller's coefficient, from `token_level_rewards`.
+    """Subtract the KL to the reference model, times the controller's coefficient, from `token_level_rewards`.
 
     The controller of the coefficient is updated with the mean KL per trained token.
     """
@@ -137,8 +139,8 @@ def penalize_kl(
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
-        # The KL estimate k1 is the difference of its two inputs, so k1 of the two inputs exact KL and 0 is the exact
-        # KL.
+        # The KL estimate k1 is the difference of its two inputs. If the inputs are the exact KL and 0, k1 is therefore
+        # the exact KL.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:
@@ -154,12 +156,12 @@ def penalize_kl(
 
 
 def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Return the batch with the rows of tokens for which the critic computes values.
+    """Return the batch of token rows for which the critic computes values.
 
-    With `bootstrap_truncated`, the critic also computes the values of the states in which answers were cut. The
-    critic's value of a token is the value of the state before the token, and the critic does not read the last token of
-    a row. Therefore, one arbitrary token is appended to each cut answer. The value of the appended token is the value
-    of the state after the answer's last token.
+    With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
+    was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
+    critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is therefore appended
+    to each cut answer. The value of the appended token is the value of the state after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -173,7 +175,7 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Add the critic's values `found`, which were computed on the batch that `states_to_value` returned.
 
-    The function adds the critic's values as the column `values`. With `bootstrap_truncated`, the function also adds the
+    The critic's values are added as the column `values`. With `bootstrap_truncated`, `with_critic_values` also adds the
     column `bootstrap_values` (B,): the value of the state in which an answer was cut, and 0 for answers that were not
     cut.
     """
@@ -187,9 +189,9 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
 
 
 def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
-    """Return which tokens belong to the responses, in rows that may have one token appended: (N,) bool.
+    """Return a bool mask (N,) of the response tokens, in rows that may have one token appended.
 
-    The rows have the given lengths (B,), and each row begins with the response tokens.
+    Each row has the length given in `lengths` (B,) and begins with the response tokens.
     """
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
@@ -198,8 +200,9 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
     """Add the columns `advantages` and `returns` from the configured estimator. Normalise the advantages if configured.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
-    the estimator receives. With these rewards, the estimator gae includes the value of the state after the last token
-    (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` itself does not change.
+    the estimator receives. With `bootstrap_truncated`, the estimator gae thus includes the value of the state after the
+    last token (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` itself does not
+    change.
 
     Returns:
         The batch, and metrics of the advantages.
@@ -252,7 +255,7 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Set `response_mask` to False for cut answers if `algorithm.mask_truncated` is set.
 
-    The update then ignores the tokens of cut answers.
+    With `algorithm.mask_truncated`, the update ignores the tokens of cut answers.
 
     `choose_trained` must be called after the advantages are computed and before the batch is split into mini-batches.
     Tokens that rollout correction or rejection drops stay in `response_mask`: the update only removes the policy-loss

@@ -1,4 +1,4 @@
-"""The charts of a report's page: which metrics are drawn together, and in which order."""
+"""The charts of a report page: which metrics share a chart, and the order of the charts."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 from rltrain.monitoring.catalogue import METRICS
 
-# Title and metrics of each main chart. In the name of a metric, `*` stands for one word, and each match is a chart of
-# its own. All metrics that no entry matches have a chart of their own below the main charts.
+# Title and metrics of each main chart. In the name of a metric, `*` stands for one word, and each matching metric gets
+# a separate chart. Each metric that no entry matches gets a separate chart below the main charts.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("", ("reward/*/mean",)),
@@ -46,9 +46,10 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
-    """Return the metrics of each chart that follows from one entry of `CHARTS`.
+    """Return the metrics of each chart that one entry of `CHARTS` defines.
 
-    A pattern with `*` gives one chart for each metric that it matches; all other patterns together give one chart.
+    A pattern with `*` gives one chart for each metric that it matches; all patterns without `*` together give one
+    chart.
     """
     if "*" in patterns[0]:
         return [[name] for name in names if re.fullmatch(patterns[0].replace("*", r"[^/]+"), name)]
@@ -58,6 +59,6 @@ def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return a mapping from each named metric that the catalogue has to its meaning, unit and healthy range."""
+    """Map each given metric name that the catalogue contains to the metric's meaning, unit and healthy range."""
     found = {name: next((metric for metric in METRICS if metric.matches(name)), None) for name in names}
     return {name: {**asdict(metric), "name": name} for name, metric in found.items() if metric is not None}

@@ -18,7 +18,7 @@ _OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}  # keys whose val
 
 @dataclass(frozen=True)
 class Command:
-    """How a run was started: its command line and the presets that it chose.
+    """How a run was started: the command line and the presets that the command line chose.
 
     Attributes:
         arguments: arguments of the command.
@@ -57,9 +57,9 @@ def read_command(text: str) -> Command:
 
 
 def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
-    """Return (key, value of the presets, value of the run) for each key with two different values.
+    """Return (key, preset value, run value) for each config key whose value in the run differs from the presets.
 
-    The values are returned as JSON texts. The value None stands for a key that is absent.
+    The preset and run values are JSON texts. If a key is absent from a config, its value is None.
     """
     own, theirs = flat(config), flat(presets)
     keys = sorted((own.keys() | theirs.keys()) - _OF_A_PLACE)

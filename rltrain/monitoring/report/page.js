@@ -255,7 +255,7 @@ function drawCurves(picture, values, series) {
   picture.crossAt(crossStep);
 }
 
-// More points than pixels: keep the lowest and the highest of each pixel.
+// If there are more points than pixels, keep only the lowest and the highest point of each pixel.
 function thinned(points, x, width) {
   if (points.length <= 2 * width) return points;
   const found = [];
@@ -272,7 +272,8 @@ function thinned(points, x, width) {
   return found;
 }
 
-// The value of each metric, of every run: "name 0.5 0.6". One run has a colour for each metric, several one for each run.
+// The value of each metric in every run, such as "name 0.5 0.6". If the page shows one run, each metric has a colour;
+// if the page shows several runs, each run has a colour.
 function readings(series, step) {
   const metrics = [...new Set(series.map((one) => one.metric))], many = data.runs.length > 1;
   return metrics.map((metric) => {
@@ -540,7 +541,7 @@ function showSamples() {
   apply(true);
 }
 
-// The last step that every run has, so that runs are compared at the same step.
+// The last step that all runs have in common, so that runs are compared at the same step.
 function commonStep(steps) {
   const own = data.runs.map((run) => new Set(run.samples.chunks.map((chunk) => chunk.step))).filter((found) => found.size);
   return steps.findLast((step) => own.every((found) => found.has(step))) ?? steps.at(-1);
@@ -566,7 +567,8 @@ function filters() {
     el("button", { type: "reset" }, "Reset"));
 }
 
-// Which columns a run has is known once its first chunk is decompressed; `first` is filled before the filters are made.
+// The columns of a run are known once the first chunk of the run is decompressed; `firstChunks` is filled before the
+// filters are made.
 const firstChunks = [];
 const hasColumn = (name) => firstChunks.some((chunk) => chunk && (name === "surprise" ? "log_prob" : name) in chunk.columns);
 

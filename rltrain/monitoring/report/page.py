@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that contains the data, the style and the program, and loads nothing."""
+"""The page of a report: one HTML file that contains the data, the style and the program, and loads no other file."""
 
 import html
 import os
@@ -29,11 +29,10 @@ def write_report(
     Args:
         folders: output folders of the runs.
         output: path of the page.
-        defaults: command and config that stand in for those of a run that did not record its command.
-        max_bytes: size limit of the page. If the samples exceed the limit, some are left out, and the page says so.
+        defaults: command and preset config that are used for a run that did not record its command. max_bytes: size
+        limit of the page. If the samples exceed the size limit, the page omits some samples and says so.
 
-    Returns:
-        One line for each thing that could not be read.
+    One line of text for each file, table or line that could not be read.
 
     Raises:
         ConfigError: a folder is not the output folder of a run.
@@ -50,8 +49,8 @@ def write_report(
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return a short, unique name for each folder.
 
-    The name is the folder's own name. If two folders have the same name, the names of the parent folders are put before
-    the folder's own name.
+    By default, the name of a folder is the last component of its path. If two folders have the same name, the names of
+    their parent folders are prepended.
     """
     parts = [folder.resolve().parts for folder in folders]
     deepest = max(map(len, parts), default=1)
@@ -84,7 +83,7 @@ def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> 
 
 
 def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
-    """Return the data of a run that the page shows, except for the samples."""
+    """Return the data of one run for the page, without the samples."""
     command = run.command or defaults
     return {
         "name": run.name,

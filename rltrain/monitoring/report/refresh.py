@@ -1,4 +1,4 @@
-"""Updates the report of an active run: now and then, a thread writes the report, in at most 1% of the run's time."""
+"""Updates the report of an active run: a thread rewrites it from time to time, using at most 1% of the run's time."""
 
 import logging
 import threading
@@ -11,7 +11,7 @@ from rltrain.monitoring.report.page import REPORT, write_report
 
 logger = logging.getLogger(__name__)
 
-FIRST_AFTER_S = 10.0  # a run that takes less time writes the report only at the end of the run
+FIRST_AFTER_S = 10.0  # seconds before the first report; a shorter run writes its report only at its end
 SHARE = 0.01  # maximum share of the run's time for which the thread may use the CPU
 
 
@@ -30,7 +30,7 @@ class ReportFile:
         self.failed = False
 
     def refresh(self) -> None:
-        """Start a thread that writes the report, unless a thread is already writing it or wrote it a short time ago."""
+        """Start a thread that writes the report, unless a thread is already doing so or has done so recently."""
         if self.clock() < self.next_at or (self.thread is not None and self.thread.is_alive()):
             return
         self.thread = threading.Thread(target=self._refresh, name="report", daemon=True)

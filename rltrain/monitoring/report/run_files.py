@@ -1,6 +1,6 @@
 """Reads the files of a run's output folder that a report needs.
 
-If a file is damaged, the report has a note instead of its content, and the other files are read.
+If a file is damaged, the report contains a note instead of the file's content, and all other files are still read.
 """
 
 import json
@@ -53,7 +53,7 @@ class RunFiles:
         samples: tables of samples in the order of their steps.
         token_texts: text of each token by its id; [] if unknown.
         special_ids: ids of the special tokens.
-        notes: one line for each thing that could not be read.
+        notes: one line of text for each file, table or line that could not be read.
     """
 
     folder: Path
@@ -110,7 +110,7 @@ def sample_files(folder: Path) -> list[SampleFile]:
 
 
 def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
-    """Return the text of a file of the run. If the file cannot be read, add a note and return None."""
+    """Return the text of a file of the run. If the file cannot be read, add a note to the run and return None."""
     try:
         return (run.folder / name).read_text("utf-8", "replace")
     except FileNotFoundError:
@@ -167,8 +167,8 @@ def _command(run: RunFiles) -> Command | None:
 def _read_token_texts(run: RunFiles) -> None:
     """Read the text of each token of the vocabulary.
 
-    A run of an older version of rltrain has no file `tokens.parquet`, so the texts are taken from the tokenizer in its
-    model folder.
+    For a run of an older rltrain version, which wrote no `tokens.parquet`, the texts come from the tokenizer in the
+    run's model folder.
     """
     path, model = run.folder / TOKENS, run.folder / "model"
     try:

@@ -1,12 +1,12 @@
 """Encodes the samples of a run in the compact form that the page of a report reads.
 
 Each table of samples becomes one *chunk*: a header as JSON, and the values of all tokens of the table, column by
-column. A chunk is compressed and written as base64 text, and the page decompresses it when it shows or searches its
+column. A chunk is compressed and written as base64 text, and the page decompresses a chunk only to show or search its
 samples.
 
-A log-prob, an advantage and other real numbers are stored as 16-bit codes, code = round(k asinh(x / s)): two
+Real numbers x, such as log-probs and advantages, are stored as 16-bit codes, code = round(k asinh(x / s)): two
 consecutive codes differ by about s / k near 0, and by about 1 / k of the number if the number is far above s. A smaller
-k makes the page smaller and the stored numbers less exact.
+constant k in the codes makes the page smaller and the stored numbers less exact.
 """
 
 import gzip
@@ -27,8 +27,8 @@ from rltrain.base.secret_values import redacted
 from rltrain.monitoring.report.run_files import RunFiles, SampleFile
 
 SMALLEST = 1e-3  # the constant s of the codes of real numbers: their resolution near 0 is s / k
-# Bytes that a number takes after compression, for each k from the finest to the coarsest rounding. Measured on
-# log-probs of real runs. The relative rounding error is at most about 1 / (2 k).
+# Compressed bytes per number for each constant k, from the finest to the coarsest rounding. The numbers of bytes were
+# measured on log-probs of real runs. The relative rounding error is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
@@ -48,7 +48,7 @@ _UNFINISHED_CHARACTER = re.compile(r"\\x[89a-f][0-9a-f]")
 
 @dataclass
 class Vocabulary:
-    """The tokens that occur on the page, with new numbers, so that frequent tokens have small numbers.
+    """The tokens that occur on the page, renumbered so that frequent tokens have small numbers.
 
     Attributes:
         ids: ids in the tokenizer's vocabulary; the position of an id in the list is the number of the token on the
@@ -59,7 +59,7 @@ class Vocabulary:
     _numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number on the page of each token id (N,), and add ids that are new to the vocabulary."""
+        """Return the page's number for each token id (N,), after adding unknown ids to the vocabulary of the page."""
         found, counts = np.unique(ids, return_counts=True)
         if len(found) and found[-1] >= len(self._numbers):
             grown = np.full(int(found[-1]) + 1, -1, np.int64)
@@ -79,11 +79,9 @@ class Samples:
 
     Attributes:
         chunks: each chunk as base64 text.
-        index: the columns with the data of all samples that the page can read without decompressing a chunk.
-        vocabulary: ids and texts of the tokens on the page, and which of them are special tokens.
-        shown: number of samples on the page.
-        total: number of samples of the run.
-        rounding: largest relative error of a stored number.
+        index: columns of data about all samples, which the page reads without decompressing a chunk. vocabulary: ids
+        and texts of the tokens on the page, and which of them are special tokens. shown: number of samples on the page.
+        total: number of samples of the run. rounding: largest relative error of a stored number.
     """
 
     chunks: list[str] = field(default_factory=list)
@@ -95,7 +93,7 @@ class Samples:
 
     @property
     def counts(self) -> dict[str, float]:
-        """The facts about the encoding that the page shows: numbers of samples, and rounding error."""
+        """Statistics of the encoding that the page shows: numbers of samples, and rounding error."""
         return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
 
 
@@ -111,8 +109,8 @@ class Size:
 def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
-    If the samples exceed the size limit, whole prompt groups are left out, evenly over the steps. If there are too many
-    steps, whole steps are left out too.
+    If the samples exceed the size limit, whole prompt groups are left out, spread evenly over the steps. If the run has
+    too many steps, whole steps are left out too.
 
     Args:
         run: files of the run. For a table that cannot be read, a note is added to the run.
@@ -138,7 +136,7 @@ def _bytes_of(samples: Samples) -> int:
 
 
 def _probe(run: RunFiles, sizes: dict[SampleFile, Size]) -> float:
-    """Encode a few tables, and return the ratio of their size to the estimate of their size."""
+    """Encode a few tables, and return the ratio of their actual size to their estimated size."""
     files = list(sizes)
     few = {files[place]: sizes[files[place]] for place in {0, len(files) // 2, len(files) - 1}}
     tokens, notes, k = sum(size.tokens for size in few.values()), list(run.notes), min(BYTES_OF_NUMBER)
@@ -209,9 +207,9 @@ def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int)
 
 
 def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleFile, float]]:
-    """Yield each file of samples to show, with the share of its prompt groups to show.
+    """Yield each sample file that the page shows, with the share of its prompt groups to show.
 
-    The first and the last file are always included.
+    The first and the last sample file are always included.
     """
     groups = 8  # files are left out only if less than one of every 8 groups would be shown
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
@@ -313,21 +311,21 @@ class Chunk:
     def _numbers(self) -> dict[str, np.ndarray]:
         """Return the columns of real numbers by name.
 
-        For the log-probs of the actor and the reference, differences are returned, because smaller numbers take less
+        The log-probs of the actor and the reference are returned as differences, because smaller numbers take less
         space.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
         if rollout is not None and old is not None:
             found["log_ratio"] = old - rollout
-        # without a forward pass of the actor, the engine's log-probs stand for those of the policy
+        # without a forward pass of the actor, the engine's log-probs replace the policy's log-probs
         policy = rollout if old is None else old
         if policy is not None and ref is not None:
             found["kl"] = policy - ref
         return {name: values for name, values in found.items() if values is not None}
 
     def _prompts(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the list of distinct prompts, and the index in the list of each row's prompt."""
+        """Return the list of distinct prompts, and for each row the index of its prompt in that list."""
         texts = self.table["prompt"].to_pylist()
         keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
         ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)
@@ -350,9 +348,9 @@ class Chunk:
         return found
 
     def _joined(self, ids: Sequence[int]) -> str | None:
-        """Join the texts of tokens without special tokens, as the page does.
+        """Join the texts of the given tokens except special tokens, in the same way as the page.
 
-        Return None if the joined texts are not the text of the tokens.
+        Return None if the text of a token is unknown, or if the joined text contains an incomplete character.
         """
         if any(one >= len(self.texts) for one in ids):
             return None
@@ -385,7 +383,7 @@ class Chunk:
 
 
 def _rows_with_secrets(table: pa.Table) -> np.ndarray:
-    """Return which rows have a secret in their prompt or response: (B,) bool."""
+    """Return for each row whether its prompt or response contains a secret: (B,) bool."""
     pairs = zip(table["prompt"].to_pylist(), table["response"].to_pylist(), strict=True)
     texts = [f"{prompt}\n{response}" for prompt, response in pairs]
     together = "\n".join(texts)

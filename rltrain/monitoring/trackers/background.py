@@ -21,7 +21,7 @@ _Call = Callable[[], None]
 
 @runtime_checkable
 class GivesUp(Protocol):
-    """Optional part of the interface: a sink whose library would keep the process from exiting."""
+    """Optional interface of a sink whose library would keep the process from exiting."""
 
     def give_up(self) -> None:
         """Stop the work that the sink's library is still doing.
@@ -31,20 +31,20 @@ class GivesUp(Protocol):
 
 
 class BackgroundSink:
-    """A sink that passes each call on to another sink, in a separate thread and in the order of the calls.
+    """Forwards each call to another sink, in a separate thread and in the order of the calls.
 
-    Of all methods, only `close` waits for the other sink, and none raises an exception. If a call to the other sink
-    fails, the later calls are still made. If `restore` fails, the other sink has no run to write to, so it receives no
-    calls until the next `restore`.
+    Only the method `close` waits for the wrapped sink, and no method raises an exception. If a call to the wrapped sink
+    fails, the later calls are still made. If `restore` fails, the wrapped sink has no run to write to, so it receives
+    no calls until the next `restore`.
 
     Args:
         name: name of the sink in alarms.
-        sink: the sink that receives the calls. All methods of `sink` are called in the separate thread.
+        sink: the wrapped sink, which receives the calls. All methods of `sink` are called in the separate thread.
     """
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.name, self.sink = name, sink
-        # (the call, whether the sink must have a run for it)
+        # each entry: (the call, whether the sink must have started a run before the call)
         self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()
         self._alarms: SimpleQueue[str] = SimpleQueue()
         self._has_run = False  # whether the last `restore` succeeded; used only by the separate thread
@@ -59,11 +59,11 @@ class BackgroundSink:
             self._calls.put((partial(self.sink.log_config, config), False))
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Pass the metrics of a training step to the sink."""
+        """Pass the metrics of a training step to the wrapped sink."""
         self._put(partial(self.sink.log_step, step, dict(metrics)))
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Pass the metrics of an evaluation to the sink."""
+        """Pass the metrics of an evaluation to the wrapped sink."""
         self._put(partial(self.sink.log_eval, step, dict(metrics)))
 
     def log_samples(self, step: int, rows: Rows) -> None:
@@ -72,9 +72,9 @@ class BackgroundSink:
             self._put(partial(self.sink.log_samples, step, rows))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Make the sink forget everything after the training step `step`.
+        """Make the wrapped sink discard everything after the training step `step`.
 
-        A call of `restore` is never left out, however many calls are waiting.
+        A call of `restore` is never skipped, however many calls are waiting.
         """
         rows = [dict(row) for row in steps], [dict(row) for row in evaluations]
         self._calls.put((partial(self._restore, step, *rows), False))
@@ -85,7 +85,10 @@ class BackgroundSink:
         self._has_run = True
 
     def finish(self) -> None:
-        """Make the sink close after all waiting calls. The method returns immediately, without waiting for the sink."""
+        """Make the wrapped sink close after all waiting calls.
+
+        `finish` returns immediately, without waiting for the wrapped sink.
+        """
         if self._ends_by is None:
             self._ends_by = time.monotonic() + CLOSE_TIMEOUT_S
             self._calls.put(None)
@@ -110,7 +113,7 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Of each kind of failure, only the first raises an alarm.
+        Only the first failure of each kind raises an alarm.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 

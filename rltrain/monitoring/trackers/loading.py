@@ -1,4 +1,4 @@
-"""Checks, before a run starts, the sinks that the config key `trainer.trackers` names, and makes them."""
+"""Checks the sinks named by the config key `trainer.trackers` before a run starts, and creates the sinks."""
 
 import difflib
 import importlib
@@ -28,7 +28,7 @@ METHODS = ("log_step", "log_eval", "restore", "close")
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that each name is that of a tracker whose package is installed, or of a class that is a sink.
+    """Check that each name is a tracker whose package is installed, or the import path of a sink class.
 
     Raises:
         ConfigError: a name is unknown or appears twice, a package is missing, or a class is not a sink.
@@ -45,9 +45,9 @@ def check_trackers(names: Sequence[str]) -> None:
 def make_sinks(output_dir: Path, names: Sequence[str]) -> list[Sink]:
     """Make all sinks of a run, in the order in which they receive the metrics.
 
-    The sink `JsonLines` is always included, because a checkpoint copies its files, and a resumed run reads the metrics
-    from the copies. `JsonLines` and `TensorBoard` write to the output folder, so they are called directly; each other
-    sink is called in a thread.
+    The sink `JsonLines` is always included, because checkpoints copy its files, and a resumed run reads its metrics
+    from those copies. `JsonLines` and `TensorBoard` write to the output folder, so they are called directly; every
+    other sink is called in a thread.
 
     Args:
         output_dir: output folder of the run; must exist.

@@ -27,8 +27,8 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 class MlflowTracker:
     """Sends a run to an MLflow server, or to the store that `MLFLOW_TRACKING_URI` names.
 
-    MLflow cannot remove values. When a run goes back to a checkpoint, each repeated step has two values in MLflow, of
-    which the one with the later time stamp counts.
+    MLflow cannot remove logged values. When a run goes back to a checkpoint, MLflow has two values for each repeated
+    step, and the value with the later time stamp counts.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -49,7 +49,7 @@ class MlflowTracker:
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Add one value to the history of each given metric.
 
-        The metrics of all steps within `INTERVAL_S` seconds are sent in one request.
+        The metrics of all steps within `INTERVAL_S` seconds are sent to MLflow in one request.
         """
         from mlflow.entities import Metric
 
@@ -74,7 +74,7 @@ class MlflowTracker:
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start an MLflow run with the kept values, or continue the MLflow run that belongs to the output folder."""
+        """Start an MLflow run with the kept metrics, or continue the MLflow run that belongs to the output folder."""
         from mlflow import MlflowClient
 
         if self.client is not None:
@@ -106,7 +106,7 @@ class MlflowTracker:
 
         name = os.environ.get("MLFLOW_RUN_NAME") or self.output_dir.name
         run_id: str = client.create_run(_experiment(client), run_name=name).info.run_id
-        # the id is stored at once, so that the run can be continued even if the process is killed now
+        # the id is stored immediately, so that the MLflow run can be continued even if the process is killed
         self.ids.write(run_id)
         values = [Param(_name(key), str(value)) for key, value in _flat(self.config)]
         for start in range(0, len(values), PARAMETERS_AT_ONCE):
@@ -127,9 +127,9 @@ def _experiment(client: "MlflowClient") -> str:
 
 
 def _name(name: str) -> str:
-    """Replace the characters of a name that MLflow does not allow.
+    """Replace each character that MLflow does not allow in a metric name by an underscore.
 
-    The name of a reward component may have any characters.
+    The name of a reward component may contain any character.
     """
     return _NOT_IN_A_NAME.sub("_", name)
 

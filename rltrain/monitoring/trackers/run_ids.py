@@ -31,7 +31,7 @@ class RunIds:
     def write(self, run_id: str) -> None:
         """Store the id of the tracker's run.
 
-        A process that is killed during the call leaves either the old or the new file.
+        If the process is killed during `write`, the file has either its old or its new content.
         """
         with _LOCK:
             ids = self._ids() | {self.tracker: run_id}

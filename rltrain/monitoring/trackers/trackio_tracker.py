@@ -21,8 +21,8 @@ PROJECT = "rltrain"
 class TrackioTracker:
     """Writes a run to trackio's database, or sends it to the server that `TRACKIO_SPACE_ID` or another variable names.
 
-    The library trackio cannot remove rows. When a run goes back to a checkpoint, each repeated step has two rows in
-    trackio, of which the later one counts.
+    The library trackio cannot remove rows. When a run goes back to a checkpoint, trackio has two rows for each repeated
+    step, and the later row counts.
 
     Args:
         output_dir: output folder of the run; must exist.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import wandb
 
 PROJECT = "rltrain"
-# less than the time limit of `BackgroundSink`; wandb also obeys this timeout at the exit of the process
+# less than the time limit of `BackgroundSink`; wandb also applies the timeout when the process exits
 FINISH_TIMEOUT_S = 20.0
 SERVICE = "wandb-core"  # name of wandb's process that sends the data passed to `Run.log`
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
@@ -30,7 +30,7 @@ class WandbTracker:
     """Sends a run to Weights & Biases, or writes it to a file in offline mode.
 
     The step number of a row in W&B is the number of the training step. When a run goes back to a checkpoint, W&B
-    forgets the rows after the checkpoint (`resume_from`).
+    discards the rows after the checkpoint (`resume_from`).
 
     Args:
         output_dir: output folder of the run; must exist. The library wandb writes its own files to the subfolder
@@ -82,7 +82,7 @@ class WandbTracker:
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Start a W&B run with the kept rows, or continue the W&B run that belongs to the output folder.
 
-        A continued run loses its rows after `step`.
+        A continued W&B run loses its rows after the training step `step`.
         """
         self.close()
         known = self.ids.read()
