@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,10 +181,10 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     tokenizer, stop_ids = tokenizer_of(config)
-    prompts, val_prompts = load_data(config, tokenizer)
+    prompts, evaluations = load_data(config, tokenizer)
     start = beginning(with_all_knobs(config))
     repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
-    notes = (*prompts.notes, *(val_prompts.notes if val_prompts else ()))
+    notes = (note for source in (prompts, *evaluations.values()) for note in source.notes)
     for line in (*notes, *start.said, *repaired):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if start.over:
@@ -193,7 +193,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     if config.placement.launcher == "ray" and not local:
         join_cluster(config)
     began = time.perf_counter()
-    plan(config, args, console, prompts, val_prompts)
+    plan(config, args, console, prompts, evaluations)
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print: output dropped)
     if args.action == "plan":
@@ -208,7 +208,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         if local:
             join_cluster(config)
         tracker, curve, status = train(
-            with_all_knobs(config), console, output_dir, stop_ids, prompts, val_prompts, start.checkpoint
+            with_all_knobs(config), console, output_dir, stop_ids, prompts, evaluations, start.checkpoint
         )
     finally:
         if config.placement.launcher == "ray":
@@ -234,7 +234,7 @@ def train(
     output_dir: Path,
     stop_ids: list[int],
     prompts: PromptSet,
-    val_prompts: PromptSet | None,
+    evaluations: Mapping[str, PromptSet],
     checkpoint: "Checkpoint | None",
 ) -> tuple["Tracker", Path | None, int]:
     """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, the function saves a checkpoint and ends the run.
@@ -250,7 +250,7 @@ def train(
         tracker = Tracker(
             output_dir,
             display,
-            [component.name for component in config.reward.components],
+            config.reward.names,
             trackers=own.trackers,
             sample_every=own.sample_every,
             config=asdict(config),
@@ -259,7 +259,7 @@ def train(
         checkpoints.clean()
         try:
             status = asyncio.run(
-                _train(config, display, signals, stop_ids, prompts, val_prompts, checkpoint, tracker, checkpoints)
+                _train(config, display, signals, stop_ids, prompts, evaluations, checkpoint, tracker, checkpoints)
             )
             checkpoints.publish(output_dir / "model")
         finally:
@@ -273,7 +273,7 @@ async def _train(
     signals: "Signals",
     stop_ids: list[int],
     prompts: PromptSet,
-    val_prompts: PromptSet | None,
+    evaluations: Mapping[str, PromptSet],
     checkpoint: "Checkpoint | None",
     tracker: "Tracker",
     checkpoints: "Checkpoints",
@@ -306,7 +306,7 @@ async def _train(
                 critic=workers.critic,
                 tracker=tracker,
                 checkpoints=checkpoints,
-                val_prompts=val_prompts or (),
+                val_prompts=evaluations,
                 tasks=tasks,
                 restart=workers.restart_training,
             )
@@ -416,8 +416,8 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
     return portable(config.model.path)
 
 
-def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | None]:
-    """Load the training and validation prompts.
+def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, PromptSet]]:
+    """Load the training prompts, and the prompts of each evaluation set by the name of the set.
 
     Raise ConfigError if the data lacks a column that a reward function reads.
     """
@@ -435,24 +435,27 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, PromptSet | No
         "options": PromptOptions(prompt=data.prompt, system_prompt=data.system_prompt, chat=data.chat),
     }
     prompts = load_prompts(data.train, tokenizer, split="train", **options)
-    val = None
-    if data.val is not None:
-        val = load_prompts(data.val, tokenizer, split="val", limit=data.val_size, **options)
+    evaluations = {
+        name: load_prompts(source, tokenizer, split="val", key=key, limit=data.val_size, **options)
+        for name, (key, source) in data.evaluations.items()
+    }
     if config.model.path != BUILTIN_MODEL:
-        for key, source in (("train", prompts), ("val", val)) if val else (("train", prompts),):
-            check_prompt_ids(config.model.path, source.largest_id(), f"data.{key}={source.source}")
+        for one in (prompts, *evaluations.values()):
+            check_prompt_ids(config.model.path, one.largest_id(), one.where)
     for function in config.reward.functions:
-        for source in (prompts, val) if val else (prompts,):
+        for source in (prompts, *evaluations.values()):
             try:
                 check_columns(load_function(function.path), function.name, source.columns, function.kwargs)
             except ConfigError as error:
                 own = "; a function of your own: reward.functions=[FILE.py:FUNCTION]"
                 is_default = function.path.startswith("rltrain.rewards.final_answer")
                 raise ConfigError(f"{error}{own if is_default else ''}") from None
-    return prompts, val
+    return prompts, evaluations
 
 
-def plan(config: Config, args: Args, console: Console, prompts: PromptSet, val_prompts: PromptSet | None) -> None:
+def plan(
+    config: Config, args: Args, console: Console, prompts: PromptSet, evaluations: Mapping[str, PromptSet]
+) -> None:
     """Print the plan of the run: model, data, devices and main settings."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -473,9 +476,9 @@ def plan(config: Config, args: Args, console: Console, prompts: PromptSet, val_p
         parameters=parameter_count(config.model.path),
         adapters=adapters,
         train_prompts=len(prompts),
-        val_prompts=len(val_prompts or ()),
+        val_prompts={name: len(one) for name, one in evaluations.items()},
         data=prompts.described,
-        val_data=val_prompts.described if val_prompts else "",
+        val_data={name: one.described for name, one in evaluations.items()},
         own_splits=prompts.own_splits,
         needs_critic=needs_critic(config.algorithm),
         devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",

@@ -13,9 +13,10 @@ a cluster.
 """
 
 import contextlib
+import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rltrain.base.background_tasks import BackgroundTasks
@@ -24,6 +25,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import minibatches
 from rltrain.data.prompts import Prompt
 from rltrain.monitoring.alarms import Alarms
+from rltrain.monitoring.evaluation_metrics import KINDS, evaluation_metrics, prefix_of
 from rltrain.monitoring.phase_timer import Timer
 from rltrain.monitoring.step_metrics import entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.monitoring.tracking import Tracker
@@ -62,7 +64,7 @@ class Trainer:
             the critic is None if the advantage estimator needs no values.
         tracker: records metrics and samples.
         checkpoints: saves and reads the checkpoints of the run.
-        val_prompts: prompts of the evaluations.
+        val_prompts: prompts of each evaluation set, by the name of the set; "" is the name of the set of `data.val`.
         tasks: the run's background tasks. An interruption of the run ends only waits during which nothing can be lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
@@ -87,7 +89,7 @@ class Trainer:
         critic: WorkerGroup[CriticWorker] | None,
         tracker: Tracker,
         checkpoints: Checkpoints,
-        val_prompts: Sequence[Prompt],
+        val_prompts: Mapping[str, Sequence[Prompt]],
         tasks: BackgroundTasks,
         restart: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -251,7 +253,7 @@ class Trainer:
         async with self.saved_on_error():
             with timer("rewards"):
                 batch, generated_metrics = await self.collector.scored(batch)
-        metrics = sample_metrics(batch, [component.name for component in config.reward.components])
+        metrics = sample_metrics(batch, config.reward.names)
         metrics |= (
             generated_metrics | staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
         )
@@ -423,19 +425,16 @@ class Trainer:
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:
-        """Evaluate the policy on the validation prompts, sampled and greedy, unless the step is already evaluated."""
+        """Evaluate the policy on all evaluation sets, sampled and greedy, unless the step is already evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:
             await self.sync_weights()
-        metrics = {}
-        for kind in ("sampled", "greedy"):
-            batch = await self.collector.evaluate(self.val_prompts, greedy=kind == "greedy")
-            samples = sample_metrics(batch, ())
-            metrics[f"eval/{kind}_reward"] = samples["reward/mean"]
-            metrics[f"eval/{kind}_accuracy"] = samples["reward/accuracy"]
-            metrics[f"eval/{kind}_length"] = samples["rollout/length_mean"]
-            metrics[f"eval/{kind}_failed_fraction"] = samples["reward/failed_fraction"]
+        metrics: dict[str, float] = {}
+        for (name, prompts), kind in itertools.product(self.val_prompts.items(), KINDS):
+            samples = 1 if kind == "greedy" else self.config.trainer.eval_samples
+            batch = await self.collector.evaluate(prompts, greedy=kind == "greedy", samples=samples)
+            metrics |= evaluation_metrics(batch, self.config.reward.names, prefix_of(name, kind))
         self.tracker.log_eval(self.step, metrics)
 
 

@@ -53,7 +53,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "failed": ("row", "bool; True = a reward function or model failed on the row, so it is not valid"),
     "failed_function": ("row", "number of the component that failed on the row, -1 if none did"),
     "scores": ("row", "weighted sum of the row's rewards, gates applied"),
-    "outcomes": ("row", "like scores, but only over components that score the outcome; NaN = none of them applies"),
+    "successes": ("row", "1 = the answer is correct, 0 = it is not; NaN = no reward function decides this"),
     "model_scores": ("row", "a reward model's score of the row, before its weight"),
     "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
     "reward_components": (

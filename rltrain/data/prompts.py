@@ -56,6 +56,7 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         source: the source of the prompts, as written in the config.
+        where: the config key and the source, as error messages show them.
         columns: names of the data columns that reward functions get.
         filtered: number of prompts left out because they are too long.
         notes: one-line messages for the user about the prompts.
@@ -66,7 +67,7 @@ class PromptSet(Sequence[Prompt]):
     def __init__(
         self, source: str, rows: Rows, form: PromptForm, tokenizer: Any, *, special_tokens: SpecialTokens = "text"
     ) -> None:
-        self.source, self.own_splits, self.described = source, rows.own_splits, ""
+        self.source, self.where, self.own_splits, self.described = source, source, rows.own_splits, ""
         self.columns = form.columns
         self.filtered = 0
         self.notes: list[str] = []
@@ -122,6 +123,7 @@ def load_prompts(
     tokenizer: Any,
     *,
     split: Split,
+    key: str = "",
     seed: int,
     max_prompt_length: int,
     overlong: Literal["refuse", "filter"],
@@ -136,8 +138,9 @@ def load_prompts(
         source: name of a built-in task, file, folder, function or data set of the hub, as `rltrain.data.row_sources`
             describes.
         tokenizer: a Hugging Face tokenizer.
-        split: the config key under `data` that names the source, `train` or `val`. Built-in tasks have different
-            prompts for training and for evaluation.
+        split: purpose of the prompts: `train`, or `val` for evaluation. Built-in tasks have different prompts for
+            training and for evaluation.
+        key: the config key under `data` that names the source, which error messages show; "" if it is `split`.
         seed: random seed for the prompts of a built-in task, and for a user's function with a parameter `seed`.
         max_prompt_length: maximum number of tokens in a prompt.
         overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error. "filter"
@@ -156,7 +159,7 @@ def load_prompts(
         ConfigError: the data is invalid. The error message is one line that names the file, the row, the problem and
             its fix.
     """
-    where = f"data.{split}={source}"
+    where = f"data.{key or split}={source}"
     rows = load_rows(source, where, split=split, seed=seed, limit=limit)
     for name in RESERVED_COLUMNS:
         require(name not in rows.columns, f"{where}: column '{name}' is what the sample itself is called; rename it")
@@ -171,7 +174,7 @@ def load_prompts(
     require(len(prompts) > 0, _nothing_left(where, too_long, max_prompt_length))
     if lossy_tokenizer == "refuse":
         _require_round_trips(rows, form, prompts.rows(_ROUND_TRIPS), tokenizer)
-    prompts.filtered = len(too_long)
+    prompts.where, prompts.filtered = where, len(too_long)
     prompts.notes = _notes(where, prompts, encoder, max_prompt_length)
     prompts.described = (
         f"{len(rows):,} row{'s' * (len(rows) > 1)} of {source}; {form.described(chats, len(prompts) + len(too_long))}"

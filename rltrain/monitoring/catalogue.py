@@ -4,7 +4,8 @@ This command generates `docs/metrics.md` from the list of metrics:
 
     python -m rltrain.monitoring.catalogue > docs/metrics.md
 
-The name of a metric may contain `<name>` or `<phase>`, which stands for one word.
+The name of a metric may contain `<name>`, `<phase>` or `<k>`, which stands for one word or number. The metrics of a
+named evaluation set have the name of the set after `eval/`, as in `eval/aime/sampled_reward`.
 """
 
 import re
@@ -30,7 +31,9 @@ class Metric:
 
     def matches(self, name: str) -> bool:
         """Return whether this catalogue entry describes the metric with the given name."""
-        return re.fullmatch(re.sub("<.*?>", r"\\w+", re.escape(self.name)), name) is not None
+        pattern = re.sub("<.*?>", r"[^\\s/]+", re.escape(self.name))
+        pattern = pattern.replace("eval/", "eval/(?:[^/]+/)?", 1) if pattern.startswith("eval/") else pattern
+        return re.fullmatch(pattern, name) is not None
 
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -39,7 +42,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/std", "standard deviation of these scores", "score", "above 0"),
         Metric(
             "reward/accuracy",
-            "answers whose outcome is above 0; the outcome is the score without functions that have `outcome: false`",
+            "correct answers; only if a reward function decides which answers are correct (`success`)",
             "share",
             "rises",
         ),
@@ -178,14 +181,25 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/skipped_updates", "updates that were skipped, because numbers were not finite", "updates", "0"),
     ),
     "Evaluations": (
+        Metric("eval/sampled_reward", "mean score of sampled answers to the prompts of `data.val`", "score", "rises"),
+        Metric("eval/sampled_reward/<name>", "mean score of one function or model before its weight", "score"),
         Metric(
-            "eval/sampled_reward", "mean score of one sampled answer to each prompt of `data.val`", "score", "rises"
+            "eval/sampled_accuracy",
+            "correct answers; only if a reward function decides which answers are correct (`success`)",
+            "share",
+            "rises",
         ),
-        Metric("eval/sampled_accuracy", "sampled answers whose outcome is above 0", "share", "rises"),
+        Metric(
+            "eval/sampled_pass_at_<k>",
+            "chance that at least one of k answers to a prompt is correct; with `trainer.eval_samples` above 1",
+            "share",
+            "rises",
+        ),
         Metric("eval/sampled_length", "mean length of sampled answers", "tokens"),
         Metric("eval/sampled_failed_fraction", "sampled answers whose reward function failed", "share", "0"),
         Metric("eval/greedy_reward", "mean score of one greedy answer to each prompt", "score", "rises"),
-        Metric("eval/greedy_accuracy", "greedy answers whose outcome is above 0", "share", "rises"),
+        Metric("eval/greedy_reward/<name>", "mean score of one function or model before its weight", "score"),
+        Metric("eval/greedy_accuracy", "correct greedy answers; only with `success`", "share", "rises"),
         Metric("eval/greedy_length", "mean length of greedy answers", "tokens"),
         Metric("eval/greedy_failed_fraction", "greedy answers whose reward function failed", "share", "0"),
     ),
@@ -220,7 +234,8 @@ def page() -> str:
         "`metrics.jsonl` has one line for each step, `evaluations.jsonl` one for each evaluation. Shares and means a",
         "token are over all trained tokens, including those that `correction` or `rejection` drop. Nothing under",
         "`reward/`, `actor/` or `critic/` depends on the clock. `kl` in the progress line is `actor/ppo_kl`, or the KL",
-        "to the reference if there is a KL term.",
+        "to the reference if there is a KL term. The metrics of a named evaluation set (`data.val_sets`) have the",
+        "name of the set after `eval/`, as in `eval/aime/sampled_reward`.",
     ]
     for title, metrics in SECTIONS.items():
         lines += ["", f"## {title}", "", "| name | meaning | unit | healthy |", "|---|---|---|---|"]

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from rltrain.base.errors import one_line
 from rltrain.batch.data_proto import DataProto
+from rltrain.monitoring.evaluation_metrics import KINDS, evaluated_sets, prefix_of
 from rltrain.monitoring.report.page import REPORT
 
 SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
@@ -106,11 +107,9 @@ class ConsoleDisplay:
         self.failures_seen = self.failures_seen or bool(errors)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Print the results of an evaluation on one line: the accuracies and the answer length."""
-        text = ", ".join(f"{kind} {metrics[f'eval/{kind}_accuracy']:.1%}" for kind in ("sampled", "greedy"))
-        length = metrics["eval/sampled_length"]
-        line = f"held-out accuracy after {step} steps: {text}; {length:.1f} tokens"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        """Print the results of an evaluation, one line per evaluation set."""
+        for name in evaluated_sets(metrics):
+            self.console.print(evaluation_text(step, name, metrics), markup=False, highlight=False, soft_wrap=True)
 
     def warning(self, text: str) -> None:
         """Print a warning as one coloured line."""
@@ -157,11 +156,46 @@ def step_text(metrics: dict[str, float]) -> str:
     kl = metrics.get("actor/ref_kl", metrics.get("reward/kl", metrics.get("actor/ppo_kl", 0.0)))
     parts = _parts(metrics)
     scores = [f"{name} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
-    accuracy = f"acc {metrics['reward/accuracy']:.0%}"
-    return (
-        f"reward {metrics['reward/mean']:.2f}  {'  '.join(scores) if len(parts) > 1 else accuracy}  kl {kl:.4f}  "
-        f"len {metrics['rollout/length_mean']:.1f}  {metrics['perf/tokens_per_s']:,.0f} tok/s"
+    accuracy = [f"acc {metrics['reward/accuracy']:.0%}"] if "reward/accuracy" in metrics else []
+    return "  ".join(
+        [
+            f"reward {metrics['reward/mean']:.2f}",
+            *(scores if len(parts) > 1 else []),
+            *accuracy,
+            f"kl {kl:.4f}",
+            f"len {metrics['rollout/length_mean']:.1f}",
+            f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
+        ]
     )
+
+
+def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
+    """Return the results of one evaluation set as text: accuracy or else reward, pass@k, scores of functions, length.
+
+    Args:
+        step: number of training steps before the evaluation.
+        name: name of the evaluation set; "" is the set of `data.val`.
+        metrics: the metrics of all evaluation sets.
+    """
+    what, form = _headline(name, metrics)
+    texts = [", ".join(f"{kind} {metrics[f'{prefix_of(name, kind)}_{what}']:{form}}" for kind in KINDS)]
+    prefix = prefix_of(name, "sampled")
+    passes = [metric for metric in metrics if metric.startswith(f"{prefix}_pass_at_")]
+    texts += [f"pass@{metric.rpartition('_')[2]} {metrics[metric]:.1%}" for metric in passes]
+    parts = [metric for metric in metrics if metric.startswith(f"{prefix}_reward/")]
+    if len(parts) > 1:
+        texts.append(", ".join(f"{metric.rpartition('/')[2]} {metrics[metric]:.2f}" for metric in parts[:SHOWN_PARTS]))
+    texts.append(f"{metrics[f'{prefix}_length']:.1f} tokens")
+    return f"{name or 'held-out'} {what} after {step} steps: {'; '.join(texts)}"
+
+
+def _headline(name: str, metrics: Mapping[str, float]) -> tuple[str, str]:
+    """Return the metric that says most about an evaluation set, and the format of its values.
+
+    The metric is the accuracy if a reward function decides which answers are correct, otherwise the reward.
+    """
+    known = all(f"{prefix_of(name, kind)}_accuracy" in metrics for kind in KINDS)
+    return ("accuracy", ".1%") if known else ("reward", ".3g")
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:
@@ -203,13 +237,8 @@ def summary(
     title = "Done" if finished else "Stopped early"
     console.print(f"\n[bold]{title}[/] after {len(history)} steps, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
-        table = Table("held-out", "before", "after", box=None, pad_edge=False)
-        for kind in ("sampled", "greedy"):
-            if history and len(_parts(history[0])) > 1:
-                table.add_row(f"{kind} reward", *(f"{row[f'eval/{kind}_reward']:.3g}" for row in _ends(evaluations)))
-            table.add_row(f"{kind} accuracy", *(f"{row[f'eval/{kind}_accuracy']:.1%}" for row in _ends(evaluations)))
-        table.add_row("answer length", *(f"{row['eval/sampled_length']:.1f}" for row in _ends(evaluations)))
-        console.print(table)
+        for name in evaluated_sets(evaluations[-1]):
+            console.print(_before_and_after(name, evaluations[0], evaluations[-1]))
     for name, path in (
         ("learning curve", curve),
         ("report", output_dir / REPORT),
@@ -222,8 +251,27 @@ def summary(
     console.print(Text(f"{what:<16}{command(overrides, output_dir)}"), soft_wrap=True)
 
 
-def _ends(rows: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
-    return rows[0], rows[-1]
+def _before_and_after(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """Return a table of the metrics of one evaluation set, before and after training."""
+    table = Table(name or "held-out", "before", "after", box=None, pad_edge=False)
+    prefix = prefix_of(name, "sampled")
+    parts = [metric for metric in after if metric.startswith(f"{prefix}_reward/")]
+    rows = []
+    for kind in KINDS:
+        if len(parts) > 1 or _headline(name, after)[0] == "reward":
+            rows.append((f"{kind} reward", f"{prefix_of(name, kind)}_reward", ".3g"))
+        rows.append((f"{kind} accuracy", f"{prefix_of(name, kind)}_accuracy", ".1%"))
+    rows += [
+        (f"sampled pass@{metric.rpartition('_')[2]}", metric, ".1%")
+        for metric in after
+        if metric.startswith(f"{prefix}_pass_at_")
+    ]
+    rows += [(f"sampled {metric.rpartition('/')[2]}", metric, ".3g") for metric in parts if len(parts) > 1]
+    rows.append(("answer length", f"{prefix}_length", ".1f"))
+    for label, metric, form in rows:
+        if metric in before and metric in after:
+            table.add_row(label, f"{before[metric]:{form}}", f"{after[metric]:{form}}")
+    return table
 
 
 def resume_command(overrides: Sequence[str], output_dir: Path) -> str:

@@ -14,25 +14,25 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
     Means and standard deviations of rewards are taken over the valid rows. Lengths and fractions are taken over all
     rows. The length of an answer is its number of sampled tokens.
 
-    `reward/accuracy` is the share of valid rows whose outcome (the score of the answer's content) is above 0. The
-    outcome of a row is the row's score without the reward functions that only score the form of an answer. The accuracy
-    leaves out rows without an outcome.
+    `reward/accuracy` is the share of correct answers among the valid rows for which a reward function decides whether
+    the answer is correct. The metric is missing if there is no such row.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = sampled_lengths(batch).float()
     reasons = list(batch.non_tensor_batch["finish_reason"])
-    kept, outcomes = scores[valid], batch.batch["outcomes"][valid]
-    outcomes = outcomes[~outcomes.isnan()]
+    kept, successes = scores[valid], batch.batch["successes"][valid]
+    successes = successes[~successes.isnan()]
     metrics = {
         "reward/mean": float(kept.mean()) if len(kept) else 0.0,
         "reward/std": float(kept.std(unbiased=False)) if len(kept) else 0.0,
-        "reward/accuracy": float((outcomes > 0).float().mean()) if len(outcomes) else 0.0,
         "reward/failed_fraction": float(batch.batch["failed"].float().mean()),
         "reward/unscored_fraction": 1 - float(valid.float().mean()),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_fraction": reasons.count("length") / len(reasons),
     }
+    if len(successes):
+        metrics["reward/accuracy"] = float(successes.mean())
     for number, name in enumerate(components):
         component = batch.batch["reward_components"][:, number][valid]
         component = component[~component.isnan()]
@@ -69,9 +69,8 @@ def log_prob_gap(batch: DataProto) -> dict[str, float]:
     """Compare the log-probs of the engine and the actor at the tokens in `response_mask`.
 
     Returns:
-        Metrics with the mean and the largest absolute difference in nats, estimates of KL(engine
-
-        actor), and the effective sample size of the importance weights as a share of the tokens.
+        Metrics with the mean and the largest absolute difference in nats, estimates of KL(engine || actor), and the
+        effective sample size of the importance weights as a share of the tokens.
     """
     mask = batch.values("response_mask")
     old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")

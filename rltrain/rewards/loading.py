@@ -26,7 +26,7 @@ from typing import Any
 
 from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
 from rltrain.base.storage import local_path
-from rltrain.rewards.result import RewardResult
+from rltrain.rewards.result import RewardResult, Verdict
 
 BUILTIN = {  # maps the short name of each built-in function to its module in `rltrain.rewards`
     "final_answer": "final_answer",
@@ -45,6 +45,16 @@ BUILTIN = {  # maps the short name of each built-in function to its module in `r
 }
 # built-in functions that score the form of a response, not its outcome
 PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")
+# built-in functions whose score is 1 for a correct answer, and less for a wrong one
+CORRECTNESS = (
+    "final_answer",
+    "exact_answer",
+    "exact_match",
+    "numeric_match",
+    "math_answer",
+    "multiple_choice",
+    "code_tests",
+)
 STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whichever columns the data has
 AGGREGATIONS = ("sum", "normalize_then_sum")
 # names of the arguments that a user's aggregation function is called with
@@ -69,7 +79,16 @@ def builtin_path(path: str) -> str:
 
 def is_penalty(path: str) -> bool:
     """Return whether `path` names one of the built-in penalties."""
-    return builtin_path(path).replace(":", ".") in [builtin_path(name).replace(":", ".") for name in PENALTIES]
+    return _is_one_of(path, PENALTIES)
+
+
+def success_score(path: str) -> float | None:
+    """Return the score of a correct answer if `path` names a built-in function that checks answers, otherwise None."""
+    return 1.0 if _is_one_of(path, CORRECTNESS) else None
+
+
+def _is_one_of(path: str, builtins: Sequence[str]) -> bool:
+    return builtin_path(path).replace(":", ".") in [builtin_path(name).replace(":", ".") for name in builtins]
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -262,6 +281,21 @@ def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapp
     """
     result = bind(function)(prompt, response, columns)
     return as_score(finish(result) if inspect.iscoroutine(result) else result)
+
+
+def as_verdict(result: Any) -> Verdict:
+    """Convert the result of a reward function to a verdict.
+
+    Raises:
+        ScoreError: the result is not a score, the function reports that it failed, or `success` is not a bool or None.
+    """
+    score = as_score(result)
+    success: Any = result.success if isinstance(result, RewardResult) else None
+    success = success.item() if _is_scalar_array(success) else success
+    if success is not None and not isinstance(success, bool):
+        shown = one_line(repr(success), _SHOWN)
+        raise ScoreError(f"returned success={shown} of type {type(success).__name__}: it is True, False or None")
+    return Verdict(score, success)
 
 
 def as_score(result: Any) -> float | None:

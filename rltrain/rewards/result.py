@@ -1,6 +1,7 @@
-"""The type that a reward function may return instead of a number."""
+"""The type that a reward function may return instead of a number, and what the trainer keeps of a returned value."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -12,8 +13,28 @@ class RewardResult:
         failed: True if the function could not judge the sample, which is then excluded from training and counted as a
             failure.
         message: the reason for a failure, in one line, which is stored with the sample.
+        success: whether the answer is correct, which the accuracy counts; None if the function does not decide this.
     """
 
     score: float | None = None
     failed: bool = False
     message: str = ""
+    success: bool | None = None
+
+
+class Verdict(NamedTuple):
+    """A reward function's checked result for one sample.
+
+    Attributes:
+        score: a finite number in float32's range; None if the function does not apply to the sample.
+        success: whether the answer is correct; None if the function does not decide this.
+    """
+
+    score: float | None
+    success: bool | None = None
+
+
+def both(first: bool | None, second: bool | None) -> bool | None:
+    """Combine two decisions on whether an answer is correct: True if no decision is False; None if there is none."""
+    decided = [success for success in (first, second) if success is not None]
+    return all(decided) if decided else None

@@ -289,9 +289,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _check_data(data: DataConfig) -> None:
-    for key, source in (("train", data.train), ("val", data.val)):
-        if source is not None:
-            check_source(source, f"data.{key}={source}")
+    for key, source in (("train", data.train), *data.evaluations.values()):
+        check_source(source, f"data.{key}={source}")
     if data.prompt is not None and set("{}") & set(data.prompt):
         template_parts(data.prompt)
 

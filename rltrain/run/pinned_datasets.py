@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
 
@@ -25,20 +24,32 @@ def fetch_datasets(config: Config, console: Console) -> Config:
     Raises:
         ConfigError: a data set cannot be downloaded. The error message names the cause and a remedy.
     """
-    sources: dict[str, Any] = {"train": config.data.train, "val": config.data.val}
-    named = {key: source for key, source in sources.items() if source is not None and _is_on_hub(source, key)}
-    kept: Mapping[str, Any] = {}
+    sources = _sources(config.data.train, config.data.val, config.data.val_sets)
+    named = {key: source for key, source in sources.items() if _is_on_hub(source, key)}
+    kept: Mapping[str, str] = {}
     if named and config.trainer.resume != "never":
         from rltrain.run.resume import saved_values  # imported late, because importing torch takes seconds
 
-        kept = saved_values(config.trainer).get("data") or {}
+        saved = saved_values(config.trainer).get("data") or {}
+        kept = _sources(saved.get("train"), saved.get("val"), saved.get("val_sets") or {})
     for key, source in named.items():
         name, before = dataset_name(source), dataset_name(str(kept.get(key)))
         assert name is not None, "kind_of says that it is one"
         chosen = before if before is not None and name.may_mean(before) else name
         console.print(f"data.{key}: reading {chosen} of the hub", markup=False, highlight=False, soft_wrap=True)
-        sources[key] = str(fetch_dataset(chosen, f"data.{key}={source}", key=key))
-    return replace(config, data=replace(config.data, **sources)) if named else config
+        split = "train" if key == "train" else "val"
+        sources[key] = str(fetch_dataset(chosen, f"data.{key}={source}", key=split))
+    if not named:
+        return config
+    sets = {name: sources[f"val_sets.{name}"] for name in config.data.val_sets}
+    data = replace(config.data, train=sources["train"], val=sources.get("val"), val_sets=sets)
+    return replace(config, data=data)
+
+
+def _sources(train: str | None, val: str | None, sets: Mapping[str, str]) -> dict[str, str]:
+    """Return the sources by the config key under `data` that names each of them."""
+    sources = {"train": train, "val": val} | {f"val_sets.{name}": source for name, source in sets.items()}
+    return {key: source for key, source in sources.items() if source is not None}
 
 
 def _is_on_hub(source: str, key: str) -> bool:

@@ -28,9 +28,9 @@ class Facts:
         parameters: number of model parameters; None if it cannot be read from the model files.
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before they are loaded.
-        val_prompts: number of prompts in one evaluation; None if there is no evaluation.
+        val_prompts: number of prompts of each evaluation set, by the name of the set; "" is the set of `data.val`.
         data: description of the source and the form of the training data; "" before the data is loaded.
-        val_data: description of the source and the form of the evaluation prompts.
+        val_data: description of the source and the form of each evaluation set, by the name of the set.
         own_splits: whether the source of the prompts has different rows for training and for evaluation.
         needs_critic: whether the advantage estimator reads values.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
@@ -47,9 +47,9 @@ class Facts:
     parameters: int | None = None
     adapters: int | None = None
     train_prompts: int | None = None
-    val_prompts: int | None = None
+    val_prompts: Mapping[str, int] = field(default_factory=dict)
     data: str = ""
-    val_data: str = ""
+    val_data: Mapping[str, str] = field(default_factory=dict)
     own_splits: bool = False
     needs_critic: bool = False
     devices: str = ""
@@ -128,19 +128,26 @@ def _run(config: Config, facts: Facts) -> str:
 
 def _data(facts: Facts) -> str:
     """Describe how the data was read: from which source, and with which form of prompts."""
-    return facts.data if facts.val_data in ("", facts.data) else f"{facts.data}; evaluation: {facts.val_data}"
+    others = {name: said for name, said in facts.val_data.items() if said != facts.data}
+    return "; ".join([facts.data, *(f"evaluation{' ' * bool(name)}{name}: {said}" for name, said in others.items())])
 
 
 def _evaluation(config: Config, facts: Facts) -> str:
-    if config.data.val is None:
+    if not config.data.evaluations:
         return "no evaluation (data.val=null)"
     every = config.trainer.eval_every
     when = f"before, after and every {_count(every, 'step')}" if every else "before and after"
-    count = f"{facts.val_prompts:,}" if facts.val_prompts else f"at most {config.data.val_size:,}"
-    has_own = facts.own_splits or config.data.val.startswith("builtin:")
-    same = config.data.val == config.data.train and not has_own
+    sets = [_evaluation_set(name, source, config, facts) for name, (_, source) in config.data.evaluations.items()]
+    answers = f", {config.trainer.eval_samples} sampled answers each" if config.trainer.eval_samples > 1 else ""
+    return f"evaluated {when} on {' and '.join(sets)}{answers}"
+
+
+def _evaluation_set(name: str, source: str, config: Config, facts: Facts) -> str:
+    count = f"{facts.val_prompts[name]:,}" if name in facts.val_prompts else f"at most {config.data.val_size:,}"
+    has_own = facts.own_splits or source.startswith("builtin:")
+    same = source == config.data.train and not has_own
     which = "of the training prompts themselves (data.val=FILE holds others out)" if same else "held-out prompts"
-    return f"evaluated {when} on {count} {which}"
+    return f"{count} {which if not name else f'prompts of {name}'}"
 
 
 def _algorithm(config: Config) -> str:

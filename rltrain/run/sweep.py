@@ -25,7 +25,7 @@ from rltrain.settings.config_groups import config_dir
 from rltrain.settings.typed import require
 
 JOB_FILE = "sweep_job.json"
-ACCURACY = "eval/sampled_accuracy"
+OBJECTIVES = ("eval/sampled_accuracy", "eval/sampled_reward")  # compared without keep_best; the first that exists
 _DOT = "__"  # replaces each dot of a config key
 _START = f"set{_DOT}"  # prefix that distinguishes a config key from the names of config groups
 _OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
@@ -100,9 +100,9 @@ class Job:
         """Run one job in a separate process.
 
         Returns:
-            The last value of the metric that `trainer.keep_best` names, or of the sampled accuracy if
-            `trainer.keep_best` is not set. The value is NaN if the run failed or has not measured the metric. A Hydra
-            sweeper that searches for the best values optimises the returned value.
+            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the last accuracy
+            of sampled answers, or their mean reward if there is no accuracy. The value is NaN if the run failed or has
+            not measured the metric. A Hydra sweeper that searches for the best values optimises the returned value.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -149,7 +149,7 @@ def _objective(folder: Path) -> float:
     best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
     rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]
     last = {name: value for row in rows for name, value in row.items()}
-    return float(last.get(best or ACCURACY, math.nan))
+    return next((float(last[name]) for name in ([best] if best else OBJECTIVES) if name in last), math.nan)
 
 
 def show_results(folder: Path, console: Console) -> int:
@@ -162,7 +162,7 @@ def show_results(folder: Path, console: Console) -> int:
         result = "" if job["objective"] is None else f"{job['objective']:.4g}"
         table.add_row(settings, str(job["status"]), result, job["output_dir"])
     console.print(table)
-    console.print("result: last value of trainer.keep_best's metric, or else of eval/sampled_accuracy", style="dim")
+    console.print(f"result: last value of trainer.keep_best's metric, or else {' or '.join(OBJECTIVES)}", style="dim")
     return int(any(job["status"] for job in jobs))
 
 

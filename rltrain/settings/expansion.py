@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
-from rltrain.rewards.loading import is_penalty
+from rltrain.rewards.loading import is_penalty, success_score
 from rltrain.settings.schema import ALL_LINEAR
 from rltrain.settings.typed import require
 
@@ -42,7 +42,8 @@ def _reward_functions(functions: Any) -> list[Any]:
 
     An entry that is a string is taken as the path of the reward function. By default, a reward function has the name of
     the Python function, and weight 1. By default, a reward function counts as a score of the outcome, unless it is one
-    of rltrain's own penalties.
+    of rltrain's own penalties. By default, only rltrain's own functions that compare an answer with the right answer
+    decide which answers are correct.
     """
     require(
         isinstance(functions, list),
@@ -59,7 +60,13 @@ def _reward_function(function: Any) -> Any:
             "{path:file.py:function,weight:0.5}"
         )
     path = given["path"]
-    default = {"name": re.split(r"[:.]", path)[-1], "weight": 1.0, "gate": False, "outcome": not is_penalty(path)}
+    default = {
+        "name": re.split(r"[:.]", path)[-1],
+        "weight": 1.0,
+        "gate": False,
+        "outcome": not is_penalty(path),
+        "success": success_score(path),
+    }
     return default | {"kwargs": {}} | given
 
 
@@ -80,7 +87,14 @@ def _reward_model(model: Any) -> Any:
     if not isinstance(given, dict) or not isinstance(given.get("path"), str):
         raise ConfigError(f"reward.models: {model!r} names no model; write DIR or {{path:DIR,weight:0.5}}")
     name = Path(given["path"]).name.partition("@")[0] or "reward_model"
-    return {"name": name, "weight": 1.0, "gate": False, "outcome": True, "prompt_template": None} | given
+    return {
+        "name": name,
+        "weight": 1.0,
+        "gate": False,
+        "outcome": True,
+        "success": None,
+        "prompt_template": None,
+    } | given
 
 
 def _lora(lora: Any) -> Any:

@@ -25,6 +25,11 @@ class RewardFunctionConfig:
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
         if_left_out="`true`; `false` for rltrain's own penalties",
     )
+    success: float | None = key(
+        "Lowest score of a correct answer. Accuracies count answers that reach it. null: the function does not decide "
+        "whether an answer is correct, or does so in RewardResult.success.",
+        if_left_out="`null`; `1.0` for rltrain's functions that compare an answer with the right one",
+    )
     kwargs: dict[str, Any] = key("Keyword arguments of the function.", if_left_out="`{}`")
 
     def __post_init__(self) -> None:
@@ -54,6 +59,11 @@ class RewardModelConfig:
     outcome: bool = key(
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
         if_left_out="`true`",
+    )
+    success: float | None = key(
+        "Lowest score of a correct answer. Accuracies count answers that reach it. null: the model does not decide "
+        "whether an answer is correct.",
+        if_left_out="`null`",
     )
     prompt_template: str | None = key(
         "Template of the model's input, with {prompt} and {response}. null: the model's chat template, or prompt and "
@@ -149,3 +159,8 @@ class RewardConfig:
         The batch column `reward_components` holds the scores in the order of the returned list.
         """
         return [*self.functions, *self.models]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the reward functions and models, in the order of `components`."""
+        return [component.name for component in self.components]

@@ -7,6 +7,7 @@ are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_
 registries or the number of CPU cores are checked in `rltrain.run.checks`.
 """
 
+import re
 from typing import Literal
 
 from rltrain.settings.algorithm_config import AlgorithmConfig
@@ -90,6 +91,11 @@ class TrainerConfig:
     eval_every: int = key(
         "Number of steps between two evaluations. 0: evaluate only before and after training.",
         at_least=0,
+        changeable=True,
+    )
+    eval_samples: int = key(
+        "Number of sampled answers to each prompt of an evaluation. Above 1, evaluations also measure pass@k.",
+        at_least=1,
         changeable=True,
     )
     sample_every: int = key(
@@ -253,6 +259,11 @@ class DataConfig:
         at_least=1,
         changeable=True,
     )
+    val_sets: dict[str, str] = key(
+        "More sources of evaluation prompts, each with a name. The metrics of a set are called eval/NAME/...",
+        values="mapping of names to sources as for `data.val`",
+        changeable=True,
+    )
     prompt: str | None = key(
         "What a prompt is made of. A name: that column. A text with columns in braces, such as {question} Think step "
         "by step.: that text with the row's values. null: the column prompt, messages, conversations, question, "
@@ -284,6 +295,13 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
+        for name, source in self.val_sets.items():
+            require(
+                bool(re.fullmatch(r"(?!sampled_|greedy_)[\w.-]+", name)),
+                f"val_sets: name {name!r}: metrics are called by it, so use letters, digits, and the characters . _ -, "
+                "and do not begin with sampled_ or greedy_",
+            )
+            require(isinstance(source, str) and bool(source), f"val_sets.{name}={source}: must be text; name a source")
         for name in ("prompt", "system_prompt"):
             text = getattr(self, name)
             require(text != "", f"{name} is empty; write some text, or null")
@@ -293,6 +311,12 @@ class DataConfig:
             "chat=never with data.system_prompt: a system message needs the chat template; use data.chat=auto, or "
             "write the text into data.prompt",
         )
+
+    @property
+    def evaluations(self) -> dict[str, tuple[str, str]]:
+        """The key and the source of each evaluation set, by the name of the set; "" is the name of the set of `val`."""
+        main = {"": ("val", self.val)} if self.val is not None else {}
+        return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
 
 
 @section

@@ -9,7 +9,7 @@ from rltrain.batch.trajectory import Trajectory, Turn, sampled_tokens
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
-from rltrain.trajectories.scoring import of_outcome, weighted_sum
+from rltrain.trajectories.scoring import successes, weighted_sum
 from workers.rollout.messages import Completion
 
 
@@ -85,7 +85,7 @@ def with_scores(
             "valid": ~totals.isnan(),
             "failed": torch.tensor([r.failed for r in results]),
             "scores": totals.nan_to_num(0.0),
-            "outcomes": weighted_sum(of_outcome(matrix, components), components),
+            "successes": successes(matrix, [None if r.failed else r.success for r in results], components),
             "reward_components": matrix,
             "failed_function": torch.tensor([r.failed_function for r in results]),
         },

@@ -305,17 +305,24 @@ class Collector:
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
 
-    async def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool) -> DataProto:
-        """Generate and score one answer to each prompt, with greedy decoding or at the run's sampling temperature.
+    async def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool, samples: int = 1) -> DataProto:
+        """Generate and score answers to each prompt, with greedy decoding or at the run's sampling temperature.
 
         The generation and scoring of training groups continues during an evaluation.
+
+        Args:
+            prompts: prompts of the evaluation.
+            greedy: whether the likeliest token is chosen at each position.
+            samples: number of answers to each prompt.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
                 any sample.
         """
         count = len(prompts)
-        once = PromptGroups(samples_per_prompt=1, prompts_per_step=count, max_staleness=0, steps=1, first_uid=-count)
+        once = PromptGroups(
+            samples_per_prompt=samples, prompts_per_step=count, max_staleness=0, steps=1, first_uid=-count
+        )
         once.add(prompts)
         temperature = 0.0 if greedy else self.config.rollout.temperature
         flight = _Flight(once, temperature, self.config.trainer.seed + EVAL_SEED)

@@ -162,6 +162,7 @@ async def with_model_scores(groups: Sequence[Group], models: Sequence[RewardMode
                     result,
                     scores=(None,) * model.number,
                     failed=True,
+                    success=None,
                     failed_function=model.number,
                     error=f"reward model '{model.config.name}' {score}",
                 )

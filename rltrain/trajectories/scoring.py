@@ -42,6 +42,28 @@ def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rewar
     return matrix.masked_fill(~torch.tensor([component.outcome for component in components]), torch.nan)
 
 
+def successes(
+    matrix: Tensor,
+    declared: Sequence[bool | None],
+    components: Sequence[RewardFunctionConfig | RewardModelConfig],
+) -> Tensor:
+    """Decide for each row whether the answer is correct: 1 if it is, 0 if it is not, NaN if nothing decides it: (B,).
+
+    A component with a `success` score decides that the answer is correct if the row's score of the component is at
+    least `success`. If several components decide, an answer is correct only if each of them says so.
+
+    Args:
+        matrix: scores of the reward functions and models, (B, K); NaN where a component does not apply.
+        declared: for each row, what the reward functions returned in `RewardResult.success`.
+        components: the reward functions and models, in the order of the columns of `matrix`.
+    """
+    limits = torch.tensor([torch.nan if c.success is None else c.success for c in components], dtype=matrix.dtype)
+    decides = ~matrix.isnan() & ~limits.isnan()
+    said = torch.tensor([s is not None for s in declared])
+    wrong = (decides & (matrix < limits)).any(1) | torch.tensor([s is False for s in declared])
+    return torch.where(decides.any(1) | said, (~wrong).float(), torch.nan)
+
+
 def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
     """Check that the total scores (B,) are valid, and return them.
 

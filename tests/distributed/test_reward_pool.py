@@ -65,7 +65,8 @@ def functions(tmp_path, monkeypatch):
 
 def function(name: str, path: str, **changes) -> RewardFunctionConfig:
     return RewardFunctionConfig(
-        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "kwargs": {}} | changes
+        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "success": None, "kwargs": {}}
+        | changes
     )
 
 

@@ -35,7 +35,7 @@ def session(ray_here):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(session):
     function = RewardFunctionConfig(
-        name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, kwargs={}
+        name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
     )
     reward = replace(compose([])[0].reward, functions=[function], timeout_s=LIMIT_S, memory_mb=1024)
     with RewardPool.on_ray(reward, workers=1, spares=2, start_timeout_s=60.0) as made:
@@ -115,7 +115,7 @@ async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
         "def score():\n    subprocess.Popen(['sleep', '3600'])\n    return float(HELPER.poll() is None)\n"
     )
     function = RewardFunctionConfig(
-        name="helped", path=f"{path}:score", weight=1.0, gate=False, outcome=True, kwargs={}
+        name="helped", path=f"{path}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
     )
     with RewardPool.on_ray(
         replace(compose([])[0].reward, functions=[function]), workers=1, start_timeout_s=60.0
@@ -128,7 +128,7 @@ async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
 
 async def test_closing_the_pool_ends_a_call_that_runs_and_all_that_it_started(session):
     function = RewardFunctionConfig(
-        name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, kwargs={}
+        name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
     )
     others = {process.pid for process in children_of_the_pool()}
     with RewardPool.on_ray(

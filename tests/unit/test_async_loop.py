@@ -347,7 +347,7 @@ def trainer(config, made, *, looks):
     actor = Busy("actor", log, looks, old_log_probs=-1.0)
     return Trainer(
         config, collector=made, actor=actor, reference=None, critic=None, tracker=FakeTracker([]),
-        checkpoints=NoCheckpoints(), val_prompts=[], tasks=made.tasks,
+        checkpoints=NoCheckpoints(), val_prompts={}, tasks=made.tasks,
     ), log  # fmt: skip
 
 

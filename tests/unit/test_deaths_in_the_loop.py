@@ -160,7 +160,7 @@ async def fitted(collector, deaths, limit=3, steps=3):
 
     await Trainer(
         config, collector=made, actor=Doomed(log, deaths), reference=None, critic=None, tracker=notes,
-        checkpoints=FakeCheckpoints([]), val_prompts=[], tasks=made.tasks, restart=restart,
+        checkpoints=FakeCheckpoints([]), val_prompts={}, tasks=made.tasks, restart=restart,
     ).fit()  # fmt: skip
     return notes.steps, log.count("restart"), log
 

@@ -10,7 +10,7 @@ from rltrain.settings.compose import compose
 from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.token_rewards import estimate_advantages
 from tests.fakes import Immortal
-from tests.unit.test_trainer import BASE, FakeCollector, samples, trainer
+from tests.unit.test_trainer import BASE, FakeCollector, answered, trainer
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
@@ -57,14 +57,14 @@ async def test_failed_rewards_past_the_limit_stop_the_run_and_the_first_are_name
 @pytest.mark.parametrize(("failing", "saved"), [(0, []), (2, ["save actor 2"])])
 async def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(failing, saved):
     class Fails(FakeCollector):
-        async def evaluate(self, prompts, *, greedy):
+        async def evaluate(self, prompts, *, greedy, samples=1):
             if made.step == failing:
                 error = RewardError("all of them failed")
-                error.batch = samples(0)
+                error.batch = answered(0)
                 raise error
-            return samples(0)
+            return answered(0)
 
-    made, log = trainer(collector=Fails([]), val=[Prompt(0, "", [1], {})])
+    made, log = trainer(collector=Fails([]), val={"": [Prompt(0, "", [1], {})]})
     made.log = log
     with pytest.raises(RewardError, match=rf"^all of them failed; all samples: /run/{failing + 1}") as caught:
         await made.fit()

@@ -40,7 +40,7 @@ async def trainer(model, tmp_path, tasks, *overrides) -> Trainer:
     made = Trainer(
         config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
         tracker=None, checkpoints=Checkpoints(Folder(str(tmp_path / "checkpoints")), "", keep=0, best=None),
-        val_prompts=[], tasks=tasks,
+        val_prompts={}, tasks=tasks,
     )  # fmt: skip
     await made.sync_weights()
     return made

@@ -72,7 +72,7 @@ async def new_run(model, folder, *overrides, prompts=64, steps=4):
     trainer = Trainer(
         config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
         tracker=Tracker(folder, Silent(), ["parity"]),
-        checkpoints=Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None), val_prompts=[],
+        checkpoints=Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None), val_prompts={},
         tasks=tasks,
     )  # fmt: skip
     OPEN.append(run := Run(folder, trainer))

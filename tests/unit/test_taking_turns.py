@@ -1,5 +1,7 @@
 """Engines and training ranks take turns on one device (invariant E6); the fakes refuse every other order."""
 
+from types import MappingProxyType
+
 import pytest
 import torch
 
@@ -153,7 +155,7 @@ class Collector:
              "policy_version": jagged([[version]] * 4, torch.int64), "uid": torch.tensor([0, 0, 1, 1]),
              "valid": torch.ones(4, dtype=torch.bool), "failed": torch.zeros(4, dtype=torch.bool),
              "failed_function": torch.full((4,), -1), "scores": torch.tensor([1.0, 0, 1, 0]),
-             "outcomes": torch.tensor([1.0, 0, 1, 0]),
+             "successes": torch.tensor([1.0, 0, 1, 0]),
              "response_mask": jagged([[True]] * 4, torch.bool),
              "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
             {"finish_reason": ["stop"] * 4},
@@ -165,7 +167,7 @@ class Collector:
     def take(self):
         return []
 
-    async def evaluate(self, prompts, *, greedy):
+    async def evaluate(self, prompts, *, greedy, samples=1):
         return await self.answers(0)
 
 
@@ -182,7 +184,7 @@ async def pool_of(engine, tasks, *, sleeps):
     return pool
 
 
-async def trainer(tasks, device, *overrides, engine=None, val=()):
+async def trainer(tasks, device, *overrides, engine=None, val=MappingProxyType({})):
     config, _ = compose(
         ["trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=1", "rollout.samples_per_prompt=2",
          "trainer.total_steps=2", *overrides]
@@ -201,7 +203,7 @@ def one_part(monkeypatch):
 
 async def test_E6_a_run_answers_awake_trains_while_the_engine_sleeps_and_wakes_it_in_stages_around_the_sync(tasks):
     device = Device()
-    await (await trainer(tasks, device, val=["a prompt"])).fit()
+    await (await trainer(tasks, device, val={"": ["a prompt"]})).fit()
     step = ["answer", "sleep", "log-probs", "update", "wake the weights"]
     evaluation = ["answer", "answer"]
     assert device.log == [
@@ -212,7 +214,7 @@ async def test_E6_a_run_answers_awake_trains_while_the_engine_sleeps_and_wakes_i
 
 async def test_an_evaluation_while_the_engine_sleeps_wakes_it_with_the_actors_weights(tasks):
     device = Device()
-    made = await trainer(tasks, device, val=["a prompt"])
+    made = await trainer(tasks, device, val={"": ["a prompt"]})
     await made.sync_weights()
     await made.collector.rollout.sleep()
     await made.evaluate()

@@ -1,4 +1,5 @@
 import asyncio
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 
-def samples(version: int) -> DataProto:
+def answered(version: int) -> DataProto:
     """Return two groups of two answers, each with one right and one wrong answer of a single token."""
     return DataProto.from_dict(
         {"prompts": jagged([[1]] * 4, torch.int64), "responses": jagged([[2]] * 4, torch.int64),
@@ -29,7 +30,7 @@ def samples(version: int) -> DataProto:
          "uid": torch.tensor([0, 0, 1, 1]), "valid": torch.ones(4, dtype=torch.bool),
          "failed": torch.zeros(4, dtype=torch.bool),
          "failed_function": torch.full((4,), -1),
-         "scores": torch.tensor([1.0, 0.0, 1.0, 0.0]), "outcomes": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+         "scores": torch.tensor([1.0, 0.0, 1.0, 0.0]), "successes": torch.tensor([1.0, 0.0, 1.0, 0.0]),
          "reward_components": torch.tensor([[1.0], [0.0], [1.0], [0.0]])},
         {"finish_reason": ["stop"] * 4},
     )  # fmt: skip
@@ -40,12 +41,12 @@ class FakeCollector:
 
     def __init__(self, log):
         self.log, self.rollout, self.asleep = log, self, False
-        self.generated = {}
+        self.generated, self.counts = {}, []
         self.state_dict = lambda: {"waiting": len(log)}
 
     async def answers(self, version):
         self.log.append(f"answers {version}")
-        return samples(version)
+        return answered(version)
 
     async def scored(self, batch):
         self.log.append("scored")
@@ -54,9 +55,10 @@ class FakeCollector:
     def take(self):
         return [7]
 
-    async def evaluate(self, prompts, *, greedy):
+    async def evaluate(self, prompts, *, greedy, samples=1):
         self.log.append(f"evaluate {'greedy' if greedy else 'sampled'}")
-        return samples(0)
+        self.counts.append(samples)
+        return answered(0)
 
     async def sleep(self):
         """Do nothing, because the fake holds no device memory."""
@@ -112,7 +114,7 @@ BASE = [
 ]  # fmt: skip
 
 
-def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None, val=()):
+def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None, val=MappingProxyType({})):
     """Return a Trainer made of fakes, and the log that all fakes write to."""
     log: list[str] = []
     made = Trainer(
@@ -213,7 +215,7 @@ async def test_answers_and_scores_arrive_while_a_role_computes(tasks, slow):
         config, collector=collector, actor=Slow("actor", computing, judges, slow, old_log_probs=-1.0),
         reference=Slow("reference", computing, judges, slow, ref_log_probs=-1.25),
         critic=Slow("critic", computing, judges, slow, values=0.25), tracker=FakeTracker([]),
-        checkpoints=FakeCheckpoints([]), val_prompts=[], tasks=tasks,
+        checkpoints=FakeCheckpoints([]), val_prompts={}, tasks=tasks,
     )  # fmt: skip
     async with asyncio.timeout(20):
         _, batch = await made.train_step()
@@ -342,7 +344,7 @@ async def test_synchronous_training_never_sees_tokens_of_older_weights():
 
 async def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice_at_the_end():
     made, log = trainer(
-        "trainer.total_steps=4", "trainer.eval_every=2", "trainer.save_every=3", val=[Prompt(0, "", [1], {})]
+        "trainer.total_steps=4", "trainer.eval_every=2", "trainer.save_every=3", val={"": [Prompt(0, "", [1], {})]}
     )
     await made.fit()
     assert [step for step, _ in made.tracker.evals] == [0, 2, 4]
@@ -350,9 +352,27 @@ async def test_evaluations_come_before_after_and_as_often_as_asked_but_not_twice
     assert made.tracker.evals[0][1] == {
         f"eval/{kind}_{name}": value
         for kind in ("sampled", "greedy")
-        for name, value in (("reward", 0.5), ("accuracy", 0.5), ("length", 1.0), ("failed_fraction", 0.0))
+        for name, value in (
+            ("reward", 0.5),
+            ("reward/final_answer", 0.5),
+            ("accuracy", 0.5),
+            ("length", 1.0),
+            ("failed_fraction", 0.0),
+            ("pass_at_2", 1.0),
+        )
     }
     assert log.index("load actor as 0, checked: True") < log.index("evaluate sampled") < log.index("answers 0")
+
+
+async def test_each_evaluation_set_has_metrics_of_its_own_name_and_pass_at_k():
+    made, log = trainer("trainer.eval_samples=2", val={"": [Prompt(0, "", [1], {})], "aime": [Prompt(0, "", [1], {})]})
+    await made.evaluate()
+    metrics = made.tracker.evals[0][1]
+    assert [line for line in log if line.startswith("evaluate")] == ["evaluate sampled", "evaluate greedy"] * 2
+    assert made.collector.counts == [2, 1, 2, 1]
+    # in each group, one of two answers is correct
+    assert metrics["eval/sampled_pass_at_2"] == metrics["eval/aime/sampled_pass_at_2"] == 1.0
+    assert metrics["eval/aime/greedy_accuracy"] == 0.5
 
 
 async def test_without_validation_prompts_nothing_is_evaluated():
@@ -364,13 +384,13 @@ async def test_without_validation_prompts_nothing_is_evaluated():
 
 async def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
     class OneFails(FakeCollector):
-        async def evaluate(self, prompts, *, greedy):
-            batch = samples(0)
+        async def evaluate(self, prompts, *, greedy, samples=1):
+            batch = answered(0)
             batch.batch["valid"][1] = False
             batch.batch["failed"][1] = True
             return batch
 
-    made, _ = trainer(collector=OneFails([]), val=[Prompt(0, "", [1], {})])
+    made, _ = trainer(collector=OneFails([]), val={"": [Prompt(0, "", [1], {})]})
     await made.evaluate()
     assert made.tracker.evals[0][1]["eval/greedy_accuracy"] == pytest.approx(2 / 3)
     assert made.tracker.evals[0][1]["eval/greedy_reward"] == pytest.approx(2 / 3)
@@ -483,7 +503,7 @@ async def test_only_the_actor_is_given_an_entropy_coefficient():
 
 async def test_what_leaves_the_mask_leaves_the_actors_batch_after_the_statistics():
     collector = FakeCollector([])
-    cut = samples(0)
+    cut = answered(0)
     cut.non_tensor_batch["finish_reason"][0] = "length"
 
     async def answers(version):

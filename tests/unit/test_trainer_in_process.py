@@ -57,7 +57,7 @@ async def trainer(tasks, model, *overrides) -> Trainer:
     collector.start()
     made = Trainer(
         config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
-        tracker=None, checkpoints=NoCheckpoints(), val_prompts=[], tasks=tasks,
+        tracker=None, checkpoints=NoCheckpoints(), val_prompts={}, tasks=tasks,
     )  # fmt: skip
     await made.sync_weights()
     return made

@@ -35,6 +35,8 @@ class SampleScores:
             process. A failed sample must never count as a sample with score 0.
         error: One line that says which function failed and how, or "" if none failed.
         failed_function: Index of the function that failed, or -1 if none failed.
+        success: Whether the answer is correct, as the functions returned it in `RewardResult.success`. True if none of
+            them returned False; None if none of them decided it.
     """
 
     key: Key
@@ -42,3 +44,4 @@ class SampleScores:
     failed: bool = False
     error: str = ""
     failed_function: int = -1
+    success: bool | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rltrain.rewards.loading import is_async, is_batched, load_function
+from rltrain.rewards.result import both
 from rltrain.settings.reward_config import RewardConfig
 from workers.cluster.liveness import Liveness
 from workers.reward.messages import Key, RewardRequest, SampleScores
@@ -35,6 +36,7 @@ class _Alone:
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
+    success: bool | None = None  # as `SampleScores.success`, of the functions that have scores
     again: int = 0  # number of times that this sample's worker was lost for a reason outside the reward functions
 
 
@@ -244,7 +246,7 @@ class RewardPool:
         assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
         for request, result in zip(requests, answer.results, strict=False):
             if len(result.scores) < len(self._names):  # the budget ran out before all functions were called
-                self._alone.append(_Alone(request, result.scores))
+                self._alone.append(_Alone(request, result.scores, result.success))
             else:
                 self._finish(result)
         self._fresh.extendleft(reversed(requests[done:]))
@@ -256,13 +258,13 @@ class RewardPool:
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:
         (result,) = answer.results
-        scores = work.scores + result.scores
+        scores, success = work.scores + result.scores, both(work.success, result.success)
         if result.failed:
             self._finish(failed(work.request, len(self._names), result.error, len(work.scores)))
         elif len(scores) == len(self._names):
-            self._finish(SampleScores(work.request.key, scores))
+            self._finish(SampleScores(work.request.key, scores, success=success))
         else:
-            self._alone.appendleft(_Alone(work.request, scores))
+            self._alone.appendleft(_Alone(work.request, scores, success))
 
     def _lost(self, work: tuple[RewardRequest, ...] | _Alone, event: Lost) -> None:
         reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
@@ -270,8 +272,8 @@ class RewardPool:
             under_way = self._begun(work, event.results)
             if not under_way:  # all samples of the chunk were already scored
                 return
-            partial = {result.key: result.scores for result in event.results}
-            suspect = _Alone(under_way[0], partial.get(under_way[0].key, ()))
+            partial = {result.key: (result.scores, result.success) for result in event.results}
+            suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
             if not event.timed_out:  # the process may have ended for a reason other than the running function
                 self._alone.append(suspect)
                 return

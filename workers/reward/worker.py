@@ -17,19 +17,20 @@ from rltrain.base.errors import described, one_line
 from rltrain.base.secret_values import redacted
 from rltrain.rewards.loading import (
     ScoreError,
-    as_score,
     as_scores,
+    as_verdict,
     bind,
     finish,
     is_async,
     is_batched,
     load_function,
 )
+from rltrain.rewards.result import Verdict, both
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
 
 _CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard may kill its child process earlier)
-Outcome = float | None | BaseException
+Outcome = Verdict | BaseException
 
 
 class _Function:
@@ -45,8 +46,8 @@ class _Function:
         """Score one sample. If the reward function raises an exception, return the exception."""
         try:
             if self.batched:
-                return as_score(as_scores(self._called([request]), 1)[0])
-            return as_score(_finished(self.bound(request.prompt, request.response, request.columns)))
+                return as_verdict(as_scores(self._called([request]), 1)[0])
+            return as_verdict(_finished(self.bound(request.prompt, request.response, request.columns)))
         except BaseException as error:
             return _unless_ctrl_c(error)
 
@@ -82,7 +83,7 @@ class _Function:
 
     async def _awaited(self, request: RewardRequest) -> Outcome:
         try:
-            return as_score(await self.bound(request.prompt, request.response, request.columns))
+            return as_verdict(await self.bound(request.prompt, request.response, request.columns))
         except BaseException as error:  # also catches SystemExit and KeyboardInterrupt, which would end the event loop
             return error
 
@@ -222,14 +223,16 @@ def _await_each(
 
 def _result(request: RewardRequest, functions: list[_Function], found: dict[int, Outcome]) -> SampleScores:
     scores: list[float | None] = []
+    success: bool | None = None
     for number, one in enumerate(functions):
         if number not in found:
             break  # the budget ran out before this function was called
         outcome = found[number]
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)
-        scores.append(outcome)
-    return SampleScores(request.key, tuple(scores))
+        scores.append(outcome.score)
+        success = both(success, outcome.success)
+    return SampleScores(request.key, tuple(scores), success=success)
 
 
 def failed(request: RewardRequest, functions: int, error: str, function: int) -> SampleScores:
@@ -246,7 +249,7 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
 
 def _outcome(result: Any) -> Outcome:
     try:
-        return as_score(result)
+        return as_verdict(result)
     except BaseException as error:  # a result's own __repr__ or __float__ may raise any exception
         return _unless_ctrl_c(error)
 

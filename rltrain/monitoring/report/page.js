@@ -435,16 +435,17 @@ function showOverview() {
   const rows = data.runs.map((run, number) => {
     const metric = (name) => run.steps[name]?.at(-1) ?? null;
     const evaluated = (kind) => {
-      const found = run.evaluations[`eval/${kind}_accuracy`] ?? [];
-      return found.length ? `${percent(found[0])} → ${percent(found.at(-1))}` : "–";
+      const ends = (found, text) => `${text(found[0])} → ${text(found.at(-1))}`;
+      const accuracy = run.evaluations[`eval/${kind}_accuracy`] ?? [], reward = run.evaluations[`eval/${kind}_reward`] ?? [];
+      return accuracy.length ? ends(accuracy, percent) : reward.length ? `reward ${ends(reward, short)}` : "–";
     };
     return [el("span", {}, data.runs.length > 1 ? mark({ color: color(number) }) : "", run.name),
       whole(run.steps.step?.at(-1) ?? 0), short(metric("reward/mean")), evaluated("sampled"), evaluated("greedy"),
       short(metric("rollout/length_mean")), whole(run.alarms.length)];
   });
   $("#overview").append(
-    table(["run", "steps", "reward", "sampled accuracy", "greedy accuracy", "answer length", "alarms"], rows),
-    el("p", { class: "faint" }, `Written ${data.written}. Accuracies are of the first and the last evaluation.`));
+    table(["run", "steps", "reward", "held-out, sampled", "held-out, greedy", "answer length", "alarms"], rows),
+    el("p", { class: "faint" }, `Written ${data.written}. Held-out: the accuracy, or else the reward, of the first and the last evaluation.`));
 }
 
 function showNotes() {

@@ -63,10 +63,39 @@ def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and
     assert lines[0].endswith("1 of 1 rewards failed and are left out: it [b]broke[/b]")
 
 
-def test_of_several_rewards_each_is_shown_in_place_of_one_accuracy():
+def test_of_several_rewards_each_is_shown_before_the_accuracy():
     parts = {"reward/right/mean": 0.5, "reward/short/mean": -1.25}
-    assert "reward 0.50  right 0.50  short -1.25  kl" in step_text({**METRICS, **parts})
-    assert "acc 25%" in step_text({**METRICS, "reward/right/mean": 0.5})
+    assert "reward 0.50  right 0.50  short -1.25  acc 25%  kl" in step_text({**METRICS, **parts})
+    assert "reward 0.50  acc 25%" in step_text({**METRICS, "reward/right/mean": 0.5})
+    undecided = {name: value for name, value in METRICS.items() if name != "reward/accuracy"}
+    assert step_text(undecided).startswith("reward 0.50  kl")
+
+
+def evaluated(prefix="eval/", **changes):
+    """Return the metrics of one evaluation set, with the given values in place of the usual ones."""
+    values = {"reward": 0.5, "accuracy": 0.5, "length": 9.0} | changes
+    return {f"{prefix}{kind}_{name}": value for kind in ("sampled", "greedy") for name, value in values.items()}
+
+
+def lines_of(metrics):
+    where = console()
+    ConsoleDisplay(10, 0, where).evaluation(3, metrics)
+    return where.file.getvalue().splitlines()
+
+
+def test_an_evaluation_without_a_function_that_decides_is_told_by_its_reward():
+    metrics = evaluated(reward=0.125, **{"reward/format": 0.9, "reward/right": 0.1})
+    metrics = {name: value for name, value in metrics.items() if "accuracy" not in name}
+    assert lines_of(metrics) == [
+        "held-out reward after 3 steps: sampled 0.125, greedy 0.125; format 0.90, right 0.10; 9.0 tokens"
+    ]
+
+
+def test_each_evaluation_set_has_a_line():
+    assert lines_of(evaluated() | evaluated("eval/aime/", accuracy=0.1, pass_at_4=0.25)) == [
+        "held-out accuracy after 3 steps: sampled 50.0%, greedy 50.0%; 9.0 tokens",
+        "aime accuracy after 3 steps: sampled 10.0%, greedy 10.0%; pass@4 25.0%; 9.0 tokens",
+    ]
 
 
 def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end():
@@ -83,9 +112,7 @@ def test_a_line_is_one_line_however_long_it_is():
     where = console(width=40)
     display = ConsoleDisplay(10_000, 10, where)
     display.step(10_000, {**METRICS, "perf/tokens_per_s": 12345678.0}, sample("long " * 30))
-    display.evaluation(
-        10_000, {f"eval/{kind}_accuracy": 0.5 for kind in ("sampled", "greedy")} | {"eval/sampled_length": 9}
-    )
+    display.evaluation(10_000, evaluated())
     first, second, third = where.file.getvalue().splitlines()
     assert first.startswith("step 10000/10000")
     assert first.endswith("12,345,678 tok/s")
@@ -216,7 +243,7 @@ def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=()):
 
 def test_the_summary_says_what_was_learnt_and_where_it_lies(tmp_path):
     before, after = (
-        {"eval/sampled_accuracy": a, "eval/greedy_accuracy": b, "eval/sampled_length": c}
+        evaluated(length=c) | {"eval/sampled_accuracy": a, "eval/greedy_accuracy": b}
         for a, b, c in ((0.1, 0.2, 9.0), (0.8, 0.9, 7.5))
     )
     text = summary_of(tmp_path, evaluations=[before, before, after])

@@ -9,11 +9,12 @@ from rltrain.monitoring.step_metrics import entropy_estimate, log_prob_gap, samp
 NAN = math.nan
 
 
-def samples(scores, valid, components, outcomes=None) -> DataProto:
+def samples(scores, valid, components, successes=None) -> DataProto:
     return DataProto.from_dict(
         {"responses": jagged([[1], [1, 2, 3], [1, 2], [1, 2]], torch.int64), "prompts": jagged([[1]] * 4, torch.int64),
          "policy_version": jagged([[0], [0] * 3, [0] * 2, [0] * 2], torch.int64),
-         "scores": torch.tensor(scores), "outcomes": torch.tensor(outcomes or scores), "valid": torch.tensor(valid),
+         "scores": torch.tensor(scores), "successes": torch.tensor(successes or [NAN] * 4),
+         "valid": torch.tensor(valid),
          "failed": ~torch.tensor(valid), "reward_components": torch.tensor(components),
          "failed_function": torch.where(torch.tensor(valid), -1, len(components[0]) - 1)},
         {"finish_reason": ["stop", "length", "stop", "abort"]},
@@ -21,7 +22,8 @@ def samples(scores, valid, components, outcomes=None) -> DataProto:
 
 
 def test_means_are_over_valid_rows_and_fractions_over_all():
-    made = samples([1.0, 0.0, 3.0, 0.0], [True, True, True, False], [[1, 0], [0, NAN], [1, 2], [NAN, NAN]])
+    components = [[1, 0], [0, NAN], [1, 2], [NAN, NAN]]
+    made = samples([1.0, 0.0, 3.0, 0.0], [True, True, True, False], components, [1.0, 0.0, 1.0, NAN])
     metrics = sample_metrics(made, ["exact", "style"])
     assert metrics == pytest.approx({
         "reward/mean": 4 / 3, "reward/std": (14 / 9) ** 0.5, "reward/accuracy": 2 / 3, "reward/failed_fraction": 0.25,
@@ -32,11 +34,16 @@ def test_means_are_over_valid_rows_and_fractions_over_all():
     })  # fmt: skip
 
 
-def test_accuracy_is_of_outcomes_and_not_of_what_a_penalty_left_of_them():
-    """The four samples are right but long, wrong, right, and judged by nothing except a format reward."""
+def test_the_accuracy_is_the_share_of_correct_answers_where_a_function_decides():
+    """The scores would give another accuracy: one correct answer is too long, and one is only well formed."""
     made = samples([-0.5, 0.0, 1.0, 0.5], [True] * 4, [[1.0], [0.0], [1.0], [NAN]], [1.0, 0.0, 1.0, NAN])
     metrics = sample_metrics(made, ["exact"])
     assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (pytest.approx(2 / 3), 0.25)
+
+
+def test_without_a_function_that_decides_there_is_no_accuracy():
+    made = samples([1.0, 1.0, 1.0, 1.0], [True] * 4, [[1.0]] * 4)
+    assert "reward/accuracy" not in sample_metrics(made, ["format"])
 
 
 def test_C4_what_a_failed_row_holds_is_in_no_mean():

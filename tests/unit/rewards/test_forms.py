@@ -69,7 +69,9 @@ def path(tmp_path):
 
 
 def function(path, name: str, **kwargs) -> RewardFunctionConfig:
-    return RewardFunctionConfig(name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, kwargs=kwargs)
+    return RewardFunctionConfig(
+        name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, success=None, kwargs=kwargs
+    )
 
 
 def requests(*responses: str, **columns) -> list[RewardRequest]:
@@ -137,6 +139,44 @@ def test_a_result_may_be_a_score_or_not_applicable_or_failed_with_a_reason(path)
 def test_a_result_whose_score_is_no_score_is_an_error():
     with pytest.raises(loading.ScoreError, match="returned nan"):
         loading.as_score(RewardResult(score=float("nan")))
+
+
+FORMS_OF_SUCCESS = """
+import numpy as np
+from rltrain.rewards.result import RewardResult
+
+def declared(response):
+    return RewardResult(score=0.25, success={"right": True, "wrong": False, "numpy": np.bool_(True)}.get(response))
+
+def also(response):
+    return RewardResult(score=1.0, success=response == "right")
+
+def number(response):
+    return RewardResult(score=1.0, success=1)
+
+def batch(prompts, responses):
+    return [declared(response) for response in responses]
+
+async def awaited(response):
+    return declared(response)
+"""
+
+
+@pytest.mark.parametrize("name", ["declared", "batch", "awaited"])
+def test_every_form_of_function_may_say_which_answers_are_correct(tmp_path, name):
+    (tmp_path / "success.py").write_text(FORMS_OF_SUCCESS)
+    results = RewardWorker([function(tmp_path / "success.py", name)]).score(requests("right", "wrong", "numpy", "?"))
+    assert [result.success for result in results] == [True, False, True, None]
+    assert [result.scores for result in results] == [(0.25,)] * 4
+
+
+def test_an_answer_is_correct_if_no_function_says_otherwise_and_success_is_a_bool(tmp_path):
+    (tmp_path / "success.py").write_text(FORMS_OF_SUCCESS)
+    made = [function(tmp_path / "success.py", name) for name in ("declared", "also")]
+    assert [r.success for r in RewardWorker(made).score(requests("right", "numpy", "?"))] == [True, False, False]
+    (result,) = RewardWorker([function(tmp_path / "success.py", "number")]).score(requests("a"))
+    assert (result.failed, result.success) == (True, None)
+    assert "returned success=1 of type int: it is True, False or None" in result.error
 
 
 # Batched

@@ -95,7 +95,9 @@ SAID = {
 
 
 def function(path, name: str, **kwargs) -> RewardFunctionConfig:
-    return RewardFunctionConfig(name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, kwargs=kwargs)
+    return RewardFunctionConfig(
+        name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, success=None, kwargs=kwargs
+    )
 
 
 def requests(*responses: str) -> list[RewardRequest]:

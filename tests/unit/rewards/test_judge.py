@@ -92,7 +92,9 @@ def ask(server_or_url, prompt="2+2=", response="4", **options):
 
 def worker(url, concurrency=64, **kwargs) -> RewardWorker:
     options = {"base_url": url, "model": "m", **kwargs}
-    function = RewardFunctionConfig(name="judge", path=PATH, weight=1.0, gate=False, outcome=True, kwargs=options)
+    function = RewardFunctionConfig(
+        name="judge", path=PATH, weight=1.0, gate=False, outcome=True, success=None, kwargs=options
+    )
     return RewardWorker([function], concurrency=concurrency)
 
 

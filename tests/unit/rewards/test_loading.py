@@ -273,7 +273,11 @@ def test_what_a_function_raises_goes_through():
 def test_what_a_failed_sample_says_can_be_written_to_a_file(tmp_path):
     path = write(tmp_path, "def score():\n    raise ValueError('bad \\ud800')\n")
     worker = RewardWorker(
-        [RewardFunctionConfig(name="mine", path=f"{path}:score", weight=1.0, gate=False, outcome=True, kwargs={})]
+        [
+            RewardFunctionConfig(
+                name="mine", path=f"{path}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
+            )
+        ]
     )
     (result,) = worker.score([RewardRequest((0, 0), "p", "r", {})])
     assert result.error.encode().startswith(b"reward function 'mine' raised ValueError: bad \\ud800 (")

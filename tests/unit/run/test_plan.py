@@ -8,7 +8,7 @@ from rltrain.algorithms import POLICY_LOSSES
 from rltrain.run.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
 from rltrain.settings.compose import compose
 
-FACTS = Facts(path="/models/m", parameters=412_928, train_prompts=8192, val_prompts=256, devices="2 CPU cores")
+FACTS = Facts(path="/models/m", parameters=412_928, train_prompts=8192, val_prompts={"": 256}, devices="2 CPU cores")
 
 
 def config_of(*overrides):
@@ -68,6 +68,10 @@ def test_an_adaptive_coefficient_is_shown_as_a_start():
     ("overrides", "text"),
     [
         (["data.val=null"], "no evaluation (data.val=null)"),
+        (
+            ["data.val_sets={aime:aime.jsonl}", "trainer.eval_samples=4", "data.val_size=30"],
+            "evaluated before and after on 256 held-out prompts and at most 30 prompts of aime, 4 sampled answers each",
+        ),
         (["trainer.eval_every=10"], "evaluated before, after and every 10 steps on 256 held-out prompts"),
         (["data.train=a.jsonl"], "evaluated before and after on 256 of the training prompts themselves"),
         (["data.train=a.jsonl", "data.val=b.jsonl"], "evaluated before and after on 256 held-out prompts"),
@@ -80,8 +84,8 @@ def test_it_says_which_prompts_are_evaluated(overrides, text):
 def test_it_says_as_what_the_data_was_read():
     data, held_out = "9 rows of a.jsonl; prompt = column question, as text", "5 rows of b.jsonl; prompt = column text"
     words = ["data.train=a.jsonl"]
-    assert row("data", *words, facts=replace(FACTS, data=data, val_data=data)) == data
-    both = row("data", *words, facts=replace(FACTS, data=data, val_data=held_out))
+    assert row("data", *words, facts=replace(FACTS, data=data, val_data={"": data})) == data
+    both = row("data", *words, facts=replace(FACTS, data=data, val_data={"": held_out, "aime": data}))
     assert both == f"{data}; evaluation: {held_out}"
 
 

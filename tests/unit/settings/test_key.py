@@ -17,6 +17,8 @@ CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
     "critic.max_tokens_per_microbatch",
     "data.val",
+    "data.val_sets",
+    "trainer.eval_samples",
     "data.val_size",
     "model.activation_checkpointing",
     "model.compile",

@@ -1,16 +1,16 @@
 import asyncio
+import math
 import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from rltrain.base.errors import RewardError
-from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
-from rltrain.trajectories.batch_building import to_batch, without_invalid
+from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, GroupState, stream_seed
 from rltrain.trajectories.scoring import on_last_token
@@ -20,8 +20,11 @@ from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
-ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, kwargs={})]
-TWO = [*ONE, RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=False, outcome=True, kwargs={})]
+ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, success=None, kwargs={})]
+TWO = [
+    *ONE,
+    RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=False, outcome=True, success=None, kwargs={}),
+]
 
 
 class Engines(Immortal):
@@ -376,48 +379,18 @@ def test_G4_a_component_that_does_not_apply_is_left_out_and_a_row_with_none_is_n
     assert batch.padded("response_mask")[1].tolist() == [False, False]
 
 
-def test_the_outcome_is_the_score_without_functions_of_the_form_and_keeps_gates():
-    right = replace(ONE[0], gate=True)
-    form = replace(TWO[1], outcome=False)
-    groups = [group(0, [(1.0, -1.0), (0.0, -1.0)]), group(1, [(None, -1.0), (1.0, None)])]
-    batch = to_batch(groups, [right, form])
-    assert batch.batch["scores"].tolist() == [0.5, 0.0, -0.5, 1.0]
-    assert batch.batch["outcomes"].nan_to_num(9.0).tolist() == [1.0, 0.0, 9.0, 1.0]
-    assert torch.equal(to_batch(groups, TWO).batch["outcomes"], torch.tensor([0.5, -0.5, -0.5, 1.0]))
+def test_an_answer_is_correct_if_every_function_that_decides_says_so():
+    exact, style = replace(ONE[0], success=1.0), replace(TWO[1], success=4.0)
+    groups = [group(0, [(1.0, 4.0), (1.0, 3.0)]), group(1, [(None, None), (0.5, None)], failed=(0,))]
+    groups[1].results[1] = replace(groups[1].results[1], success=True)
+    assert successes_of(groups, [exact, style]) == [1.0, 0.0, None, 0.0]  # the last: 0.5 is below 1.0
+    assert successes_of(groups, [exact, TWO[1]]) == [1.0, 1.0, None, 0.0]
+    assert successes_of(groups, TWO) == [None, None, None, 1.0]  # what the function itself returned
+    groups[0].results[0] = replace(groups[0].results[0], success=False)
+    assert successes_of(groups, [exact, style]) == [0.0, 0.0, None, 0.0]
 
 
-def test_scores_that_are_whole_numbers_keep_their_weights():
-    batch = to_batch([group(0, [(1, 1), (0, 1)])], TWO)
-    assert batch.batch["scores"].tolist() == [1.5, 0.5]
-    assert batch.batch["reward_components"].dtype == torch.float32
-
-
-def test_B3_an_empty_answer_gets_no_token_score_and_disturbs_no_neighbour():
-    batch = with_placed_scores(to_batch([group(0, [(1.0,), (9.0,), (3.0,)], tokens=((), (1,), ()))], ONE))
-    assert batch.values("placed").tolist() == [9.0]
-    first = with_placed_scores(to_batch([group(0, [(7.0,), (9.0,)], tokens=((1, 2), ()))], ONE))
-    assert first.values("placed").tolist() == [0.0, 7.0]
-
-
-def test_rows_are_sorted_by_group_and_sample():
-    batch = to_batch([group(2, [(1.0,), (2.0,)]), group(0, [(3.0,), (4.0,)])], ONE)
-    assert batch.batch["uid"].tolist() == [0, 0, 2, 2]
-    assert batch.batch["scores"].tolist() == [3, 4, 1, 2]
-
-
-def test_the_mask_shares_the_offsets_of_the_responses():
-    batch = DataProto.from_dict(
-        {"responses": jagged([[1]], torch.int64), "response_mask": jagged([[True]], torch.bool),
-         "valid": torch.tensor([True])}
-    )  # fmt: skip
-    batch = without_invalid(batch)
-    assert batch.offsets("response_mask") is batch.offsets("responses")
-
-
-def test_B9_the_mask_of_invalid_rows_is_cleared_and_no_bit_of_another_row_is_set():
-    mask = [[True, False, True], [True, False], [False]]
-    batch = DataProto.from_dict(
-        {"response_mask": jagged(mask, torch.bool), "responses": jagged([[1] * len(row) for row in mask], torch.int64),
-         "valid": torch.tensor([True, False, True])}
-    )  # fmt: skip
-    assert without_invalid(batch).padded("response_mask").tolist() == [[True, False, True], [False] * 3, [False] * 3]
+def successes_of(groups, components):
+    """Return for each row whether the answer is correct, or None if nothing decides it."""
+    found = to_batch(groups, components).batch["successes"].tolist()
+    return [None if math.isnan(value) else value for value in found]

@@ -22,7 +22,7 @@ from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 from workers.training.reward_model import RewardModelWorker
 
-FUNCTION = RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, kwargs={})
+FUNCTION = RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, success=None, kwargs={})
 CHAT = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -47,7 +47,7 @@ def model(ranks=None, *, number=1, longest=None, template=None, chat_template=No
     tokenizer = char_tokenizer()
     tokenizer.chat_template = chat_template
     config = RewardModelConfig(
-        name=f"rm{number}", path="/m", weight=weight, gate=gate, outcome=True, prompt_template=template
+        name=f"rm{number}", path="/m", weight=weight, gate=gate, outcome=True, success=None, prompt_template=template
     )
     return RewardModel(
         config, ranks or Ranks(), number=number, tokenizer=tokenizer, longest=longest, pad=0, max_tokens=8

@@ -9,7 +9,9 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.guard import GuardedWorker
 from workers.reward.messages import RewardRequest
 
-function = RewardFunctionConfig(name="score", path=sys.argv[1], weight=1.0, gate=False, outcome=True, kwargs={})
+function = RewardFunctionConfig(
+    name="score", path=sys.argv[1], weight=1.0, gate=False, outcome=True, success=None, kwargs={}
+)
 guard = GuardedWorker([function], memory_mb=64)
 guard.ping()
 for response in sys.argv[2:]:
@@ -47,7 +49,9 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.guard import Guard
 from workers.reward.messages import RewardRequest
 
-function = RewardFunctionConfig(name="score", path=sys.argv[1], weight=1.0, gate=False, outcome=True, kwargs={})
+function = RewardFunctionConfig(
+    name="score", path=sys.argv[1], weight=1.0, gate=False, outcome=True, success=None, kwargs={}
+)
 guard = Guard([function], memory_mb=64)
 for lane in range(2):
     guard.ping(lane)

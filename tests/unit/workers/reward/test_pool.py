@@ -22,7 +22,8 @@ UNUSED = "rltrain.rewards.final_answer:final_answer"  # scripted workers never c
 
 def function(name: str, path: str = UNUSED, **changes) -> RewardFunctionConfig:
     return RewardFunctionConfig(
-        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "kwargs": {}} | changes
+        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "success": None, "kwargs": {}}
+        | changes
     )
 
 
@@ -320,6 +321,7 @@ def test_async_calls_are_never_held_as_more_of_them_would_exceed_the_concurrency
 
 REWARDS = """
 import sys, time
+from rltrain.rewards.result import RewardResult
 
 def number(response):
     if response == "raise":
@@ -336,6 +338,9 @@ def length(response, *, unit=1):
 def slow(response):
     time.sleep(0.06)
     return float(response)
+
+def correct(response):
+    return RewardResult(score=1.0, success=response == "1")
 """
 
 
@@ -355,6 +360,18 @@ async def test_in_process_every_function_scores_every_sample_in_the_order_of_the
     assert await finish(pool) == [SampleScores((0, 1), (4.0, 25.0)), SampleScores((0, 2), (1.0, 7.0))]
 
 
+async def test_what_functions_decide_about_correctness_is_kept_if_a_sample_is_scored_in_several_calls(
+    rewards, monkeypatch
+):
+    monkeypatch.setattr("workers.reward.pool._BUDGET_S", 0.0)  # each call scores one sample by one function
+    pool = RewardPool.in_process(reward(rewards("correct", "number", "length")))
+    pool.submit([request(1, "1"), request(2, "2")])
+    assert sorted(await finish(pool), key=lambda r: r.key) == [
+        SampleScores((0, 1), (1.0, 1.0, 1.0), success=True),
+        SampleScores((0, 2), (1.0, 2.0, 1.0), success=False),
+    ]
+
+
 async def test_without_functions_as_beside_reward_models_nobody_is_called_and_nobody_can_be_lost():
     workers = ScriptedWorkers(2, 0, lose=lambda *_: "gone")
     pool = RewardPool(
@@ -362,7 +379,9 @@ async def test_without_functions_as_beside_reward_models_nobody_is_called_and_no
         reward(
             [],
             models=[
-                RewardModelConfig(name="rm", path="/m", weight=1.0, gate=False, outcome=True, prompt_template=None)
+                RewardModelConfig(
+                    name="rm", path="/m", weight=1.0, gate=False, outcome=True, success=None, prompt_template=None
+                )
             ],
         ),
     )
@@ -395,7 +414,7 @@ async def test_G2_a_reward_that_raises_exits_or_returns_nonsense_is_failed_and_n
     ]
     first, _, second, third = (r.error for r in results)
     assert first.startswith("reward function 'number' raised ValueError: no number (")
-    assert first.endswith("rewards.py:6)")
+    assert first.endswith("rewards.py:7)")
     assert second.startswith("reward function 'number' raised SystemExit: 3 (")
     assert third.startswith("reward function 'number' returned nan: a score must be finite")
 

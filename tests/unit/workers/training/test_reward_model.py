@@ -118,7 +118,7 @@ async def trainer(start: str, tasks: BackgroundTasks, *overrides: str) -> Traine
     collector.start()
     made = Trainer(
         config, actor=workers.actor, reference=None, critic=None, tracker=None, checkpoints=NoCheckpoints(),
-        val_prompts=[], collector=collector, tasks=tasks,
+        val_prompts={}, collector=collector, tasks=tasks,
     )  # fmt: skip
     await made.sync_weights()
     return made

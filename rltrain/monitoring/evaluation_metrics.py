@@ -1,0 +1,77 @@
+"""Metrics of an evaluation: rewards, accuracies, pass@k and lengths, for each evaluation set and kind of answer."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from rltrain.batch.data_proto import DataProto
+from rltrain.monitoring.step_metrics import sample_metrics
+
+KINDS = ("sampled", "greedy")  # sampled: at the run's temperature; greedy: the likeliest token at each position
+_REWARD = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_reward")
+
+
+def prefix_of(name: str, kind: str) -> str:
+    """Return the start of the metric names of one evaluation set and kind of answer, such as `eval/aime/greedy`.
+
+    Args:
+        name: name of the set in `data.val_sets`; "" for the set of `data.val`.
+        kind: one of `KINDS`.
+    """
+    return f"eval/{name}/{kind}" if name else f"eval/{kind}"
+
+
+def evaluated_sets(metrics: Iterable[str]) -> list[str]:
+    """Return the names of the evaluation sets that have metrics; "" is the name of the set of `data.val`."""
+    found = (_REWARD.fullmatch(metric) for metric in metrics)
+    return [match["name"] or "" for match in found if match]
+
+
+def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str) -> dict[str, float]:
+    """Compute the metrics of the answers to the prompts of one evaluation set.
+
+    The accuracy and pass@k exist only if a reward function decides which answers are correct.
+
+    Args:
+        batch: answers with scores; the answers to one prompt have the same `uid`.
+        components: names of the reward functions and models.
+        prefix: start of the names of the metrics; see `prefix_of`.
+    """
+    samples = sample_metrics(batch, components)
+    names = {"reward/mean": "reward", "reward/accuracy": "accuracy", "rollout/length_mean": "length"}
+    names |= {"reward/failed_fraction": "failed_fraction"}
+    names |= {f"reward/{component}/mean": f"reward/{component}" for component in components}
+    metrics = {f"{prefix}_{own}": samples[name] for name, own in names.items() if name in samples}
+    for k, value in _pass_at_each_k(batch):
+        metrics[f"{prefix}_pass_at_{k}"] = value
+    return metrics
+
+
+def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
+    """Yield pass@k for k = 2, 4, 8, ... and for the number of answers to a prompt, where prompts have enough answers.
+
+    Answers without a decision on their correctness, such as those whose reward function failed, do not count.
+    """
+    successes, uid = batch.batch["successes"], batch.batch["uid"]
+    decided = batch.batch["valid"] & ~successes.isnan()
+    groups = [successes[decided & (uid == one)] for one in uid.unique()]
+    most = max((len(group) for group in groups), default=0)
+    for k in sorted({2**power for power in range(1, most.bit_length())} | {most}):
+        enough = [group for group in groups if len(group) >= k > 1]
+        if enough:
+            yield k, sum(pass_at_k(group, k) for group in enough) / len(enough)
+
+
+def pass_at_k(successes: Tensor, k: int) -> float:
+    """Estimate without bias the probability that at least one of k answers to a prompt is correct.
+
+    The estimate is 1 - C(n - c, k) / C(n, k) for n answers of which c are correct (arXiv 2107.03374, equation 1).
+
+    Args:
+        successes: 1 for each correct answer and 0 for each wrong one, (n,), with n >= k.
+        k: number of answers that are drawn.
+    """
+    count, correct = len(successes), int(successes.sum())
+    return 1 - math.comb(count - correct, k) / math.comb(count, k)
