@@ -11,8 +11,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
 
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, evaluations = load_data(config, tokenizer)
+    config = config.with_epochs_as_steps(len(prompts))
     start = beginning(with_all_knobs(config))
     repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
     notes = (note for source in (prompts, *evaluations.values()) for note in source.notes)
@@ -208,7 +210,14 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         if local:
             join_cluster(config)
         tracker, curve, status = train(
-            with_all_knobs(config), console, output_dir, stop_ids, prompts, evaluations, start.checkpoint
+            with_all_knobs(config),
+            console,
+            output_dir,
+            stop_ids,
+            prompts,
+            evaluations,
+            start.checkpoint,
+            text_of=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
     finally:
         if config.placement.launcher == "ray":
@@ -236,8 +245,12 @@ def train(
     prompts: PromptSet,
     evaluations: Mapping[str, PromptSet],
     checkpoint: "Checkpoint | None",
+    *,
+    text_of: Callable[[list[int]], str],
 ) -> tuple["Tracker", Path | None, int]:
     """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, the function saves a checkpoint and ends the run.
+
+    The function `text_of` converts token ids to text with special tokens, for the samples that the display shows.
 
     Return the tracker, the path of the learning-curve image (None if there is none), and the exit status.
     """
@@ -246,7 +259,10 @@ def train(
     from rltrain.run.signals import Signals
 
     own = config.trainer
-    with Signals() as signals, ConsoleDisplay(own.total_steps, own.sample_every, console) as display:
+    display = ConsoleDisplay(
+        own.total_steps, own.sample_every, console, components=config.reward.names, text_of=text_of
+    )
+    with Signals() as signals, display:
         tracker = Tracker(
             output_dir,
             display,
@@ -311,6 +327,7 @@ async def _train(
                 restart=workers.restart_training,
             )
             signals.stop_with(tasks)
+            tasks.start(display.heartbeat(lambda: trainer.timer.phase), "display")
             workers.daemons.patient = True
             return await fit(trainer, checkpoint, display.console)
 

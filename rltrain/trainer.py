@@ -107,6 +107,7 @@ class Trainer:
         self.beginning: dict[str, Any] | None = None
         self.engine_checked = self.checked_before = False
         self.dropped: list[int] = []
+        self.timer = Timer()  # of the current step
 
     async def fit(self) -> None:
         """Train until the last training step is done.
@@ -238,6 +239,7 @@ class Trainer:
     async def train_step(self) -> tuple[dict[str, float], DataProto]:
         """Take one training step. Return the metrics of the step and the batch that was trained on."""
         config, timer = self.config, Timer()
+        self.timer = timer
         async with self.saved_on_error():
             with timer("generate"):
                 batch = await self.collector.answers(version=self.step)

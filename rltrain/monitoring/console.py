@@ -1,5 +1,6 @@
 """Console output of a run: progress bar, samples, warnings, and a final summary of the results."""
 
+import asyncio
 import math
 import shlex
 import sys
@@ -27,9 +28,14 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.evaluation_metrics import KINDS, evaluated_sets, prefix_of
 from rltrain.monitoring.report.page import REPORT
 
+SHOWN_TEXT = 400  # maximum number of characters of a prompt or an answer in a sample
 SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
 DOWNLOAD_LINE_EVERY_S = 60.0  # seconds between lines about a download if the output is not a terminal
-PLAIN_EVERY = 10  # training steps between lines if the output is not a terminal
+# If the output is not a terminal: a line every `PLAIN_EVERY` steps, or for each step that ends `PLAIN_EVERY_S` seconds
+# after the last line.
+PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
+HEARTBEAT_S = 60.0  # seconds without a line after which a line says what the current step is doing
+TIMED_STEPS = 20  # number of last steps from which the remaining time is estimated
 
 
 class ConsoleDisplay:
@@ -39,10 +45,21 @@ class ConsoleDisplay:
         total_steps: number of training steps of the run.
         sample_every: number of steps between printed samples; 0: no samples.
         console: rich console to which the display writes.
+        components: names of the reward functions and models.
+        text_of: function that converts token ids to text with special tokens; None: samples are shown without them.
     """
 
-    def __init__(self, total_steps: int, sample_every: int, console: Console) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        sample_every: int,
+        console: Console,
+        *,
+        components: Sequence[str] = (),
+        text_of: Callable[[list[int]], str] | None = None,
+    ) -> None:
         self.total_steps, self.sample_every, self.console = total_steps, sample_every, console
+        self.components, self.text_of = components, text_of
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -55,6 +72,9 @@ class ConsoleDisplay:
         )
         self.failures_seen = False
         self.task = self.progress.add_task("train", total=total_steps, state="")
+        self.ended: list[tuple[int, float]] = []  # the last steps that this process has trained, and when they ended
+        self.said_at = time.monotonic()  # time of the last line about a step, where there is no terminal
+        self.last = 0  # the last step that has ended
 
     def __enter__(self) -> "ConsoleDisplay":
         self.progress.start()
@@ -89,13 +109,48 @@ class ConsoleDisplay:
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Update the progress bar, and show a sample at step 1 and every `sample_every` steps."""
-        state = step_text(metrics)
+        state, now = step_text(metrics), time.monotonic()
+        self.last = step
+        self.ended = [*self.ended[-TIMED_STEPS:], (step, now)]
         self.progress.update(self.task, completed=step, state=state)
-        if not self.console.is_terminal and (step % PLAIN_EVERY == 0 or step == self.total_steps):
-            self.console.print(f"step {step:>4}/{self.total_steps}  {state}", highlight=False, soft_wrap=True)
+        due = step % PLAIN_EVERY == 0 or step == self.total_steps or now - self.said_at >= PLAIN_EVERY_S
+        if not self.console.is_terminal and due:
+            line = f"step {step:>4}/{self.total_steps}  {state}{self.time_left()}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+            self.said_at = now
         if self.sample_every and (step == 1 or step % self.sample_every == 0):
-            self.console.print(sample_text(step, batch), soft_wrap=True)
+            self.console.print(sample_text(step, batch, self.components, self.text_of), soft_wrap=True)
         self.failures(step, batch)
+
+    def time_left(self) -> str:
+        """Return an estimate of the time until the last step, such as "  12 min left"; "" before the third step.
+
+        The estimate assumes that the steps to come take as long as the last `TIMED_STEPS` steps, evaluations and
+        checkpoints included. The first step of a process is left out, because it starts and compiles things.
+        """
+        (first, began), (last, ended) = self.ended[0], self.ended[-1]
+        if last - first < 2 or last >= self.total_steps:
+            return ""
+        return f"  {duration((ended - began) / (last - first) * (self.total_steps - last))} left"
+
+    async def heartbeat(self, phase: Callable[[], str]) -> None:
+        """Print a line about the current step whenever no step has ended for `HEARTBEAT_S` seconds, until cancelled.
+
+        On a terminal, nothing is printed, because the live bar shows the step.
+
+        Args:
+            phase: returns the name of the current phase of the step; "" before the first phase.
+        """
+        told_at = time.monotonic()
+        while not self.console.is_terminal:
+            await asyncio.sleep(1)
+            now = time.monotonic()
+            if self.last < self.total_steps and now - max(told_at, self.said_at) >= HEARTBEAT_S:
+                since = duration(now - (self.ended[-1][1] if self.ended else self.said_at))
+                doing = phase().replace("_", " ")
+                text = f"step {self.last + 1:>4}/{self.total_steps}  for {since}{f', now: {doing}' if doing else ''}"
+                self.console.print(text, highlight=False, soft_wrap=True)
+                told_at = now
 
     def failures(self, step: int, batch: DataProto) -> None:
         """Warn about failed rewards at the first step that has any, and later only every `PLAIN_EVERY` steps."""
@@ -204,22 +259,51 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
     return [name[1] for name in names if len(name) == 3 and name[0] == "reward" and name[2] == "mean"]
 
 
-def sample_text(step: int, batch: DataProto) -> Text:
-    """Return the text and the reward of one sample of the batch.
+def duration(seconds: float) -> str:
+    """Return a duration as text for a person, such as "45 s", "12 min" or "3 h 5 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
-    The step number determines which row of the batch is returned.
+
+def sample_text(
+    step: int, batch: DataProto, components: Sequence[str] = (), text_of: Callable[[list[int]], str] | None = None
+) -> Text:
+    """Return the prompt, the answer and the reward of one sample of the batch. The row changes with the step.
 
     Text that a model wrote is never interpreted as console markup.
+
+    Args:
+        step: number of the training step.
+        batch: the batch that was trained on.
+        components: names of the reward functions and models.
+        text_of: function that converts token ids to text with special tokens; None: the batch's texts are shown.
     """
     row = (step * 7) % len(batch)
     objects = batch.non_tensor_batch
     prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
+    if text_of is not None:
+        only = batch[row : row + 1]
+        prompt, response = (text_of(only.values(name).tolist()) for name in ("prompts", "responses"))
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
+    return Text.assemble(
+        (f"  sample of step {step}\n", "dim"),
+        ("    prompt  ", "dim"), f"{one_line(prompt, SHOWN_TEXT)}\n",
+        ("    answer  ", "dim"), (one_line(response, SHOWN_TEXT), "bold"), f"{ending}\n",
+        ("    reward  ", "dim"), _score_text(batch, row, components),
+    )  # fmt: skip
+
+
+def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
+    """Return the reward of a row, followed by the score of each reward function if there are several."""
+    scores = batch.batch["reward_components"][row].tolist()
     # The column `valid` is not used, because it is also False for scored rows that are excluded from the statistics.
-    scored = not bool(batch.batch["reward_components"][row].isnan().all())
-    score = f"{float(batch.batch['scores'][row]):g}" if scored else "failed"
-    start, end = (f"  step {step}:", "dim"), f"{ending}  -> reward {score}"
-    return Text.assemble(start, " ", one_line(prompt), (one_line(response), "bold"), end)
+    if all(math.isnan(score) for score in scores):
+        return "failed"
+    total = f"{float(batch.batch['scores'][row]):g}"
+    parts = [f"{name} {score:g}" for name, score in zip(components, scores, strict=False) if not math.isnan(score)]
+    return f"{total}  ({', '.join(parts)})" if len(scores) > 1 else total
 
 
 def summary(

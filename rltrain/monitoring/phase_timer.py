@@ -8,16 +8,20 @@ from rltrain.batch.data_proto import DataProto
 
 
 class Timer:
-    """Measures the seconds that each phase of one step takes."""
+    """Measures the seconds that each phase of one step takes.
+
+    Attributes:
+        phase: name of the current phase, or of the last one; "" before the first phase.
+    """
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
+        self.began, self.phase = time.perf_counter(), ""
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure the seconds that the `with` block takes, and add them to the metric `timing/<phase>`."""
-        start = time.perf_counter()
+        start, self.phase = time.perf_counter(), phase
         yield
         key = f"timing/{phase}"
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start

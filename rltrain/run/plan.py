@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
-from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config
+from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, TrainerConfig
 
 # in terminal columns: maximum width of the plan's panel, and width of the panel's borders and labels
 _WIDEST, _FRAME = 100, 15
@@ -118,12 +118,16 @@ def _run(config: Config, facts: Facts) -> str:
     trainer = config.trainer
     train = f" of {facts.train_prompts:,} prompts" if facts.train_prompts else " of prompts"
     parts = [
-        f"{_count(trainer.total_steps, 'step')}, {_count(config.optimizer_steps, 'optimizer step')}",
+        f"{_count(trainer.total_steps, 'step')}{_epochs(trainer)}, {_count(config.optimizer_steps, 'optimizer step')}",
         f"seed {trainer.seed}",
         f"{config.data.train}: {'shuffled passes' if config.data.shuffle else 'passes in order'}{train}",
         _evaluation(config, facts),
     ]
     return "; ".join(parts)
+
+
+def _epochs(trainer: TrainerConfig) -> str:
+    return "" if trainer.total_epochs is None else f" (trainer.total_epochs={trainer.total_epochs:g})"
 
 
 def _data(facts: Facts) -> str:

@@ -7,7 +7,9 @@ are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_
 registries or the number of CPU cores are checked in `rltrain.run.checks`.
 """
 
+import math
 import re
+from dataclasses import replace
 from typing import Literal
 
 from rltrain.settings.algorithm_config import AlgorithmConfig
@@ -30,6 +32,12 @@ class TrainerConfig:
     """Settings for the length of the run, batch sizes, output, checkpoints, failure limits and evaluation."""
 
     total_steps: int = key("Number of training steps in the run.", at_least=1, changeable=True)
+    total_epochs: float | None = key(
+        "Length of the run as a number of passes through the training prompts, in place of total_steps. null: "
+        "total_steps decides.",
+        above=0,
+        changeable=True,
+    )
     prompts_per_step: int = key(
         "Number of prompts in one training step. Each prompt gets rollout.samples_per_prompt answers.", at_least=1
     )
@@ -508,6 +516,19 @@ class Config:
     def minibatches_per_epoch(self) -> int:
         """Number of mini-batches, and thus of optimizer steps, in one pass over the groups of a training step."""
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
+
+    def with_epochs_as_steps(self, prompts: int) -> "Config":
+        """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`, if that is given.
+
+        A last step that the prompts do not fill is counted as a whole step.
+
+        Args:
+            prompts: number of training prompts.
+        """
+        if self.trainer.total_epochs is None:
+            return self
+        steps = math.ceil(self.trainer.total_epochs * prompts / self.trainer.prompts_per_step)
+        return replace(self, trainer=replace(self.trainer, total_steps=steps))
 
     def roles(self, *, needs_critic: bool) -> list[str]:
         """Return the roles of the training ranks, such as `actor` and `critic`.

@@ -1,3 +1,4 @@
+import asyncio
 import io
 import os
 import shlex
@@ -8,8 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from rltrain.batch.data_proto import DataProto
-from rltrain.monitoring.console import ConsoleDisplay, downloading, next_command, sample_text, step_text, summary
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.monitoring.console import (
+    ConsoleDisplay,
+    downloading,
+    duration,
+    next_command,
+    sample_text,
+    step_text,
+    summary,
+)
 
 METRICS = {
     "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 12.3, "perf/tokens_per_s": 12345.6,
@@ -49,8 +58,8 @@ def shown(batch: DataProto, *, terminal=False) -> str:
 
 
 def test_a_cut_answer_that_is_in_no_statistic_is_shown_with_its_score_and_has_not_failed():
-    assert "(cut at the length limit)  -> reward 0.5" in shown(sample(reason="length", score=0.5, excluded=True))
-    assert "-> reward failed" in shown(sample(valid=False))
+    assert "(cut at the length limit)\n    reward  0.5" in shown(sample(reason="length", score=0.5, excluded=True))
+    assert "reward  failed" in shown(sample(valid=False))
 
 
 def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and_then():
@@ -105,7 +114,68 @@ def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end
             display.step(step, METRICS, sample())
     lines = where.file.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
-    assert lines[0] == "step   10/25  reward 0.50  acc 25%  kl 0.0100  len 12.3  12,346 tok/s"
+    assert lines[0] == "step   10/25  reward 0.50  acc 25%  kl 0.0100  len 12.3  12,346 tok/s  0 s left"
+    assert lines[2].endswith("tok/s")
+
+
+class Clock:
+    """A clock that stands still until a test moves it."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+        if self.now > 1200:
+            raise asyncio.CancelledError
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("rltrain.monitoring.console.time", made)
+    return made
+
+
+def test_slow_steps_have_a_line_each_with_the_time_left(clock):
+    """The first step takes 100 s and is not in the estimate; the others take 60 s."""
+    where = console()
+    display = ConsoleDisplay(7, 0, where)
+    for step, seconds in ((1, 100), (2, 60), (3, 60), (4, 60)):
+        clock.now += seconds
+        display.step(step, METRICS, sample())
+    ends = [line.partition("tok/s")[2] for line in where.file.getvalue().splitlines()]
+    assert ends == ["", "", "  4 min left", "  3 min left"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(12.4, "12 s"), (89, "89 s"), (90, "2 min"), (3599, "1 h 0 min"), (11100, "3 h 5 min")]
+)
+def test_a_duration_reads_well(seconds, text):
+    assert duration(seconds) == text
+
+
+async def test_a_step_that_takes_minutes_says_once_a_minute_what_it_does(clock, monkeypatch):
+    monkeypatch.setattr("rltrain.monitoring.console.asyncio", clock)
+    where = console()
+    display = ConsoleDisplay(7, 0, where)
+    display.step(1, METRICS, sample())
+    with pytest.raises(asyncio.CancelledError):
+        await display.heartbeat(lambda: "update_actor")
+    assert where.file.getvalue().splitlines() == [
+        "step    2/7  for 60 s, now: update actor",
+        "step    2/7  for 2 min, now: update actor",
+        "step    2/7  for 3 min, now: update actor",
+    ]
+
+
+async def test_on_a_terminal_the_bar_shows_the_step_in_place_of_lines(clock):
+    where = console(terminal=True)
+    await ConsoleDisplay(7, 0, where).heartbeat(lambda: "generate")
+    assert where.file.getvalue() == ""
 
 
 def test_a_line_is_one_line_however_long_it_is():
@@ -113,11 +183,12 @@ def test_a_line_is_one_line_however_long_it_is():
     display = ConsoleDisplay(10_000, 10, where)
     display.step(10_000, {**METRICS, "perf/tokens_per_s": 12345678.0}, sample("long " * 30))
     display.evaluation(10_000, evaluated())
-    first, second, third = where.file.getvalue().splitlines()
-    assert first.startswith("step 10000/10000")
-    assert first.endswith("12,345,678 tok/s")
-    assert second.endswith("-> reward 1")
-    assert third == "held-out accuracy after 10000 steps: sampled 50.0%, greedy 50.0%; 9.0 tokens"
+    lines = where.file.getvalue().splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("step 10000/10000")
+    assert lines[0].endswith("12,345,678 tok/s")
+    assert lines[3] == "    answer  " + "long " * 30
+    assert lines[5] == "held-out accuracy after 10000 steps: sampled 50.0%, greedy 50.0%; 9.0 tokens"
 
 
 def test_no_escape_sequence_is_written_where_there_is_no_terminal():
@@ -135,7 +206,8 @@ def test_samples_come_at_the_first_step_and_then_as_often_as_asked(every, steps)
     display = ConsoleDisplay(100, every, where)
     for step in range(1, 10):
         display.step(step, METRICS, sample())
-    assert where.file.getvalue().splitlines() == [f"  step {step}: 1+1=answer  -> reward 1" for step in steps]
+    heads = [line for line in where.file.getvalue().splitlines() if line.startswith("  sample")]
+    assert heads == [f"  sample of step {step}" for step in steps]
 
 
 def test_on_a_terminal_a_bar_moves_and_no_lines_are_written():
@@ -181,7 +253,9 @@ MARKUP = [
 def test_markup_in_a_sample_is_shown_as_it_is(text, terminal):
     assert text in shown(sample(response=text), terminal=terminal)
     assert text in shown(sample(prompt=text), terminal=terminal)
-    assert sample_text(1, sample(text, text)).plain == f"  step 1: {text}{text}  -> reward 1"
+    assert sample_text(1, sample(text, text)).plain == (
+        f"  sample of step 1\n    prompt  {text}\n    answer  {text}\n    reward  1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +274,7 @@ def test_control_characters_in_a_sample_are_shown_and_never_sent(text, seen, ter
     assert not {"\r", "\x07", "\x08", "\x00", "\x9b", "\u202e"} & set(written)
     assert "\x1b[2J" not in written
     if not terminal:
-        assert written.count("\n") == 1
+        assert written.count("\n") == 4
         assert "\x1b" not in written
     written.encode()
 
@@ -208,9 +282,10 @@ def test_control_characters_in_a_sample_are_shown_and_never_sent(text, seen, ter
 @pytest.mark.parametrize(
     ("batch", "ending"),
     [
-        (sample(), "answer  -> reward 1"), (sample(reason="length"), "answer (cut at the length limit)  -> reward 1"),
-        (sample(reason="abort"), "answer (aborted)  -> reward 1"), (sample(score=0.25), "-> reward 0.25"),
-        (sample(score=0.0, valid=False), "-> reward failed"),
+        (sample(), "answer  answer\n    reward  1"),
+        (sample(reason="length"), "answer  answer (cut at the length limit)\n    reward  1"),
+        (sample(reason="abort"), "answer  answer (aborted)\n    reward  1"), (sample(score=0.25), "reward  0.25"),
+        (sample(score=0.0, valid=False), "reward  failed"),
     ],
 )  # fmt: skip
 def test_a_sample_says_how_it_ended_and_what_it_got(batch, ending):
@@ -218,14 +293,24 @@ def test_a_sample_says_how_it_ended_and_what_it_got(batch, ending):
 
 
 def test_a_long_sample_is_cut_in_the_middle():
-    text = sample_text(1, sample("b" * 150 + "e" * 150)).plain
-    assert "b" * 100 + " ... " + "e" * 100 + "  ->" in text
-    assert "b" * 101 not in text
+    text = sample_text(1, sample("b" * 300 + "e" * 300)).plain
+    assert "b" * 200 + " ... " + "e" * 200 + "\n" in text
+    assert "b" * 201 not in text
+
+
+def test_a_sample_shows_special_tokens_and_the_score_of_each_function():
+    """The ids are converted to text by the tokenizer, which is a function here that writes each id in brackets."""
+    batch = sample(score=0.5).union(
+        DataProto.from_dict({"prompts": jagged([[5, 6]], torch.int64), "responses": jagged([[7]], torch.int64)})
+    )
+    batch.batch["reward_components"] = torch.tensor([[1.0, float("nan"), -0.5]])
+    text = sample_text(1, batch, ["right", "form", "short"], lambda ids: "".join(f"<{number}>" for number in ids)).plain
+    assert text.splitlines()[1:] == ["    prompt  <5><6>", "    answer  <7>", "    reward  0.5  (right 1, short -0.5)"]
 
 
 def test_each_time_another_sample_is_shown():
     batch = DataProto.concat([sample(str(n)) for n in range(64)])
-    assert len({sample_text(step, batch).plain.split("=")[1] for step in range(20, 200, 20)}) == 9
+    assert len({sample_text(step, batch).plain.splitlines()[2] for step in range(20, 200, 20)}) == 9
 
 
 # Output at the end of a run

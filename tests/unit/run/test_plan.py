@@ -27,6 +27,13 @@ def test_the_batch_sizes_are_spelt_out():
     )
 
 
+def test_epochs_are_converted_to_steps_of_which_the_last_may_be_partly_filled():
+    config = config_of("trainer.total_epochs=1.5", "trainer.prompts_per_step=32").with_epochs_as_steps(65)
+    assert config.trainer.total_steps == 4  # 97.5 prompts
+    assert dict(plan_rows(config, FACTS))["run"].startswith("4 steps (trainer.total_epochs=1.5), 8 optimizer steps; ")
+    assert config_of("trainer.total_steps=9").with_epochs_as_steps(65).trainer.total_steps == 9
+
+
 def test_one_of_a_thing_is_singular():
     overrides = ["trainer.prompts_per_step=1", "trainer.prompts_per_minibatch=1", "rollout.samples_per_prompt=1"]
     assert batch_line(config_of(*overrides)).startswith(

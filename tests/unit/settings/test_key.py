@@ -19,6 +19,7 @@ CHANGEABLE = {
     "data.val",
     "data.val_sets",
     "trainer.eval_samples",
+    "trainer.total_epochs",
     "data.val_size",
     "model.activation_checkpointing",
     "model.compile",
