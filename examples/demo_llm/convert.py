@@ -2,8 +2,8 @@
 
     python examples/demo_llm/convert.py MODEL.gguf DIRECTORY
 
-transformers reads the quantised weights as float32, but it refuses to save the model, because it counts it as quantised.
-The weights are therefore copied into a new model without a quantisation config. Needs the package gguf.
+transformers reads the quantised weights as float32, but refuses to save the model, because the model's config says that it
+is quantised. The weights are therefore copied into a new model without a quantisation config. Needs the package gguf.
 """
 
 import sys

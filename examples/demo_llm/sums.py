@@ -12,4 +12,5 @@ def rows(split: str) -> Iterator[dict[str, str]]:
     for number in range(100):
         first, second = divmod(number, 10)
         if (split == "val") == ((first + 3 * second) % 5 == 0):
-            yield {"question": f"What is {first} + {second}? Answer with the number only.", "answer": str(first + second)}
+            question = f"What is {first} + {second}? Answer with the number only."
+            yield {"question": question, "answer": str(first + second)}
