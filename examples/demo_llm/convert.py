@@ -2,8 +2,8 @@
 
     python examples/demo_llm/convert.py MODEL.gguf DIRECTORY
 
-transformers reads the quantised weights as float32, but refuses to save the model, because the model's config says that it
-is quantised. The weights are therefore copied into a new model without a quantisation config. Needs the package gguf.
+transformers reads the quantised weights as float32. It refuses to save the model, because the model's config says that
+the model is quantised. So the weights are copied into a new model without such a config. Needs the package gguf.
 """
 
 import sys
