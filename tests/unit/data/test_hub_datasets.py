@@ -179,7 +179,9 @@ def test_a_gated_data_set_needs_the_token_of_an_account_with_access(hub, monkeyp
 @needs_library
 def test_no_network_and_an_empty_cache_say_so(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "/datasets does not hold it, while HF_HUB_OFFLINE forbids a download; unset that" in refusal(f"{NAME}:main")
+    assert "/datasets does not hold the data set, and HF_HUB_OFFLINE forbids a download; unset" in refusal(
+        f"{NAME}:main"
+    )
     assert "does not hold it" in refusal(f"{NAME}:main:train@{'0' * 40}")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

@@ -166,8 +166,12 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
         (5, None, ":2: the prompt is neither text nor chat messages"),
         ([], None, ":2: the prompt is empty"),
         ([TURNS[1]], None, ":2: the prompt is empty"),
-        ([{"from": "alien", "value": "hi"}], None, ":2: a message is from 'alien', and known are human, user, gpt"),
-        ([{"from": ["x"], "value": "hi"}], None, ":2: a message is from ['x'], and known are"),
+        (
+            [{"from": "alien", "value": "hi"}],
+            None,
+            ":2: a message is from 'alien', but must be from one of human, user, gpt",
+        ),
+        ([{"from": ["x"], "value": "hi"}], None, ":2: a message is from ['x'], but must be from one of"),
         ([{"from": "human"}], None, ":2: the prompt is neither text nor chat messages"),
     ],
 )

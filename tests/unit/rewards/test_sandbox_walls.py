@@ -190,5 +190,5 @@ def test_where_the_strong_form_works_there_is_no_warning():
 
 def test_another_system_than_linux_is_refused_at_every_level(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="this is darwin, and sandboxes need Linux"):
+    with pytest.raises(ConfigError, match="this machine runs darwin, but sandboxes need Linux"):
         checks.sandbox_warning(config_of())

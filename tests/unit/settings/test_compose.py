@@ -308,8 +308,14 @@ def test_every_function_scores_the_outcome_except_rltrains_penalties_and_those_t
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ("[length_penalty]", "reward.functions, models: none with a weight has outcome=true, so nothing says whether"),
-        ("[{path: exact_answer, weight: 0.0},length_penalty]", "reward.functions, models: none with a weight has outc"),
+        (
+            "[length_penalty]",
+            "reward.functions, models: no function or model with a weight has outcome=true, so nothing says whether",
+        ),
+        (
+            "[{path: exact_answer, weight: 0.0},length_penalty]",
+            "reward.functions, models: no function or model with a weight has outc",
+        ),
         (
             "[exact_answer,{path: regex_format, gate: true, outcome: false}]",
             "reward.functions, models: 'regex_format' has gate=true and outcome=false: a gate decides what the others",
@@ -446,7 +452,7 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
         ),
         ("hydra/launcher=basic", "Hydra's own settings only apply to a sweep"),
         ("algorithm@x=ppo", "'@' is not available; write GROUP=CHOICE or KEY=VALUE"),
-        ("trainer.seed=1,2", "several values, and a run takes one"),
+        ("trainer.seed=1,2", "several values, but a run takes one"),
         ("trainer.seed", "'trainer.seed': settings are written KEY=VALUE; see --help"),
         ("=3", "'=3': no key before the '='"),
         ("trainer.seed=[", "cannot read the value; quote one with special characters"),

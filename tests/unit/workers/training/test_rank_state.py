@@ -315,7 +315,7 @@ async def test_adapters_are_not_exported_onto_a_model_that_is_not_whole_any_more
     tensors = load_file(base / "model.safetensors")
     save_file({one: tensor for one, tensor in tensors.items() if one != name}, base / "model.safetensors")
     assert export.main([str(tmp_path / "checkpoints/step_1"), str(tmp_path / "out")]) == 2
-    assert f"{base}: its weights lack {name}: they are not the whole Qwen2ForCausalLM" in capsys.readouterr().err
+    assert f"{base}: its weights lack {name}, so they do not match the Qwen2ForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
