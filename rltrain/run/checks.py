@@ -177,7 +177,7 @@ def builtin_task(config: Config) -> Task:
     if source not in names:
         near = difflib.get_close_matches(source, names, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"data.train={source}: unknown built-in task; the nearest is '{near}', and the tasks are {', '.join(names)}"
+            f"data.train={source}: unknown built-in task; the nearest is '{near}', and all are {', '.join(names)}"
         )
     return TASKS[source.removeprefix(BUILTIN)]
 

@@ -136,7 +136,7 @@ CASES = {
     ),
     "lengths beyond the model": (
         ["profile=demo", "model.path={files}/model", "rollout.max_response_length=2000"],
-        ["rollout.max_response_length=2000", "1024 positions", "use at most 1024"],
+        ["rollout.max_response_length=2000", "1024 positions", "to at most 1024"],
     ),
     "column that is no Unicode": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/surrogate.jsonl"],
@@ -160,7 +160,7 @@ CASES = {
     ),
     "reward function that wants a column": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/good.jsonl"],
-        ["'final_answer' needs a column 'answer'", "there are prompt", "add the column"],
+        ["'final_answer' needs a column 'answer'", "the columns are prompt", "add the column"],
     ),
     "two reward functions of one name": (
         ["reward.functions=[{files}/simplest.py:score,{files}/simplest.py:score]"],

@@ -90,7 +90,7 @@ def test_values_offsets_and_lengths_of_a_column_without_padding():
     assert batch.lengths("responses").tolist() == [2, 0, 1, 3]
     with pytest.raises(ValueError, match="column 'uid' is not jagged"):
         batch.values("uid")
-    with pytest.raises(KeyError, match="no column 'nothing'; there are prompts, responses"):
+    with pytest.raises(KeyError, match="no column 'nothing'; the columns are prompts, responses"):
         batch.values("nothing")
 
 

@@ -73,7 +73,7 @@ def test_lengths_beyond_the_positions_are_refused(folder):
     check_limits(compose(["rollout.max_prompt_length=48"])[0], text_config(folder))
     assert refusal(check_limits, compose(["rollout.max_prompt_length=49"])[0], text_config(folder)) == (
         "rollout.max_prompt_length=49 + rollout.max_response_length=16 = 65 tokens: the model has 64 positions "
-        "(max_position_embeddings); use at most 64 together"
+        "(max_position_embeddings); lower their sum to at most 64"
     )
 
 

@@ -42,7 +42,7 @@ def algorithm(*overrides):
         (
             ["kl_loss.ratio_weighted=true", "kl_loss.kl_estimator=full"],
             "algorithm.kl_loss.ratio_weighted=true with kl_estimator=full: the exact KL is not an estimate from samples"
-            "; use false",
+            "; use ratio_weighted=false",
         ),
         (["correction.lower=-0.1"], "algorithm.correction.lower=-0.1, upper=None: 0 <= lower <= 1 <= upper must hold"),
         (["correction.lower=1.1"], "algorithm.correction.lower=1.1, upper=None: 0 <= lower <= 1 <= upper must hold"),

@@ -166,7 +166,11 @@ def test_numbers_are_rounded_to_what_the_page_says(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "note"),
     [
-        ("metrics.jsonl", b'{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew', "metrics.jsonl: line 2 is no JSON"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew',
+            "metrics.jsonl: line 2 is not a JSON object",
+        ),
         ("evaluations.jsonl", b"[1]\n", "evaluations.jsonl: line 1 is not a JSON object with a step"),
         ("config.yaml", b"actor: [\n", "config.yaml: is not valid YAML"),
         ("config.yaml", b"\xff\xfe", "config.yaml: holds no config"),
