@@ -212,7 +212,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
         except Exception as error:  # raised for unknown model types, and for configs that do not fit their model type
             raise ConfigError(
-                f"{where or f'model.path={path}'}: transformers cannot make a {kind.__name__} from its config.json "
+                f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
                 "the installed transformers knows"
             ) from error

@@ -164,7 +164,7 @@ def load_prompts(
     for name in RESERVED_COLUMNS:
         require(
             name not in rows.columns,
-            f"{where}: the column name '{name}' is reserved for the sample itself; rename the column",
+            f"{where}: column '{name}' has a name that is reserved for the sample itself; rename it",
         )
     has_template, sample = bool(tokenizer.chat_template), rows.read(0, _BATCH, rows.columns)
     form = prompt_form(rows.columns, options, where=where, has_template=has_template, sample=sample)

@@ -217,7 +217,7 @@ def test_repeat_interleaves_or_not():
 
 def test_chunk_sizes_differ_by_one_row_and_more_chunks_than_rows_are_refused():
     assert [len(part) for part in example().chunk(3)] == [2, 1, 1]
-    with pytest.raises(ValueError, match="4 rows do not make 5 chunks; use 1 to 4"):
+    with pytest.raises(ValueError, match="4 rows cannot be split into 5 chunks; use 1 to 4"):
         example().chunk(5)
     with pytest.raises(ValueError, match="split size must be >= 1, got 0"):
         example().split(0)

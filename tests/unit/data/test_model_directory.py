@@ -89,7 +89,9 @@ def test_a_model_that_does_not_tell_its_positions_is_accepted(folder):
 
 def test_positions_may_have_their_older_name(folder):
     write(folder, "config.json", {"n_positions": 31})
-    assert "has 31 positions (n_positions); use at" in refusal(check_limits, compose([])[0], text_config(folder))
+    assert "has 31 positions (n_positions); lower their sum to at" in refusal(
+        check_limits, compose([])[0], text_config(folder)
+    )
 
 
 @pytest.mark.parametrize("model", [{"sliding_window": 31}, {"sliding_window": 31, "use_sliding_window": True}])
@@ -175,7 +177,7 @@ def test_B6_rows_for_which_longrope_changes_its_frequencies_are_refused(folder, 
 def test_B6_longrope_of_one_kind_of_layer_counts_too(folder):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 31, **FACTORS}
     model = {"rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}}
-    assert "beyond 31 the model's RoPE" in refusal(check_limits, compose([])[0], model)
+    assert "beyond 31 tokens the model's RoPE" in refusal(check_limits, compose([])[0], model)
 
 
 def test_B6_dynamic_frequencies_change_beyond_the_positions_alone(folder):

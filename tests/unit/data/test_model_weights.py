@@ -193,8 +193,8 @@ def test_a_renamed_tensor_is_named_twice(folder):
     tensor = load_file(folder / "model.safetensors")[DOWN]
     changed(folder, **{DOWN: None, "model.layers.1.mlp.down.weight": tensor})
     assert refusal(folder) == (
-        f"its weights lack {DOWN}, and hold the surplus model.layers.1.mlp.down.weight: they are not the whole "
-        "Qwen2ForCausalLM of its config.json; copy or download all files of the model again, or save it again with "
+        f"its weights lack {DOWN}, and hold the surplus model.layers.1.mlp.down.weight, so they do not match "
+        "the Qwen2ForCausalLM in its config.json; copy or download all files of the model again, or save it again with "
         "save_pretrained"
     )
 
@@ -276,7 +276,7 @@ def test_a_critic_has_its_head_made_anew_and_its_body_must_be_whole(folder):
 def test_a_config_that_names_no_file_of_weights_is_refused(folder, name):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
-    assert refusal(folder).startswith(f"transformers_weights in its config.json is {name}, which names no safetensors")
+    assert refusal(folder).startswith(f"transformers_weights in its config.json is {name}, which is not")
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "own.safetensors"}))
     (folder / "model.safetensors").rename(folder / "own.safetensors")
     check_weights(str(folder), "model.path=here")
@@ -286,7 +286,7 @@ def test_a_config_that_names_no_file_of_weights_is_refused(folder, name):
 def test_a_config_of_which_no_model_can_be_made_is_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": -1}))
-    assert refusal(folder).startswith("transformers makes no AutoModelForCausalLM of its config.json (")
+    assert refusal(folder).startswith("transformers cannot create AutoModelForCausalLM from its config.json (")
 
 
 # Broken files

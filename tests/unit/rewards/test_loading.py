@@ -100,7 +100,7 @@ def test_what_does_not_exist_is_named_with_its_nearest_neighbour(tmp_path):
 
 @pytest.mark.parametrize("path", ["score", "mine.py", ":score", "package.module:", ""])
 def test_a_path_without_a_function_is_refused(path):
-    assert "no function is named; use package.module:function, file.py:function, or one of" in error_of(path)
+    assert "no function name is given; use package.module:function, file.py:function, or one of" in error_of(path)
 
 
 def test_what_comes_with_rltrain_has_a_short_name():

@@ -211,7 +211,7 @@ def test_a_cluster_with_gpus_is_measured_in_gpus():
 
 def test_an_engine_in_shards_has_no_gpu_in_parts():
     shards = ("placement=colocated", "rollout.vllm.tensor_parallel_size=2", "rollout.vllm.process=async")
-    with pytest.raises(ConfigError, match=r"=2: with placement.share_ranks=true an engine has a part"):
+    with pytest.raises(ConfigError, match=r"=2: with placement.share_ranks=true an engine gets only a part"):
         check_cluster(config_of(*shards), {"CPU": 64.0, "GPU": 8.0})
     check_cluster(config_of(*shards, "placement.share_ranks=false"), {"CPU": 64.0, "GPU": 8.0})
     check_cluster(config_of(*shards), {"CPU": 64.0})

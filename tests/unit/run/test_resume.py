@@ -144,7 +144,7 @@ async def test_what_decides_the_future_must_be_equal(tmp_path, override):
     await saved(tmp_path)
     said = refusal(tmp_path, "trainer.resume=auto", override)
     assert "the checkpoint has" in said
-    assert "start a new run with its model as model.path" in said
+    assert "start a new run with the checkpoint's model as model.path" in said
 
 
 async def test_a_correction_that_follows_from_the_staleness_is_not_what_is_complained_about(tmp_path):

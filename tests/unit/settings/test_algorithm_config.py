@@ -21,8 +21,8 @@ def algorithm(*overrides):
         (["entropy_coef_max=0"], "algorithm.entropy_coef_max must be > 0, got 0.0"),
         (
             ["entropy_target=0.2", "entropy_coef=0.01"],
-            "algorithm.entropy_coef=0.01 with entropy_target=0.2: starts above algorithm.entropy_coef_max=0.005; lower "
-            "it, or raise the maximum",
+            "algorithm.entropy_coef=0.01 with entropy_target=0.2: the coefficient starts above "
+            "algorithm.entropy_coef_max=0.005; lower it, or raise the maximum",
         ),
         (["reward_shaping.overlong_buffer=-1"], "algorithm.reward_shaping.overlong_buffer must be >= 0, got -1"),
         (["reward_shaping.scale=0"], "reward_shaping.scale=0.0: every score would become 0; use another factor"),

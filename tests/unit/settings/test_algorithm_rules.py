@@ -282,7 +282,7 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
 # Truncated answers whose return ends with the critic's value
 
 CONTRADICTIONS = [
-    ([], "with grpo: it reads no values"),
+    ([], "with grpo: this estimator has no critic"),
     (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: one credits a cut answer"),
     (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a cut answer is train"),
     (["advantage_estimator=gae", "advantage={gamma:0.0}"], "with algorithm.advantage.gamma=0: the value is multiplied"),

@@ -318,7 +318,8 @@ def test_every_function_scores_the_outcome_except_rltrains_penalties_and_those_t
         ),
         (
             "[exact_answer,{path: regex_format, gate: true, outcome: false}]",
-            "reward.functions, models: 'regex_format' has gate=true and outcome=false: a gate decides what the others",
+            "reward.functions, models: 'regex_format' has gate=true and outcome=false: a gate decides whether the "
+            "other",
         ),
     ],
 )
@@ -367,7 +368,7 @@ def test_adapters_have_a_rank_and_by_default_all_linear_layers_and_alpha_twice_t
         ("{rank:8,targets:null}", "model.lora.targets=null: must be a list"),
         ("{rank:8,targets:[q_proj,3]}", "model.lora.targets[1]=3: must be text"),
         ("{rank:8,targets:[q,q]}", "model.lora.targets=['q', 'q']: names one twice"),
-        ("{rank:8,targets:[q,all-linear]}", "all-linear has all of them already"),
+        ("{rank:8,targets:[q,all-linear]}", "all-linear already includes every other layer"),
         ("{rank:8,dropout:0.1}", "unknown config key 'model.lora.dropout'; the nearest known key is 'model.lora."),
     ],
 )

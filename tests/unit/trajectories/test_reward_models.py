@@ -306,7 +306,7 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
             check_reward_model(str(tmp_path), "key")
         return str(caught.value)
 
-    assert "is of the architecture Qwen2ForCausalLM" in refused(architectures=["Qwen2ForCausalLM"])
+    assert "has the architecture Qwen2ForCausalLM" in refused(architectures=["Qwen2ForCausalLM"])
     assert "has 2 outputs" in refused(architectures=["Qwen2ForSequenceClassification"])
     three = {"0": "a", "1": "b", "2": "c"}
     assert "has 3 outputs" in refused(architectures=["Qwen2ForSequenceClassification"], id2label=three)
@@ -335,5 +335,5 @@ def test_a_reward_model_is_accepted_as_a_whole_and_refused_without_its_head(tmp_
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"^key={tmp_path}: its weights lack score\.weight: they are not the whole"):
+    with pytest.raises(ConfigError, match=rf"^key={tmp_path}: its weights lack score\.weight, so they do not match"):
         check_reward_model(str(tmp_path), "key")

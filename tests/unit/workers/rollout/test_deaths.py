@@ -187,7 +187,7 @@ async def test_deaths_without_an_answer_in_between_are_bounded_and_an_answer_beg
     tasks.check()
     replicas.processes[0].die()
     with pytest.raises(
-        WorkerError, match="rollout replica 0 is gone; 4 replicas died without an answer in between, and at most 3 may"
+        WorkerError, match="rollout replica 0 is gone; 4 replicas died without an answer in between, and the limit is 3"
     ):
         await tasks.until(pool.poll())
 

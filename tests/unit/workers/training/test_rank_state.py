@@ -170,7 +170,7 @@ def test_the_export_is_the_model_for_transformers_in_one_file_or_several(
 
 def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):
     write(actor(start, LORA), tmp_path)
-    with pytest.raises(CheckpointError, match="is of another model, its 'model"):
+    with pytest.raises(CheckpointError, match="is from another model, where 'model"):
         actor(start).load_state(str(tmp_path))
     with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
         actor(start).load_state(str(tmp_path / "nowhere"))
