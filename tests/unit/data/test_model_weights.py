@@ -408,7 +408,8 @@ def test_what_the_loader_did_not_find_is_refused_by_name_too(folder, monkeypatch
     with pytest.raises(ConfigError) as error:
         load_whole(AutoModelForCausalLM, str(folder), "model.path=here")
     said = (
-        f"lack {DOWN}, and have model.norm.weight of the shape [3] for [{tensor.size(0)}], and hold the surplus extra"
+        f"lack {DOWN}, and have model.norm.weight of the shape [3] instead of [{tensor.size(0)}], and hold the "
+        "surplus extra"
     )
     assert said in str(error.value)
 

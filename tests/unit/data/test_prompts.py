@@ -262,7 +262,10 @@ WHOLE = "whole microseconds between the years 1 and 9999"
     [
         (bad_text(), "text that is not valid UTF-8 (invalid start byte); write it as UTF-8, or as binary"),
         (pyarrow.ListArray.from_arrays([0, 1, 2], bad_text()), "text that is not valid UTF-8"),
-        (times(None, 1, unit="ns"), f"timestamp[ns] that Python cannot hold; write it as text or, if it is a time, in {WHOLE}"),
+        (
+            times(None, 1, unit="ns"),
+            f"timestamp[ns] that Python cannot hold; write it as text or, if it is a time, in {WHOLE}",
+        ),
         (times(0, 2**60), "timestamp[us] that Python cannot hold"),
         (times(None, 0, zone="Mars/Base"), "timestamp[us, tz=Mars/Base] that Python cannot hold"),
         (times(0, -62135596800000000, zone="America/New_York"), "tz=America/New_York] that Python cannot hold"),
