@@ -183,7 +183,7 @@ def test_no_network_and_an_empty_cache_say_so(hub, monkeypatch):
     assert "/datasets does not hold the data set, and HF_HUB_OFFLINE forbids a download; unset" in refusal(
         f"{NAME}:main"
     )
-    assert "does not hold it" in refusal(f"{NAME}:main:train@{'0' * 40}")
+    assert "does not hold the data set" in refusal(f"{NAME}:main:train@{'0' * 40}")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     message = refusal(f"{NAME}:main")

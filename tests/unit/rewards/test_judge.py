@@ -152,7 +152,7 @@ def test_what_is_no_completion_is_failed(body):
     with serving(lambda _: body) as server:
         result = ask(server)
     assert result.failed
-    assert "no chat completion" in result.message or "no number" in result.message
+    assert "not a chat completion" in result.message or "no number" in result.message
 
 
 @pytest.mark.parametrize("body", [b"\xff<html>", b"{", b"", b'{"choices": "\xff"}'])

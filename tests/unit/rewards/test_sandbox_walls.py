@@ -148,7 +148,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
     assert str(caught.value).startswith(
         "reward.sandbox=required: reward function 'code': sandbox: the strong form does"
     )
-    assert "bwrap is not installed; install bubblewrap; or reward.sandbox=auto" in str(caught.value)
+    assert "bwrap is not installed; install bubblewrap; or use reward.sandbox=auto" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

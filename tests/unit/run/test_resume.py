@@ -131,7 +131,7 @@ async def test_more_steps_go_on_and_say_that_the_schedule_is_another(tmp_path):
     (tmp_path / "model").mkdir()
     found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=9"))
     assert not found.over
-    assert "trainer.total_steps=9, while the checkpoint has 2: actor.lr_schedule=linear now ends there" in found.said[1]
+    assert "trainer.total_steps=9, while the checkpoint has 2: actor.lr_schedule=linear now ends at" in found.said[1]
 
 
 @pytest.mark.parametrize(
