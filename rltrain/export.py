@@ -50,12 +50,12 @@ def export(checkpoint: str, out: str) -> int:
         raise CheckpointError(f"{source}: holds no {MODEL} folder; give another checkpoint")
     if ADAPTER_CONFIG in small:
         base = json.loads(small[ADAPTER_CONFIG])["base_model_name_or_path"]
-        check_weights(base, f"the model below the adapters of {source}, {base}")
+        check_weights(base, f"{base}, the base model of the adapters in {source}")
     state = StateFiles(source.at(f"{STATE}/actor"))
     try:
         whole = skeleton(model.root)
     except Exception as error:  # transformers may raise any exception on invalid files
-        raise CheckpointError(f"{model}: is no model that loads ({reason(error)}); give another checkpoint") from None
+        raise CheckpointError(f"{model}: cannot be loaded ({reason(error)}); give another checkpoint") from None
     return len(export_model(state, small, whole, target))
 
 

@@ -146,7 +146,7 @@ def show(text: str) -> int:
 def _system_error(error: OSError) -> str:
     where = f" ({error.filename})" if error.filename else ""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
-    remedy = "free space, or choose another trainer.output_dir" if full else "change that, or name another path"
+    remedy = "free space, or choose another trainer.output_dir" if full else "correct that, or name another path"
     return f"{error.strerror or error}{where}: {remedy}"
 
 
@@ -429,7 +429,11 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
         from rltrain.tasks.tiny_model import cached_start
 
         task = builtin_task(config)
-        return str(cached_start(task, on_step=display.progress_of(f"making the weak start for '{task.name}', once")))
+        return str(
+            cached_start(
+                task, on_step=display.progress_of(f"making the weak starting model for '{task.name}' (only once)")
+            )
+        )
     return portable(config.model.path)
 
 
@@ -464,7 +468,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
             try:
                 check_columns(load_function(function.path), function.name, source.columns, function.kwargs)
             except ConfigError as error:
-                own = "; a function of your own: reward.functions=[FILE.py:FUNCTION]"
+                own = "; to use a function of your own, set reward.functions=[FILE.py:FUNCTION]"
                 is_default = function.path.startswith("rltrain.rewards.final_answer")
                 raise ConfigError(f"{error}{own if is_default else ''}") from None
     return prompts, evaluations

@@ -296,11 +296,11 @@ class Trainer:
                 text += f"; all samples: {self.tracker.log_failed(self.step + 1, batch)}"
             if self.step > (self.origin.step if self.origin and not repairable else 0):
                 await self.save(repairable=repairable)
-                text += f"; step {self.step} is saved, and trainer.resume=auto goes on from it"
+                text += f"; step {self.step} is saved, and trainer.resume=auto continues from it"
                 if repairable:
-                    text += ", also with that function repaired"
+                    text += ", even if that function is repaired first"
                 elif isinstance(error, RewardError):
-                    text += ", requesting failed rewards again, unless a reward file has to change"
+                    text += ", and requests failed rewards again, unless a reward file has to change"
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:
@@ -414,9 +414,9 @@ class Trainer:
         limit = self.config.rollout.max_log_prob_gap
         if first and not gap <= limit:
             raise LogProbError(
-                f"engine and actor disagree by {gap:.3g} nats a token on average, above "
-                f"rollout.max_log_prob_gap={limit:g}: the engine samples another distribution than "
-                "the one trained; check model.dtype, or raise the limit"
+                f"engine and actor disagree by {gap:.3g} nats per token on average, above "
+                f"rollout.max_log_prob_gap={limit:g}: the engine samples from a different distribution than the one "
+                "that is trained; check model.dtype, or raise the limit"
             )
 
     async def sync_weights(self) -> None:

@@ -69,7 +69,9 @@ class FixedEntropyController:
 
     def __init__(self, entropy_coef: float) -> None:
         if not 0 <= entropy_coef < math.inf:
-            raise ValueError(f"entropy_coef={entropy_coef} must be finite and >= 0: it scales a bonus; use 0 for none")
+            raise ValueError(
+                f"entropy_coef={entropy_coef} must be finite and >= 0: it scales a bonus; use 0 for no bonus"
+            )
         self.value = float(entropy_coef)
 
     def update(self, entropy: float | Tensor) -> None:
@@ -110,13 +112,13 @@ class AdaptiveEntropyController(FixedEntropyController):
         for name, number in (("target", target), ("step", step)):
             if not 0 < number < math.inf:
                 raise ValueError(
-                    f"{name}={number} must be finite and > 0, or the coefficient could not move; "
-                    "use target=0.2 and step=0.0001, say, or a fixed coefficient"
+                    f"{name}={number} must be finite and > 0, or the coefficient could not move; use, for example, "
+                    "target=0.2 and step=0.0001, or a fixed coefficient"
                 )
         if not entropy_coef <= maximum < math.inf:
             raise ValueError(
                 f"maximum={maximum} must be finite and at least entropy_coef={entropy_coef}, where the coefficient "
-                "starts; use maximum=0.005, say"
+                "starts; use maximum=0.005, for example"
             )
         self.entropy_coef, self.target, self.step = self.value, float(target), float(step)
         self.maximum = float(maximum)

@@ -215,8 +215,8 @@ def _check(level: str, mode: str, lower: float | None, upper: float | None) -> t
     low, high = 0.0 if lower is None else lower, math.inf if upper is None else upper
     if not 0 <= low <= 1 <= high:
         raise ValueError(
-            f"lower={lower}, upper={upper}: 0 <= lower <= 1 <= upper must hold, or data that agree "
-            "perfectly would be corrected; use lower=0.5, upper=2.0, say"
+            f"lower={lower}, upper={upper}: 0 <= lower <= 1 <= upper must hold, or even a weight of 1 would be "
+            "corrected; use lower=0.5, upper=2.0, for example"
         )
     return low, high
 
@@ -226,17 +226,18 @@ def _check_rejection(kl_estimator: str, level: str, lower: float | None, upper: 
     _check_known("level", level, _REJECTION_LEVELS)
     if lower is None and upper is None:
         raise ValueError(
-            "lower=None, upper=None: one must be a number, or nothing is ever rejected; use upper=0.1, say"
+            "lower=None, upper=None: one of them must be a number, or nothing is ever rejected; use upper=0.1, for "
+            "example"
         )
     if lower is not None and kl_estimator != "k1":
         raise ValueError(
-            f"lower={lower} with kl_estimator='{kl_estimator}': the estimator is never negative, so a lower bound "
-            "cannot act; use lower=None, or k1"
+            f"lower={lower} with kl_estimator='{kl_estimator}': the estimator is never negative, so a lower bound has "
+            "no effect; use lower=None, or kl_estimator='k1'"
         )
     low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
     if not low <= 0 <= high:
         raise ValueError(
-            f"lower={lower}, upper={upper}: lower <= 0 <= upper must hold, or data that agree perfectly would be "
-            "rejected; use lower=-0.1, upper=0.1, say"
+            f"lower={lower}, upper={upper}: lower <= 0 <= upper must hold, or even an estimate of 0 would be "
+            "rejected; use lower=-0.1, upper=0.1, for example"
         )
     return low, high

@@ -45,10 +45,13 @@ def full_kl(
             policy and reference.
     """
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be finite and > 0: logits are divided by it; use 1.0, say")
+        raise ValueError(
+            f"temperature={temperature} must be finite and > 0: logits are divided by it; use 1.0, for example"
+        )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(
-            f"chunk_size={chunk_size} must be >= 1: it is the number of logits in memory at once; use None, say"
+            f"chunk_size={chunk_size} must be >= 1: it is the number of logits in memory at once; use None for a size "
+            "that suits the device"
         )
     if (len(hidden), len(head)) != (len(ref_hidden), len(ref_head)):
         raise ValueError(

@@ -167,13 +167,18 @@ def combine_rewards(
         raise ValueError(f"aggregation={aggregation!r} is not known; use one of: {', '.join(_AGGREGATIONS)}")
     weight = torch.as_tensor(weights, dtype=components.dtype, device=components.device)
     if weight.shape != components.shape[1:]:
-        raise ValueError(f"weights has shape {tuple(weight.shape)} for {components.shape[1]} components; give one each")
+        raise ValueError(
+            f"weights has shape {tuple(weight.shape)} for {components.shape[1]} components; give one weight per "
+            "component"
+        )
     applies = ~components.isnan()
     scores = masked(components, applies)
     if gates is not None:
         gate = torch.as_tensor(gates, dtype=torch.bool, device=components.device)
         if gate.shape != weight.shape:
-            raise ValueError(f"gates has shape {tuple(gate.shape)} for {len(weight)} components; give one each")
+            raise ValueError(
+                f"gates has shape {tuple(gate.shape)} for {len(weight)} components; give one gate per component"
+            )
         scores = _gated(scores, applies, gate)
     if aggregation == "normalize_then_sum":
         scores = _normalized_columns(scores, applies, uid, valid)
@@ -246,8 +251,8 @@ def normalize_advantages(
     if uid is None:
         if "group" in (mean_level, std_level):
             raise ValueError(
-                f"uid=None with mean_level={mean_level!r}, std_level={std_level!r}: a group is found by its uid; "
-                "pass uid, or use 'batch' or None"
+                f"uid=None with mean_level={mean_level!r}, std_level={std_level!r}: groups are identified by uid; "
+                "pass uid, or use 'batch' or None for both levels"
             )
         uid = torch.zeros(mask.shape[0], dtype=torch.long, device=mask.device)
     rows = torch.ones_like(uid, dtype=torch.bool) if counted is None else as_mask(counted)

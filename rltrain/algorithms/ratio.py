@@ -64,20 +64,23 @@ def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
     """Raise ValueError if the range of ratios [1 - low, 1 + high] does not contain 1."""
     for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
         if not value >= 0:
-            raise ValueError(f"{name}={value} must be >= 0, or the range leaves out r = 1; use 0.2, say")
+            raise ValueError(f"{name}={value} must be >= 0, or the clip range excludes r = 1; use 0.2, for example")
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
     """Raise ValueError if the upper bound on ratios is not above 1, because a bound of 1 or less would act at r = 1."""
     if not clip_ratio_c > 1:
-        raise ValueError(f"clip_ratio_c={clip_ratio_c} must be > 1, or it acts at r = 1; use 3.0, say, or inf for none")
+        raise ValueError(
+            f"clip_ratio_c={clip_ratio_c} must be > 1, or it clips even at r = 1; use 3.0, for example, or inf for no "
+            "dual clip"
+        )
 
 
 def check_positive(**knobs: float) -> None:
     """Raise ValueError if a knob is not a finite number above 0."""
     for name, value in knobs.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be finite and > 0; leave it out to have the default")
+            raise ValueError(f"{name}={value} must be finite and > 0; leave it out to use the default")
 
 
 def clipped_ratio(

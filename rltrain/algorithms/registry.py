@@ -51,12 +51,12 @@ class Registry:
                 raises ValueError if the function's signature breaks the contract.
         """
         if name in self._entries:
-            raise ValueError(f"{self.kind} '{name}' is already registered: names are unique; choose another")
+            raise ValueError(f"{self.kind} '{name}' is already registered: names must be unique; choose another name")
         for key, values in self._required.items():
             if metadata.get(key) not in values:
                 raise ValueError(
-                    f"{self.kind} '{name}': {key}={metadata.get(key)!r} must be one of {', '.join(values)}; "
-                    f"write .register({name!r}, {key}={values[0]!r}), say"
+                    f"{self.kind} '{name}': {key}={metadata.get(key)!r} must be one of {', '.join(values)}; write "
+                    f".register({name!r}, {key}={values[0]!r}), for example"
                 )
 
         def decorate(function: Algorithm) -> Algorithm:
@@ -123,7 +123,7 @@ def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[
             raise ValueError(f"{name}={value!r}: '{fn_name}' has no such knob; {takes}; remove or rename it")
         if not _same_type(value, knobs[name]):
             kind = "list of numbers" if isinstance(knobs[name], tuple) else type(knobs[name]).__name__
-            raise ValueError(f"{name}={value!r}: '{fn_name}' wants a {kind} here, like its default {knobs[name]!r}")
+            raise ValueError(f"{name}={value!r}: '{fn_name}' expects a {kind} here, like its default {knobs[name]!r}")
 
 
 def _same_type(value: Any, default: Any) -> bool:

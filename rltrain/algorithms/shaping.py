@@ -40,8 +40,8 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
     """
     if not 1 <= buffer <= max_response_length:
         raise ValueError(
-            f"buffer={buffer} must be in [1, max_response_length={max_response_length}]: the penalty grows "
-            "over the last `buffer` tokens; use a fifth of max_response_length, say"
+            f"buffer={buffer} must be in [1, max_response_length={max_response_length}]: the penalty grows over the "
+            "last `buffer` tokens; use a fifth of max_response_length, for example"
         )
     if not factor > 0:
         raise ValueError(f"factor={factor} must be > 0, or long responses get no penalty; use 1.0, or add no penalty")

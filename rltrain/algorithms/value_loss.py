@@ -26,7 +26,8 @@ def value_loss(
     """
     if not clip_range_value > 0:
         raise ValueError(
-            f"clip_range_value={clip_range_value} must be > 0, or no value can change; use inf for no clipping"
+            f"clip_range_value={clip_range_value} must be > 0, or every change of a value is clipped; use inf for no "
+            "clipping"
         )
     mask = as_mask(response_mask)
     new, old, target = masked(values, mask), masked(old_values.detach(), mask), masked(returns.detach(), mask)

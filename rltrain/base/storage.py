@@ -156,7 +156,7 @@ def local_path(path: str, where: str) -> Path:
         found = Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(
-            f"{where}: '~' stands for no folder here, as HOME is not set or the user is unknown; write the whole path"
+            f"{where}: '~' cannot be expanded, because HOME is not set or the user is unknown; write the full path"
         ) from None
     _require_utf8(found, where)
     try:
@@ -183,7 +183,7 @@ def _require_utf8(path: Path, where: str) -> None:
     if encoding == "utf-8":
         raise ConfigError(f"{where}: a name in {whole!a} is not UTF-8; rename it")
     raise ConfigError(
-        f"{where}: {whole!a} is not plain ASCII, and other names cannot be used while the locale's encoding is "
+        f"{where}: {whole!a} is not plain ASCII, and such names cannot be used while the locale's encoding is "
         f"{encoding}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
     )
 

@@ -29,15 +29,18 @@ __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 # are dense, with one value per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
-    "responses": ("response", "token ids as the engine returned them and, between turns, those of observations, int64"),
+    "responses": (
+        "response",
+        "token ids as the engine returned them, and token ids of the observations between turns, int64",
+    ),
     "response_mask": ("response", "bool; True = sampled by the policy and trained on"),
     "rollout_log_probs": ("response", "engine's log-prob of each token when it was sampled, nats; 0 in observations"),
     "old_log_probs": ("response", "actor's log-prob before the update, nats"),
     "ref_log_probs": ("response", "reference's log-prob, nats"),
     "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
-    "ref_hidden": ("response", "(N, H): the reference's last hidden state where the token is predicted"),
-    "full_kl": ("response", "exact KL of the actor before the update to the reference, nats"),
-    "selected": ("response", "bool; chosen by the loss's token selector from its mini-batch"),
+    "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
+    "full_kl": ("response", "exact KL from the actor before the update to the reference, nats"),
+    "selected": ("response", "bool; True = the loss's token selector chose the token in its mini-batch"),
     "random_draws": ("response", "uniform in [0, 1), keyed by (seed, step, row, sampled token); 0 in observations"),
     "policy_version": ("response", "weight version (step) that sampled the token, int64; -1 in observations"),
     "token_level_rewards": ("response", "scores after shaping, normalisation and KL-in-reward"),
@@ -115,7 +118,9 @@ class DataProto:
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns differ in rows: {sizes}; all columns of a batch must have the same number")
         if twice := tensors.keys() & non_tensors.keys():
-            raise ValueError(f"{sorted(twice)} are tensors and objects at once; give each column its own name")
+            raise ValueError(
+                f"{sorted(twice)} are names of both tensor and object columns; give each column its own name"
+            )
         columns = share_offsets({name: column_of(column) for name, column in tensors.items()})
         others = {name: objects(column) for name, column in non_tensors.items()}
         return cls._of(columns, others, next(iter(sizes.values()), 0), meta_info or {})
@@ -194,7 +199,7 @@ class DataProto:
         for name, values in columns.items():
             if len(values) != len(column.values):
                 raise ValueError(
-                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one per token"
+                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one value per token"
                 )
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
@@ -265,7 +270,9 @@ class DataProto:
                 but different values.
         """
         if len(self) != len(other):
-            raise ValueError(f"union of {len(self)} and {len(other)} rows: both must have the same number of rows")
+            raise ValueError(
+                f"union of {len(self)} and {len(other)} rows: both batches must have the same number of rows"
+            )
         for key in set(self.keys()) & set(other.keys()):
             if not self._same(other, key):
                 raise ValueError(f"union: column '{key}' differs between the two; rename or pop one of them first")
@@ -296,7 +303,7 @@ class DataProto:
         kinds = parts[0]._kinds()
         for part in parts:
             if part._kinds() != kinds:
-                raise ValueError(f"concat: columns differ, {kinds} and {part._kinds()}")
+                raise ValueError(f"concat: the batches have different columns, {kinds} and {part._kinds()}")
         total = sum(map(len, parts))
         index = None if rows is None else row_numbers(rows, total).numpy()
         columns = take_rows([part._tensors for part in parts], index)
@@ -313,7 +320,7 @@ class DataProto:
             ValueError: there are fewer rows than chunks, or `chunks` is below 1.
         """
         if not 1 <= chunks <= max(len(self), 1):
-            raise ValueError(f"{len(self)} rows do not make {chunks} chunks; use 1 to {len(self)}")
+            raise ValueError(f"{len(self)} rows cannot be split into {chunks} chunks; use 1 to {len(self)} chunks")
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
 
     def split(self, size: int) -> list[Self]:
@@ -414,7 +421,7 @@ class DataProto:
         keys = list(keys)
         for key in keys:
             if key not in self:
-                raise KeyError(f"no column '{key}'; there are {', '.join(self.keys())}")
+                raise KeyError(f"no column '{key}'; the columns are {', '.join(self.keys())}")
         return keys
 
     def shares(self, other: "DataProto", key: str) -> bool:

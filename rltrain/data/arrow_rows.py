@@ -73,8 +73,8 @@ def _microseconds(kind: Any) -> Any:
 
 def _unusable(kind: Any, place: str) -> ConfigError:
     return ConfigError(
-        f"{place}: a value of type {kind} that Python cannot hold; write it as text, or a time in whole "
-        "microseconds between the years 1 and 9999, without a zone or in UTC"
+        f"{place}: a value of type {kind} that Python cannot hold; write it as text or, if it is a time, "
+        "in whole microseconds between the years 1 and 9999, without a time zone or in UTC"
     )
 
 

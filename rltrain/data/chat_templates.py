@@ -118,7 +118,7 @@ class ChatTemplates:
 
     def _start(self) -> None:
         if self._lost >= _TRIES:
-            raise TemplateError(f"has ended {_TRIES} processes that rendered it; {_FIX}")
+            raise TemplateError(f"has made {_TRIES} rendering processes fail; {_FIX}")
         ours, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as progress:
             progress.truncate(1)

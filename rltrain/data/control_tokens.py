@@ -108,7 +108,7 @@ class ControlTokens:
         value, spelled = self._marked(value)
         marked = _Marked(write(value), spelled)
         if marked.restored() != written:
-            raise ControlTokenError("the chat template writes other text for it than for other characters")
+            raise ControlTokenError("the chat template renders it differently from other characters")
         return self._ids_of(marked, add_special_tokens=add_special_tokens)
 
     def _marked(self, value: Any) -> tuple[Any, dict[str, str]]:
@@ -119,12 +119,12 @@ class ControlTokens:
         """
         text = "\0".join(_texts(value))
         if _PRIVATE.search(text):
-            raise ControlTokenError("the text also has characters of private use, U+F0000 or beyond")
+            raise ControlTokenError("the text also contains private-use characters, U+F0000 or above")
         names = sorted({found[0] for found in self._found.finditer(text)})
         marks = {name: chr(_STAND_INS + number) for number, name in enumerate(names)}
         marked = _mapped(value, lambda text: self._found.sub(lambda found: marks[found[0]], text))
         if name := self._first_normalized("\0".join(_texts(marked))):
-            raise ControlTokenError(f"the tokenizer's normalisation makes {name} of other text")
+            raise ControlTokenError(f"the tokenizer's normalisation turns other text into {name}")
         return marked, {mark: name for name, mark in marks.items()}
 
     def _ids_of(self, marked: _Marked, *, add_special_tokens: bool) -> list[int]:
@@ -134,7 +134,7 @@ class ControlTokens:
         named = _Marked(self._any_added.sub(self._renamed, marked.text), marked.spelled)
         encode = functools.partial(self._encode_named, add_special_tokens=add_special_tokens)
         if encode(named.text) != ordinary:
-            raise ControlTokenError("the tokenizer reads the text around it in a way that cannot be kept")
+            raise ControlTokenError("the encoding of the text around it would change")
         ids = encode(named.restored())
         if self._control(ids) != self._control(ordinary):
             raise ControlTokenError("the tokenizer's vocabulary also contains it as an ordinary token")

@@ -89,7 +89,8 @@ def _from_hub(repository: str, config: str | None, split: str | None, revision: 
         )
     if config is not None and config not in configs:
         raise ConfigError(
-            f"{repository} has no configuration '{config}'; there are {_listed(configs)}{_near(config, configs)}"
+            f"{repository} has no configuration '{config}'; the configurations are "
+            f"{_listed(configs)}{_near(config, configs)}"
         )
     config = config or ("default" if "default" in configs else configs[0])
     builder = _persistently(lambda: datasets.load_dataset_builder(repository, config, revision=commit))
@@ -121,7 +122,7 @@ def _chosen(splits: Sequence[str], split: str | None, repository: str, config: s
     where = f"{repository}:{config or ''}"
     if split is None:
         raise ConfigError(f"{where} has several splits: {_listed(splits)}; name one, as in {where}:{splits[0]}")
-    raise ConfigError(f"{where} has no split '{split}'; there are {_listed(splits)}{_near(split, splits)}")
+    raise ConfigError(f"{where} has no split '{split}'; the splits are {_listed(splits)}{_near(split, splits)}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -182,8 +183,8 @@ def _explained(error: Exception, repository: str, revision: str | None) -> str:
         return f"{repository} has no branch, tag or commit '{revision}'; {page}/tree/main lists the branches and tags"
     if is_offline_mode() or has(errors.OfflineModeIsEnabled):
         return (
-            f"{config.HF_DATASETS_CACHE} does not hold it, while HF_HUB_OFFLINE forbids a download; unset that, or "
-            "load it once where there is a network"
+            f"{config.HF_DATASETS_CACHE} does not hold the data set, and HF_HUB_OFFLINE forbids a download; unset "
+            "HF_HUB_OFFLINE, or load the data set once on a machine with a network"
         )
     if has(errors.RepositoryNotFoundError):
         return (
@@ -212,4 +213,4 @@ def _other(error: Exception, chain: Sequence[BaseException]) -> str:
             f"no such file or folder, and {constants.ENDPOINT} cannot be reached ({reason}); try again later, check "
             "the network and HF_ENDPOINT, or give a file"
         )
-    return f"the library datasets cannot read it ({reason}); give its files, or a function that reads them"
+    return f"the library datasets cannot read it ({reason}); give the path of its files, or a function that reads them"

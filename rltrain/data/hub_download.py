@@ -148,8 +148,9 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
     if is_offline_mode() and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         option = f" --revision {revision}" if revision else ""
         return (
-            f"no such directory, and {constants.HF_HUB_CACHE} does not hold all of it, while HF_HUB_OFFLINE forbids a "
-            f"download; unset that, or run `hf download {model}{option}` where there is a network"
+            f"no such directory, and {constants.HF_HUB_CACHE} does not hold the whole model, and HF_HUB_OFFLINE "
+            f"forbids a download; unset HF_HUB_OFFLINE, or run `hf download {model}{option}` on a machine with a "
+            "network"
         )
     if isinstance(error, errors.LocalEntryNotFoundError) or (status is not None):
         return (

@@ -34,11 +34,13 @@ def check_directory(path: str, key: str = "model.path") -> None:
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
     require(folder.exists(), f"{where}: no such directory; give the folder of a model, its ORG/NAME on the hub{other}")
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
-    require((folder / "config.json").is_file(), f"{where}: holds no config.json; give a model's own folder")
+    require((folder / "config.json").is_file(), f"{where}: holds no config.json; give the folder that holds it")
     read_json(folder / "config.json")
     weight_files(folder, where)
     found = any((folder / name).is_file() for name in _TOKENIZER)
-    require(found, f"{where}: holds no tokenizer (looked for {', '.join(_TOKENIZER)}); save the model's there")
+    require(
+        found, f"{where}: holds no tokenizer (looked for {', '.join(_TOKENIZER)}); save the model's tokenizer there"
+    )
 
 
 def check_reward_model(path: str, key: str) -> None:
@@ -61,9 +63,9 @@ def check_reward_model(path: str, key: str) -> None:
     labels = config.get("num_labels", len(config.get("id2label", ("LABEL_0", "LABEL_1"))))
     require(
         kind.endswith("ForSequenceClassification"),
-        f"{key}={path}: is of the architecture {kind}; a reward model is a ...ForSequenceClassification",
+        f"{key}={path}: has the architecture {kind}; a reward model must be a ...ForSequenceClassification",
     )
-    require(labels == 1, f"{key}={path}: has {labels} outputs; a reward model has one (num_labels=1)")
+    require(labels == 1, f"{key}={path}: has {labels} outputs; a reward model must have one output (num_labels=1)")
     _check_layers(f"{key}={path}", model_config(path, key))
     check_weights(path, f"{key}={path}", AutoModelForSequenceClassification)
 
@@ -84,8 +86,8 @@ def check_critic(path: str) -> None:
     kind = read_json(local_directory(path) / "config.json").get("model_type")
     require(
         kind in known,
-        f"model.path={path}: models of the type {kind} have no critic (transformers has no token classifier of them); "
-        "use an algorithm without one (algorithm=grpo, rloo or reinforce_plus_plus), or another model",
+        f"model.path={path}: models of the type {kind} have no critic (transformers has no token classifier for "
+        "them); use an algorithm without a critic (algorithm=grpo, rloo or reinforce_plus_plus), or another model",
     )
     check_weights(path, f"model.path={path}", AutoModelForTokenClassification, new_head=True)
 
@@ -119,21 +121,22 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
     positions = model.get(name)
     require(
         not isinstance(positions, int) or longest <= positions,
-        f"rollout.max_prompt_length={rollout.max_prompt_length} + rollout.max_response_length="
-        f"{rollout.max_response_length} = {longest} tokens: the model has {positions} positions "
-        f"({name}); use at most {positions} together",
+        f"rollout.max_prompt_length={rollout.max_prompt_length} + "
+        f"rollout.max_response_length={rollout.max_response_length} = {longest} tokens: the model has {positions} "
+        f"positions ({name}); lower their sum to at most {positions}",
     )
     limit = _rope_limit(model)
     require(
         limit is None or longest <= limit,
-        f"rollout.max_response_length={rollout.max_response_length} + rollout.max_prompt_length="
-        f"{rollout.max_prompt_length} = {longest} tokens: beyond {limit} the model's RoPE (longrope) has other "
-        f"frequencies, and one long row would change all rows packed with it; use at most {limit} together",
+        f"rollout.max_response_length={rollout.max_response_length} + "
+        f"rollout.max_prompt_length={rollout.max_prompt_length} = {longest} tokens: beyond {limit} tokens the model's "
+        "RoPE (longrope) changes its frequencies, so one long row would change all rows packed with it; lower their "
+        f"sum to at most {limit}",
     )
     shards, heads = rollout.shards, model.get("num_attention_heads")
     require(
         not isinstance(heads, int) or heads % shards == 0,
-        f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be shared out evenly; "
+        f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be divided evenly; "
         f"use a divisor of {heads}",
     )
     size, pairs = config.placement.sequence_ranks, model.get("num_key_value_heads") or heads
@@ -141,8 +144,8 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         not isinstance(heads, int)
         or not isinstance(pairs, int)
         or (heads % size == 0 and (pairs % size == 0 or size % pairs == 0)),
-        f"placement.sequence_ranks={size}: the model's {heads} attention heads over {pairs} key-value heads cannot be "
-        "shared out evenly; use a divisor of both, or 1",
+        f"placement.sequence_ranks={size}: the model's {heads} attention heads and {pairs} key-value heads cannot be "
+        "divided evenly; use a divisor of both, or 1",
     )
     _check_layers(f"model.path={config.model.path}", model)
     _check_attention(config.model.path, longest, model)
@@ -158,8 +161,8 @@ def _check_layers(where: str, model: Mapping[str, Any]) -> None:
     other = ", ".join(sorted(kinds - {*_ATTENTION}))
     require(
         not other,
-        f"{where}: has layers of the kind {other}, and training keeps rows apart in attention alone; use a model whose "
-        "layers all are attention",
+        f"{where}: has layers of the kind {other}, and training can keep packed rows apart only in attention layers; "
+        "use a model that has only attention layers",
     )
 
 
@@ -172,12 +175,12 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
         require(
             longest <= window,
             f"model.path={path}: its {key}={window} is shorter than rollout.max_prompt_length + "
-            f"rollout.max_response_length = {longest}, and training attends to everything; use at most {window} "
-            "together, or another model",
+            f"rollout.max_response_length = {longest}, but training attends to all tokens; lower their sum to at most "
+            f"{window}, or use another model",
         )
     for key, what in (("attn_logit_softcapping", "attention"), ("final_logit_softcapping", "logits")):
         cap = model.get(key)
-        require(cap is None, f"model.path={path}: its {key}={cap}, and training does not cap {what}; use another model")
+        require(cap is None, f"model.path={path}: its {key}={cap}, but training does not cap {what}; use another model")
 
 
 def _windows(model: Mapping[str, Any]) -> dict[str, int]:
@@ -242,8 +245,8 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
     largest = max((words[word] for word in words.keys() - tokenizer.get_added_vocab().keys()), default=0)
     require(
         not isinstance(size, int) or largest < size,
-        f"{where}: its tokenizer has ids up to {largest}, and the model embeddings for {size} (vocab_size); use the "
-        "tokenizer that belongs to the model",
+        f"{where}: its tokenizer has ids up to {largest}, but the model has embeddings for only {size} (vocab_size); "
+        "use the tokenizer that belongs to the model",
     )
 
 
@@ -264,8 +267,9 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
     size = text_config(path).get("vocab_size")
     require(
         not isinstance(size, int) or largest < size,
-        f"{where}: has token id {largest}, and the model embeddings for {size} (vocab_size): the token was added to "
-        "the tokenizer alone; use the tokenizer that belongs to the model, or resize_token_embeddings and train them",
+        f"{where}: has token id {largest}, but the model has embeddings for only {size} (vocab_size): the token was "
+        "added only to the tokenizer; use the tokenizer that belongs to the model, or call resize_token_embeddings "
+        "and train the new embeddings",
     )
 
 

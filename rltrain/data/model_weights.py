@@ -81,13 +81,13 @@ def weight_files(folder: Path, where: str) -> list[Path]:
     own = read_json(folder / "config.json").get("transformers_weights")
     require(
         own is None or (isinstance(own, str) and own.endswith((SAFETENSORS, SAFETENSORS + INDEX)) and ".." not in own),
-        f"{where}: transformers_weights in its config.json is {one_line(str(own))}, which names no safetensors file of "
-        "the folder; remove it there",
+        f"{where}: transformers_weights in its config.json is {one_line(str(own))}, which is not the name of a "
+        "safetensors file in the folder; remove this entry",
     )
     names = NAMES if own is None else (own,)
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
-        raise ConfigError(f"{where}: holds no weights (looked for {', '.join(names)}); save the model's there")
+        raise ConfigError(f"{where}: holds no weights (looked for {', '.join(names)}); save the model's weights there")
     return shards(found, where) if found.name.endswith(INDEX) else [found]
 
 
@@ -102,11 +102,15 @@ def shards(index: Path, where: str) -> list[Path]:
     good = isinstance(named, dict) and named and all(isinstance(name, str) for name in named.values())
     require(
         bool(good) and isinstance(content.get("metadata"), dict),
-        f"{where}: {index.name} lacks the objects 'metadata' and 'weight_map' (of tensors and their files); {AGAIN}",
+        f"{where}: {index.name} must hold the objects 'metadata' and 'weight_map' (which maps tensors to files); "
+        f"{AGAIN}",
     )
     suffix, names = Path(index.name.removesuffix(INDEX)).suffix, sorted(set(named.values())) if named else []
     for name in names:
-        require(name.endswith(suffix), f"{where}: {index.name} names {one_line(name)}, no {suffix} file; {AGAIN}")
+        require(
+            name.endswith(suffix),
+            f"{where}: {index.name} names {one_line(name)}, which is not a {suffix} file; {AGAIN}",
+        )
         require(
             (index.parent / name).is_file(),
             f"{where}: {index.name} names {one_line(name)}, which is not there; copy or download that file too",
@@ -151,7 +155,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
         return safe_open(file, framework)
     except Exception as error:  # SafetensorError, OSError
         reason = one_line(" ".join(str(error).split()), 160)
-        raise ConfigError(f"{where}: {file.name} is no whole safetensors file ({reason}); {AGAIN}") from None
+        raise ConfigError(f"{where}: {file.name} is not a complete safetensors file ({reason}); {AGAIN}") from None
 
 
 def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
@@ -170,13 +174,13 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
     except Exception as error:  # a corrupt pickle can raise many exception types
         # The message omits torch's own text, because that text advises the user to run the code in the pickle.
         raise ConfigError(
-            f"{where}: {file.name} is no whole torch file of plain tensors ({type(error).__name__}); copy or download "
-            "it again, or save the model again with save_pretrained, which writes safetensors"
+            f"{where}: {file.name} is not a complete torch file of plain tensors ({type(error).__name__}); copy or "
+            "download it again, or save the model again with save_pretrained, which writes safetensors"
         ) from None
     good = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
     )
-    require(good, f"{where}: {file.name} holds something else than tensors by name; {AGAIN}")
+    require(good, f"{where}: {file.name} holds something other than tensors by name; {AGAIN}")
     return {name: StoredTensor(file, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in content.items()}
 
 
@@ -208,7 +212,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
         except Exception as error:  # raised for unknown model types, and for configs that do not fit their model type
             raise ConfigError(
-                f"{where or f'model.path={path}'}: transformers makes no {kind.__name__} of its config.json "
+                f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
                 "the installed transformers knows"
             ) from error
@@ -243,7 +247,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
     require(
         not (folder / "adapter_config.json").is_file(),
         f"{where}: holds adapter_config.json, an adapter that engines would not apply; merge it into the model "
-        "(merge_and_unload in peft) and save that",
+        "(merge_and_unload in peft) and save the merged model",
     )
     require(
         not read_json(folder / "config.json").get("quantization_config"),
@@ -348,7 +352,7 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
 
     missing = sorted(filter(counts, found["missing_keys"]))
     shapes = sorted(
-        f"{name} of the shape {list(stored)} for {list(wanted)}"
+        f"{name} of the shape {list(stored)} instead of {list(wanted)}"
         for name, stored, wanted in found["mismatched_keys"]
         if counts(name)
     )
@@ -357,7 +361,7 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
     said = ", and ".join(f"{verb} {_some(names)}" for verb, names in kinds if names)
     require(
         not said,
-        f"{where}: its weights {said}: they are not the whole {type(model).__name__} of its config.json; copy or "
+        f"{where}: its weights {said}, so they do not match the {type(model).__name__} in its config.json; copy or "
         "download all files of the model again, or save it again with save_pretrained",
     )
 
@@ -389,8 +393,8 @@ def reported(where: str) -> Iterator[None]:
         if not names:
             raise
         raise ConfigError(
-            f"{where}: its weights for {_some(names)} cannot be put together: one of their parts is missing or has "
-            "another shape; copy or download all files of the model again, or save it again with save_pretrained"
+            f"{where}: its weights for {_some(names)} cannot be combined: one of their parts is missing or has the "
+            "wrong shape; copy or download all files of the model again, or save it again with save_pretrained"
         ) from error
     finally:
         logger.removeFilter(keep)
@@ -416,8 +420,8 @@ def check_engine_files(path: str, where: str) -> None:
     other = _some(sorted(one_line(file.name) for file in engine ^ read))
     require(
         engine == read,
-        f"{where}: vLLM and transformers would read the weights from different files ({other}); leave only one form of "
-        "the weights there, with no index or with its own, or use rollout=hf",
+        f"{where}: vLLM and transformers would read the weights from different files ({other}); keep only one form of "
+        "the weights there, without an index or with its own index, or use rollout=hf",
     )
 
 

@@ -12,7 +12,7 @@ from rltrain.settings.typed import require
 
 SpecialTokens = Literal["text", "refuse", "allow"]
 ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] as its prompt'
-_ALLOW = "set data.special_tokens=allow to make control tokens of such text"
+_ALLOW = "set data.special_tokens=allow to encode such text as control tokens"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PromptEncoder:
             require(
                 self.special_tokens == "text",
                 f"{place(row)}: the prompt spells the control token {name}, which data.special_tokens=refuse forbids; "
-                f"change it, set data.special_tokens=text to encode it as text, or {_ALLOW}",
+                f"change the prompt, set data.special_tokens=text to encode it as text, or {_ALLOW}",
             )
             self.first_spelling = self.first_spelling if self.spelling else (place(row), name)
             self.spelling += 1
@@ -145,7 +145,7 @@ class PromptEncoder:
             return self._control.encode(prompt, write, written=text, add_special_tokens=False)
         except (ControlTokenError, TemplateError) as error:
             raise ConfigError(
-                f"{what}, a control token, and cannot be encoded as text ({error}); change it, or {_ALLOW}"
+                f"{what}, a control token, and cannot be encoded as text ({error}); change the prompt, or {_ALLOW}"
             ) from error
 
     def _finished(self, ids: list[int] | Overlong, prompt: Any, place: str, max_length: int) -> list[int] | Overlong:

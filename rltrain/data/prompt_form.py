@@ -114,7 +114,7 @@ class PromptForm:
         if isinstance(value[0], Mapping) and value[0].get("role") == "system":
             raise RowError(
                 "the messages begin with a system message of their own, besides data.system_prompt; leave "
-                "data.system_prompt out, or remove the message"
+                "data.system_prompt out, or remove that message"
             )
         return [{"role": "system", "content": self.system}, *value]
 
@@ -188,7 +188,7 @@ def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tup
     if prompt is None:
         prompt = _recognised(columns, where)
         if prompt == INSTRUCTION and INPUT in columns:
-            return (INSTRUCTION, INPUT), _instruction, f"column {INSTRUCTION}, and {INPUT} where there is one"
+            return (INSTRUCTION, INPUT), _instruction, f"column {INSTRUCTION}, and {INPUT} where a row has one"
     elif "{" in prompt or "}" in prompt:
         names = tuple(dict.fromkeys(name for _, name in template_parts(prompt) if name is not None))
         for name in names:
@@ -209,8 +209,8 @@ def _recognised(columns: Sequence[str], where: str) -> str:
     known = ", ".join((PROMPT, *CONVERSATIONS, *QUESTIONS))
     require(
         bool(found),
-        f"{where}: no column is called {known}; there are {there}; name the column with data.prompt=COLUMN, or write a "
-        "template such as data.prompt='{COLUMN} Think step by step.'",
+        f"{where}: no column is called {known}; the columns are {there}; name the column with data.prompt=COLUMN, or "
+        f"write a template such as data.prompt='{{COLUMN}} Think step by step.'",
     )
     require(
         len(found) == 1,
@@ -224,7 +224,7 @@ def _require_column(name: str, columns: Sequence[str], given: str, where: str, m
     hint = f"; did you mean {near[0]}?" if near else ""
     require(
         name in columns,
-        f"{given}: {where} has no column '{name}'; there are {', '.join(columns) or 'none'}{hint}{more}",
+        f"{given}: {where} has no column '{name}'; the columns are {', '.join(columns) or 'none'}{hint}{more}",
     )
 
 
@@ -301,8 +301,8 @@ def _message(one: Row) -> dict[str, Any]:
     role = ROLES.get(one["from"]) if isinstance(one["from"], str) else None
     if role is None:
         raise RowError(
-            f"a message is from {one_line(repr(one['from']), _SHOWN)}, and known are {', '.join(ROLES)}; write "
-            "messages as {'role': ..., 'content': ...}"
+            f"a message is from {one_line(repr(one['from']), _SHOWN)}, but must be from one of {', '.join(ROLES)}; "
+            f"write messages as {{'role': ..., 'content': ...}}"
         )
     return {"role": role, "content": one.get("value")}
 

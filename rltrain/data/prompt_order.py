@@ -50,8 +50,8 @@ class PromptOrder:
         for name, value in self.state_dict().items():
             require(
                 name == "drawn" or state[name] == value,
-                f"{name}={value}: the checkpoint's prompts were ordered with {name}={state[name]}, so they cannot be "
-                "continued in their order; use the data and seed of the checkpoint, or start a new run",
+                f"{name}={value}: the checkpoint's prompts were ordered with {name}={state[name]}, so that order "
+                "cannot be continued; use the data and seed of the checkpoint, or start a new run",
             )
         self._drawn = state["drawn"]
 

@@ -162,7 +162,10 @@ def load_prompts(
     where = f"data.{key or split}={source}"
     rows = load_rows(source, where, split=split, seed=seed, limit=limit)
     for name in RESERVED_COLUMNS:
-        require(name not in rows.columns, f"{where}: column '{name}' is what the sample itself is called; rename it")
+        require(
+            name not in rows.columns,
+            f"{where}: column '{name}' has a name that is reserved for the sample itself; rename it",
+        )
     has_template, sample = bool(tokenizer.chat_template), rows.read(0, _BATCH, rows.columns)
     form = prompt_form(rows.columns, options, where=where, has_template=has_template, sample=sample)
     prompts = PromptSet(source, rows, form, tokenizer, special_tokens=special_tokens)
@@ -245,13 +248,14 @@ def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -
     notes = []
     if prompts.filtered:
         notes.append(
-            f"{where}: prompts left out as longer than rollout.max_prompt_length={limit}: {prompts.filtered:,}"
+            f"{where}: prompts left out because they are longer than rollout.max_prompt_length={limit}: "
+            f"{prompts.filtered:,}"
         )
     if encoder.spelling:
         place, name = encoder.first_spelling
         notes.append(
             f"{where}: prompts that spell control tokens, which are encoded as text: {encoder.spelling:,}, the first "
-            f"with {name} in {place}; data.special_tokens=allow makes tokens of them"
+            f"with {name} in {place}; data.special_tokens=allow encodes them as control tokens"
         )
     return notes
 
@@ -259,7 +263,7 @@ def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -
 def _overlong_error(rows: Rows, too_long: dict[int, Overlong], limit: int) -> ConfigError:
     row, first = next(iter(too_long.items()))
     most = max(found.tokens for found in too_long.values())
-    others = f" ({len(too_long)} prompts are, up to {most} tokens)" if len(too_long) > 1 else ""
+    others = f" ({len(too_long)} prompts are too long, with up to {most} tokens)" if len(too_long) > 1 else ""
     return ConfigError(
         f"{rows.place(row)}: the prompt has {'' if first.exact else 'at least '}{first.tokens} tokens, longer than "
         f"rollout.max_prompt_length={limit}{others}; raise rollout.max_prompt_length, or leave such prompts out with "

@@ -18,7 +18,7 @@ from rltrain.settings.typed import require
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate code point, paired or unpaired
 _CSV_BLOCK = 1 << 26  # maximum number of bytes that are parsed at once, and thus maximum length of a row
-SOURCE_HELP = "a data set of the hub is ORG/NAME, and a function package.module:function or file.py:function"
+SOURCE_HELP = "a data set of the hub is written ORG/NAME, and a function package.module:function or file.py:function"
 
 
 def path_rows(source: str, where: str) -> Rows:
@@ -54,7 +54,7 @@ def _folder_rows(folder: Path, where: str) -> Rows:
     files = [path for path in inside if path.suffix in ENDINGS and path.is_file()]
     folders = [path.name for path in inside if path.is_dir()]
     instead = f"name one of its folders: {', '.join(folders[:5])}" if folders else "name another folder, or a file"
-    require(bool(files), f"{where}: a folder without data files, which end in {', '.join(ENDINGS)}; {instead}")
+    require(bool(files), f"{where}: a folder without data files (their names end in {', '.join(ENDINGS)}); {instead}")
     first = next((path for path in files if path.suffix != files[0].suffix), None)
     require(
         first is None,
@@ -72,7 +72,7 @@ def _folder_rows(folder: Path, where: str) -> Rows:
 
 def _file_rows(path: Path, where: str) -> Rows:
     require(path.suffix in ENDINGS, f"{where}: unknown kind of file; it must end in {', '.join(ENDINGS)}")
-    require(path.is_file(), f"{where}: is no ordinary file; name one that ends in {', '.join(ENDINGS)}")
+    require(path.is_file(), f"{where}: is not a regular file; name a file that ends in {', '.join(ENDINGS)}")
     return _READERS[path.suffix](path, where)
 
 
@@ -80,10 +80,13 @@ def _missing(path: Path, where: str) -> str:
     others = "" if path.suffix in ENDINGS else f"; a file must end in {', '.join(ENDINGS)}, {SOURCE_HELP}"
     if not path.parent.is_dir():
         return (
-            f"{where}: no such file, nor its folder {path.parent}; check the path (it starts at {Path.cwd()}){others}"
+            f"{where}: no such file, and no such folder {path.parent}; check the path (relative paths start at "
+            f"{Path.cwd()}){others}"
         )
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else f"check the path (it starts at {Path.cwd()})"
+    hint = (
+        f"did you mean {path.parent / near[0]}?" if near else f"check the path (relative paths start at {Path.cwd()})"
+    )
     return f"{where}: no such file; {hint}{others}"
 
 
@@ -168,8 +171,8 @@ def _csv_rows(path: Path, where: str) -> Rows:
         )
     except Exception as error:  # pyarrow raises many exception types for a damaged file
         raise ConfigError(
-            f"{where}: not a readable CSV file ({_reason(error)}); write the columns' names into its first line, and "
-            "as many values into each other line"
+            f"{where}: not a readable CSV file ({_reason(error)}); write the column names into the first line, and "
+            "the same number of values into every other line"
         ) from None
     return table_rows(table, where)
 

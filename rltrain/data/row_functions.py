@@ -56,7 +56,7 @@ def load_row_function(source: str, where: str) -> Callable[..., Any]:
     function = import_function(source, where)
     require(
         not inspect.iscoroutinefunction(function) and not inspect.isasyncgenfunction(function),
-        f"{where}: is an async function; write 'def' in the place of 'async def'",
+        f"{where}: is an async function; write 'def' instead of 'async def'",
     )
     _parameters(function, where)
     return function
@@ -66,7 +66,7 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: does not tell its parameters; wrap it in a function of your own") from None
+        raise ConfigError(f"{where}: its parameters cannot be read; wrap it in a function of your own") from None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in by_name]
@@ -74,8 +74,8 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
         needed = one.default is inspect.Parameter.empty and one.kind not in starred
         require(
             not needed or (one.name in ARGUMENTS and one.kind in by_name),
-            f"{where}: the function needs '{one.name}', and gets split and seed alone, by name; give the parameter a "
-            "default",
+            f"{where}: the function needs '{one.name}', but only split and seed are passed, by name; give the "
+            "parameter a default",
         )
     return names
 
@@ -98,7 +98,7 @@ def _results(function: Callable[..., Any], given: Mapping[str, Any], where: str)
 
 def _end_help(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", "the function")
-    return f"end it sooner, as 'return itertools.islice(..., N)' does in {name}"
+    return f"return fewer rows, for example with 'return itertools.islice(..., N)' in {name}"
 
 
 def _plain_value(value: Any, place: str, name: str) -> Any:
@@ -112,9 +112,7 @@ def _plain_value(value: Any, place: str, name: str) -> Any:
     try:
         return _plain(value, f"{place}, column '{name}'")
     except RecursionError:
-        raise ConfigError(
-            f"{place}, column '{name}': lists or dicts inside each other without end; {_VALUE_HELP}"
-        ) from None
+        raise ConfigError(f"{place}, column '{name}': lists or dicts nested without end; {_VALUE_HELP}") from None
 
 
 def _plain(value: Any, place: str) -> Any:

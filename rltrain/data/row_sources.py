@@ -89,7 +89,9 @@ def _builtin_rows(source: str, where: str, split: Split, seed: int, limit: int |
     from rltrain.tasks import TASKS
 
     name = source.removeprefix(BUILTIN)
-    require(name in TASKS, f"{where}: unknown built-in task; there are {', '.join(BUILTIN + task for task in TASKS)}")
+    require(
+        name in TASKS, f"{where}: unknown built-in task; the tasks are {', '.join(BUILTIN + task for task in TASKS)}"
+    )
     count = limit or (BUILTIN_TRAIN_ROWS if split == "train" else BUILTIN_VAL_ROWS)
     rows = TASKS[name].prompts(split, seed, count)
     return Rows.of_dicts(rows, lambda i: f"{where}, row {i + 1}", own_splits=True)

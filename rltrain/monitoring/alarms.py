@@ -76,9 +76,9 @@ class Alarms:
         if metrics.get("rollout/staleness_max", 0.0) > 0 or gap <= limit:
             return ""
         return (
-            f"engine and actor differ by {gap:.3g} nats a token, above rollout.max_log_prob_gap={limit:g}: what is "
-            "sampled is not what is trained; keep rollout.verify_sync on, check model.dtype, or correct for it "
-            "(algorithm=tis)"
+            f"engine and actor differ by {gap:.3g} nats per token, above rollout.max_log_prob_gap={limit:g}: the "
+            "policy that samples is not the policy that is trained; keep rollout.verify_sync on, check model.dtype, "
+            "or correct for the difference (algorithm=tis)"
         )
 
     def _entropy(self, metrics: Mapping[str, float]) -> str:
@@ -94,9 +94,10 @@ class Alarms:
         if self.collapsed < PERSISTENT_STEPS:
             return ""
         return (
-            f"the entropy of answers is {entropy:.3g} nats a token, for {self.collapsed} steps below {limit:.3g}, "
-            f"{COLLAPSED_SHARE:.0%} of its start: answers no longer differ, so nothing new is tried; lower actor.lr, "
-            "raise algorithm.entropy_coef, or stop here if the reward is where it should be"
+            f"the entropy of answers is {entropy:.3g} nats per token, and has been below {limit:.3g} "
+            f"({COLLAPSED_SHARE:.0%} of its initial value) for {self.collapsed} steps: answers hardly differ, so the "
+            "policy no longer explores; lower actor.lr, raise algorithm.entropy_coef, or stop the run if the reward "
+            "is already high enough"
         )
 
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
@@ -109,9 +110,10 @@ class Alarms:
         if self.flat < PERSISTENT_STEPS:
             return ""
         return (
-            f"for {self.flat} steps all answers to each prompt had one outcome (reward/same_outcome_fraction=1; limit: "
-            f"{PERSISTENT_STEPS} steps): nothing tells good answers from bad ones; look at rollouts/ for a reward "
-            "that cannot vary, use easier or harder prompts, or raise rollout.samples_per_prompt"
+            f"for {self.flat} steps, all answers to each prompt have had the same outcome "
+            f"(reward/same_outcome_fraction=1; limit: {PERSISTENT_STEPS} steps): the reward does not tell good "
+            "answers from bad ones; look in rollouts/ for a reward that never varies, use easier or harder prompts, "
+            "or raise rollout.samples_per_prompt"
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:
@@ -130,8 +132,8 @@ class Alarms:
         if mean >= limit:
             return ""
         return (
-            f"the reward is {mean:.3g} over the last {WINDOW_STEPS} steps, below {limit:.3g}, and was {best:.3g} at "
-            "its best: the policy has come apart; start a new run from the model of a checkpoint before that "
-            "(model.path=RUN/checkpoints/step_N/model), with a lower actor.lr or a KL term "
+            f"the mean reward of the last {WINDOW_STEPS} steps is {mean:.3g}, below {limit:.3g}, and its best value "
+            f"was {best:.3g}: the policy has collapsed; start a new run from the model of a checkpoint before the "
+            "collapse (model.path=RUN/checkpoints/step_N/model), with a lower actor.lr or a KL term "
             "(algorithm.kl_loss.kl_loss_coef)"
         )

@@ -63,9 +63,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "share",
             "below 0.8",
         ),
-        Metric("reward/excluded_fraction", "scored answers in no statistic, because they were cut", "share", "near 0"),
-        Metric("reward/mean_generated", "mean score of all answers, also of groups that were dropped", "score"),
-        Metric("reward/kl", "mean KL to the reference that reduces the reward", "nats a token"),
+        Metric(
+            "reward/excluded_fraction",
+            "scored answers that are left out of statistics because they were cut",
+            "share",
+            "near 0",
+        ),
+        Metric("reward/mean_generated", "mean score of all answers, including dropped groups", "score"),
+        Metric("reward/kl", "mean KL to the reference, for the KL penalty in the reward", "nats a token"),
         Metric("reward/kl_coef", "coefficient of that KL", "number"),
     ),
     "Answers and the engine": (
@@ -74,7 +79,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/truncated_fraction", "answers cut at the length limit", "share", "below 0.1"),
         Metric(
             "rollout/entropy",
-            "minus the mean log-prob of sampled tokens: an estimate of the entropy",
+            "estimate of the entropy: minus the mean log-prob of sampled tokens",
             "nats a token",
             "falls slowly, stays above 0",
         ),
@@ -88,22 +93,31 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("rollout/log_prob_gap_max", "largest distance", "nats"),
         Metric("rollout/kl", "KL from the engine's policy to the actor's, estimator k1", "nats a token", "near 0"),
-        Metric("rollout/k3", "the same, estimator k3 without its bound", "nats a token", "near 0"),
+        Metric(
+            "rollout/k3",
+            "KL from the engine's policy to the actor's, estimator k3 without its bound",
+            "nats a token",
+            "near 0",
+        ),
         Metric(
             "rollout/effective_sample_size",
-            "tokens that remain after weighting by actor over engine",
+            "effective share of the tokens when each is weighted by the ratio of actor to engine",
             "share",
             "near 1",
         ),
-        Metric("rollout/groups_dropped", "groups of one outcome that dynamic sampling threw away", "groups"),
-        Metric("rollout/groups_missing", "groups that the batch lacks after dynamic sampling", "groups", "0"),
+        Metric(
+            "rollout/groups_dropped",
+            "groups whose answers all have the same outcome, dropped by dynamic sampling",
+            "groups",
+        ),
+        Metric("rollout/groups_missing", "groups still missing from the batch after dynamic sampling", "groups", "0"),
     ),
     "Actor": (
         Metric("actor/policy_loss", "loss without KL and entropy terms", "loss"),
         Metric(
             "actor/clip_fraction", "trained tokens whose gradient the loss's clipping removed", "share", "below 0.3"
         ),
-        Metric("actor/clip_fraction_c", "the same for the dual clip", "share", "near 0"),
+        Metric("actor/clip_fraction_c", "trained tokens whose gradient the dual clip removed", "share", "near 0"),
         Metric(
             "actor/weight_clip_fraction",
             "`cispo`, `dppo_tv`, `dppo_kl`: tokens whose weight is at its bound; they keep their gradient",
@@ -117,7 +131,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/ratio_mean",
-            "mean ratio of new policy over old; for `gspo` and `geo_mean` of the answer",
+            "mean ratio of the new policy to the old one; for `gspo` and `geo_mean`, the ratio of the answer",
             "number",
             "near 1",
         ),
@@ -144,14 +158,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/correction_weight_mean",
-            "mean importance weight of `correction`, 0 where dropped",
+            "mean importance weight of `correction`, counting 0 for dropped tokens",
             "number",
             "near 1",
         ),
         Metric("actor/correction_outside_fraction", "tokens outside the bounds of `correction`", "share", "near 0"),
         Metric("actor/correction_dropped_fraction", "tokens whose policy term `correction` drops", "share", "near 0"),
         Metric("actor/correction_rollout_kl", "as `rollout/k3`, over the updates of the step", "nats a token"),
-        Metric("actor/rejection_divergence", "mean of the estimator by which `rejection` drops", "nats a token"),
+        Metric(
+            "actor/rejection_divergence", "mean of the KL estimate that decides what `rejection` drops", "nats a token"
+        ),
         Metric("actor/rejection_outside_fraction", "tokens outside the bounds of `rejection`", "share", "near 0"),
         Metric("actor/rejection_dropped_fraction", "tokens whose policy term `rejection` drops", "share", "near 0"),
         Metric("actor/kl_loss", "KL term of the loss, aggregated as the loss", "nats"),
@@ -162,7 +178,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/grad_norm", "mean gradient norm before clipping", "number", "steady"),
         Metric("actor/grad_norm_max", "largest gradient norm before clipping", "number"),
         Metric("actor/lr", "mean learning rate of the step", "number"),
-        Metric("actor/skipped_updates", "updates that were skipped, because numbers were not finite", "updates", "0"),
+        Metric("actor/skipped_updates", "updates skipped because the loss or gradient was not finite", "updates", "0"),
     ),
     "Critic": (
         Metric("critic/value_loss", "the critic's loss", "reward squared", "falls"),
@@ -178,7 +194,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/grad_norm", "mean gradient norm before clipping", "number", "steady"),
         Metric("critic/grad_norm_max", "largest gradient norm before clipping", "number"),
         Metric("critic/lr", "mean learning rate of the step", "number"),
-        Metric("critic/skipped_updates", "updates that were skipped, because numbers were not finite", "updates", "0"),
+        Metric("critic/skipped_updates", "updates skipped because the loss or gradient was not finite", "updates", "0"),
     ),
     "Evaluations": (
         Metric("eval/sampled_reward", "mean score of sampled answers to the prompts of `data.val`", "score", "rises"),
@@ -199,7 +215,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/sampled_failed_fraction", "sampled answers whose reward function failed", "share", "0"),
         Metric("eval/greedy_reward", "mean score of one greedy answer to each prompt", "score", "rises"),
         Metric("eval/greedy_reward/<name>", "mean score of one function or model before its weight", "score"),
-        Metric("eval/greedy_accuracy", "correct greedy answers; only with `success`", "share", "rises"),
+        Metric(
+            "eval/greedy_accuracy",
+            "correct greedy answers; only if a reward function decides which answers are correct (`success`)",
+            "share",
+            "rises",
+        ),
         Metric("eval/greedy_length", "mean length of greedy answers", "tokens"),
         Metric("eval/greedy_failed_fraction", "greedy answers whose reward function failed", "share", "0"),
     ),
@@ -207,14 +228,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("timing/<phase>", "time of one phase; `timing/step` is the whole step", "seconds"),
         Metric(
             "perf/tokens_per_s",
-            "prompt and response tokens, text of tools included, over the whole step",
+            "prompt and response tokens, including the text of tools, per second of the whole step",
             "tokens a second",
         ),
-        Metric("perf/actor_filler_fraction", "tokens that stand in where a rank has no rows", "share", "near 0"),
+        Metric("perf/actor_filler_fraction", "filler tokens, which a rank without rows processes", "share", "near 0"),
         Metric("perf/critic_filler_fraction", "the same for the critic", "share", "near 0"),
         Metric(
             "perf/actor_idle_fraction",
-            "time in an update that ranks wait for each other, by estimated work",
+            "part of an update in which ranks wait for each other, estimated from their work",
             "share",
             "below 0.1",
         ),

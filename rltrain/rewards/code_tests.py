@@ -127,7 +127,7 @@ def _share_of_pairs(
 ) -> float:
     for pair in pairs:
         if not isinstance(pair, Mapping) or not {"input", "output"} <= pair.keys():
-            raise ValueError(f"tests: {str(pair)[:60]!r} is no pair; give {{'input': text, 'output': text}}")
+            raise ValueError(f"tests: {str(pair)[:60]!r} is not a pair; give {{'input': text, 'output': text}}")
     if not pairs:
         raise ValueError("tests: the list is empty; give at least one pair, or an assert")
     passed, begin, left = 0, time.monotonic(), limits["timeout_s"]

@@ -50,7 +50,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
         ) from None
     except RecursionError:
         if _depth(value) <= _SHALLOW:
-            raise ValueError(f"schema {text[:80]!r} refers to itself without end; correct it") from None
+            raise ValueError(f"schema {text[:80]!r} contains an endless reference to itself; correct it") from None
         return 0.0
     except (ValueError, OverflowError):  # OverflowError: `multipleOf` on a number beyond the range of a float
         return 0.0
@@ -105,7 +105,7 @@ def _validator(text: str) -> Any:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"schema {text[:80]!r} is no JSON: {error}; give a schema or its JSON text") from None
+        raise ValueError(f"schema {text[:80]!r} is not valid JSON: {error}; give a schema or its JSON text") from None
     if not isinstance(schema, dict | bool):
         raise ValueError(f"schema {text[:80]!r} is a {type(schema).__name__}; a JSON Schema is an object or a boolean")
     kind = validator_for(schema, default=Draft202012Validator)
@@ -113,6 +113,6 @@ def _validator(text: str) -> Any:
         kind.check_schema(schema)
     except SchemaError as error:
         reason = " ".join(error.message.split())[:120]
-        raise ValueError(f"schema {text[:80]!r} is no JSON Schema: {reason}; correct it") from None
+        raise ValueError(f"schema {text[:80]!r} is not a valid JSON Schema: {reason}; correct it") from None
     # an explicit registry is passed, because the default registry would fetch references from the network
     return kind(schema, registry=REGISTRY)

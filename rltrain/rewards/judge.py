@@ -120,7 +120,7 @@ def _result(answer: Any, pattern: re.Pattern[str], scale: float, key: str) -> Re
             raise TypeError
     except (AttributeError, IndexError, TypeError):
         return RewardResult(
-            failed=True, message=f"the endpoint's answer is no chat completion: {_short(repr(answer), key)}"
+            failed=True, message=f"the endpoint's answer is not a chat completion: {_short(repr(answer), key)}"
         )
     found = [match[1] for match in pattern.finditer(text)]
     try:
@@ -128,7 +128,10 @@ def _result(answer: Any, pattern: re.Pattern[str], scale: float, key: str) -> Re
     except (IndexError, TypeError, ValueError):
         return RewardResult(failed=True, message=f"no number in the judge's answer, which begins {_short(text, key)!r}")
     if not math.isfinite(number):
-        return RewardResult(failed=True, message=f"the judge's number is {number}, in its answer {_short(text, key)!r}")
+        return RewardResult(
+            failed=True,
+            message=f"the judge's number is {number}, which is not finite, in the answer {_short(text, key)!r}",
+        )
     return RewardResult(number)
 
 
@@ -148,7 +151,7 @@ def _filled(question: str, values: dict[str, Any]) -> str:
     for name in fields:
         if re.split(r"[.\[]", name)[0] not in values:
             raise ValueError(
-                f"question has {{{name}}}, and this sample has only {', '.join(values)}; use {{{{ for a {{"
+                f"question has {{{name}}}, but this sample has only {', '.join(values)}; write a literal {{ as {{{{"
             )
     return question.format(**values)
 
@@ -160,7 +163,7 @@ def _pattern(score: str) -> re.Pattern[str]:
     except (re.error, TypeError) as error:
         raise ValueError(f"score={score!r}: not a regular expression ({error}); set kwargs.score") from None
     if not pattern.groups:
-        raise ValueError(f"score={score!r}: has no group; put brackets around the number, as in {SCORE!r}")
+        raise ValueError(f"score={score!r}: has no group; put parentheses around the number, as in {SCORE!r}")
     return pattern
 
 
@@ -174,7 +177,9 @@ def _key(name: str) -> str:
     if not name:
         return ""
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ValueError("api_key_env is not the name of a variable; give the NAME of the variable that holds the key")
+        raise ValueError(
+            "api_key_env is not the name of an environment variable; give the NAME of the variable that holds the key"
+        )
     if not (key := os.environ.get(name, "")):
         raise ValueError(f"api_key_env={name}: not set in the reward process; export it where Ray is started")
     return key

@@ -113,8 +113,8 @@ def load_function(path: str) -> Callable[..., Any]:
             raise ConfigError(f"{where} is a directory; name a reward model in reward.models=[{path}]")
         near = difflib.get_close_matches(name or path, BUILTIN, n=1)
         raise ConfigError(
-            f"{where}: no function is named{f'; did you mean {near[0]}?' if near else ''}; use package.module:function"
-            f", file.py:function, or one of {', '.join(BUILTIN)}"
+            f"{where}: no function name is given{f'; did you mean {near[0]}?' if near else ''}; use "
+            f"package.module:function, file.py:function, or one of {', '.join(BUILTIN)}"
         )
     function = _function_of(target, name, where)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -174,8 +174,8 @@ def check_columns(
     starred = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
     if starred and not sink and not {*there, *kwargs}.intersection(names):
         raise ConfigError(
-            f"reward function '{name}' takes *args, to which nothing is passed; name what it needs, as in "
-            "def score(prompt, response)"
+            f"reward function '{name}' takes *args, but arguments are passed by name; name each parameter, as in def "
+            "score(prompt, response)"
         )
     for option in kwargs:
         if option not in names and not sink:
@@ -188,8 +188,8 @@ def check_columns(
         missing = required and parameter.default is inspect.Parameter.empty
         if missing and parameter.name not in there and parameter.name not in kwargs:
             raise ConfigError(
-                f"reward function '{name}' needs a column '{parameter.name}' that the data does not have; there are "
-                f"{', '.join(there)}{_meant(parameter.name, there)}; rename the parameter, give it a default, add "
+                f"reward function '{name}' needs a column '{parameter.name}' that the data does not have; the columns "
+                f"are {', '.join(there)}{_meant(parameter.name, there)}; rename the parameter, give it a default, add "
                 "the column to the data, or set it in kwargs"
             )
 
@@ -207,8 +207,8 @@ def check_aggregation(path: str) -> None:
     """
     if ":" not in path and "." not in path:
         raise ConfigError(
-            f"reward.aggregation={path}: not one of {', '.join(AGGREGATIONS)}{_meant(path, AGGREGATIONS)}; or the path "
-            "of a function of your own, file.py:function"
+            f"reward.aggregation={path}: not one of {', '.join(AGGREGATIONS)}{_meant(path, AGGREGATIONS)}; use one of "
+            "these, or the path of a function of your own, file.py:function"
         )
     try:
         function = load_function(path)
@@ -218,8 +218,8 @@ def check_aggregation(path: str) -> None:
         inspect.signature(function).bind(**dict.fromkeys(AGGREGATED))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"reward.aggregation={path}: it is called with {', '.join(AGGREGATED)} by name ({error}); take all of "
-            "them, or **others; the built-in choices are sum and normalize_then_sum"
+            f"reward.aggregation={path}: it is called with {', '.join(AGGREGATED)} by name ({error}); accept all of "
+            "these, or **others; the built-in choices are sum and normalize_then_sum"
         ) from None
 
 
@@ -259,7 +259,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
         values = {**columns, first[0]: prompt, first[1]: response, **kwargs}
         for name in required:
             if name not in values:
-                raise ScoreError(f"needs '{name}', and this sample has only {', '.join(values)}")
+                raise ScoreError(f"needs '{name}', but this sample has only {', '.join(values)}")
         args = [values.pop(p.name) if p.name in values else p.default for p in by_position]
         named = values if takes_all else {name: values[name] for name in by_name if name in values}
         return function(*args, **named)
@@ -294,7 +294,9 @@ def as_verdict(result: Any) -> Verdict:
     success = success.item() if _is_scalar_array(success) else success
     if success is not None and not isinstance(success, bool):
         shown = one_line(repr(success), _SHOWN)
-        raise ScoreError(f"returned success={shown} of type {type(success).__name__}: it is True, False or None")
+        raise ScoreError(
+            f"returned success={shown} of type {type(success).__name__}: success must be True, False or None"
+        )
     return Verdict(score, success)
 
 
@@ -325,7 +327,7 @@ def as_score(result: Any) -> float | None:
     if inspect.iscoroutine(result):
         result.close()  # closing a coroutine avoids Python's warning about a coroutine that was never awaited
     shown = one_line(repr(result), _SHOWN)
-    raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score is a number, a bool or None")
+    raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score must be a number, a bool or None")
 
 
 def as_scores(results: Any, count: int) -> list[Any]:
@@ -335,10 +337,14 @@ def as_scores(results: Any, count: int) -> list[Any]:
         ScoreError: the function did not return a list, or returned the wrong number of results.
     """
     if not isinstance(results, Sequence) and not hasattr(results, "tolist"):
-        raise ScoreError(f"returned {type(results).__name__}: a batched function returns a list, one score per sample")
+        raise ScoreError(
+            f"returned {type(results).__name__}: a batched function must return a list, one score per sample"
+        )
     found = list(results)
     if len(found) != count:
-        raise ScoreError(f"returned {len(found)} scores for {count} samples: one each, in their order")
+        raise ScoreError(
+            f"returned {len(found)} scores for {count} samples; return one score per sample, in the same order"
+        )
     return found
 
 
@@ -382,7 +388,7 @@ def _module(target: str, where: str) -> ModuleType:
 def _file_module(file: Path, where: str) -> ModuleType:
     file = file.resolve()
     if file.exists() and not file.is_file():
-        raise ConfigError(f"{where}: {file} is no ordinary file; name a Python file, path/to/file.py:function")
+        raise ConfigError(f"{where}: {file} is not a regular file; name a Python file, path/to/file.py:function")
     if not file.is_file():
         folder = file.parent
         beside = [p.name for p in folder.iterdir()] if folder.is_dir() else []

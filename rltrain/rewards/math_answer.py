@@ -141,7 +141,7 @@ def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
     found = _expressions(text, both_readings=both_readings)
     if not found:
         raise ValueError(
-            f"answer {text[:80]!r} does not parse as mathematics; correct it, or use exact_match for answers of text"
+            f"answer {text[:80]!r} does not parse as mathematics; correct it, or use exact_match for text answers"
         )
     return tuple(found)
 

@@ -44,8 +44,8 @@ def _right(answer: str | int, choices: str) -> str:
     letter = str(answer).strip().strip("().").upper()
     if isinstance(answer, int) or len(letter) != 1 or letter not in choices:
         raise ValueError(
-            f"answer {str(answer)[:80]!r} is none of the choices {choices}; give a letter of them or an int from 0, or "
-            "name all letters in choices"
+            f"answer {str(answer)[:80]!r} is not one of the choices {choices}; give one of these letters or its index "
+            "from 0, or list all letters in choices"
         )
     return letter
 
@@ -71,7 +71,7 @@ def _letters(text: str, choices: str) -> list[str]:
 def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Build regular expressions, with bounded repetitions, for statements of a choice and for mentions of a letter."""
     if not re.fullmatch("[A-Z]+", choices):
-        raise ValueError(f"choices={choices!r} must be capital letters; use for example ABCD")
+        raise ValueError(f"choices={choices!r} must be capital letters, such as ABCD")
     # A lower-case letter counts only before a closing bracket, a punctuation mark or the end.
     # A lower-case letter in another position may be a word ("the answer is a dog").
     one = rf"(?:[{choices}](?![\w'’-])|[{choices.lower()}](?=[*_$ ]{{0,4}}(?:[)\]}}.,;:\n/]|\Z)))"

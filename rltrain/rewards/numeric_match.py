@@ -70,7 +70,7 @@ def numeric_match(
         ValueError: the answer does not contain exactly one number, or a tolerance is negative.
     """
     if rel_tol < 0 or abs_tol < 0:
-        raise ValueError(f"rel_tol={rel_tol} and abs_tol={abs_tol} must be >= 0; use 0 for none")
+        raise ValueError(f"rel_tol={rel_tol} and abs_tol={abs_tol} must be >= 0; use 0 for no tolerance")
     if answer is None:
         return None
     right, right_is_percent = _only_number(answer, answer_marker or marker)
@@ -137,8 +137,9 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
     found = _read(numbers[0]) if len(numbers) == 1 else None
     if found is None or not math.isfinite(found[0]):
         raise ValueError(
-            f"answer {str(answer)[:80]!r} has to hold one number, and {len(numbers)} were found; use math_answer or "
-            "exact_match for other answers, or set answer_marker to the text before the number, such as ####"
+            f"answer {str(answer)[:80]!r} must hold exactly one number, but {len(numbers)} were found; use "
+            "math_answer or exact_match for other answers, or set answer_marker to the text before the number, such "
+            "as ####"
         )
     return found
 

@@ -34,8 +34,11 @@ def regex_format(prompt: str, response: str, *, pattern: str, full: bool = True,
 def _compiled(pattern: str, flags: str) -> re.Pattern[str]:
     unknown = [letter for letter in flags if letter not in _FLAGS]
     if unknown:
-        raise ValueError(f"flags={flags!r}: {unknown[0]!r} is no flag; use letters of {''.join(_FLAGS)}")
+        raise ValueError(f"flags={flags!r}: {unknown[0]!r} is not a flag; use letters from {''.join(_FLAGS)}")
     try:
         return re.compile(pattern, sum(_FLAGS[letter] for letter in set(flags)))
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"pattern={pattern[:200]!r} is no regular expression: {error}; write it as for re") from None
+        raise ValueError(
+            f"pattern={pattern[:200]!r} is not a valid regular expression: {error}; use the syntax of Python's module "
+            "re"
+        ) from None

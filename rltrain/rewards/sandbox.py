@@ -167,11 +167,13 @@ def weakness(level: str) -> str:
         SandboxError: no sandbox of the requested level works on the local machine.
     """
     if sys.platform != "linux":
-        raise SandboxError(f"sandbox: this is {sys.platform}, and sandboxes need Linux; score code on a Linux machine")
+        raise SandboxError(
+            f"sandbox: this machine runs {sys.platform}, but sandboxes need Linux; score code on a Linux machine"
+        )
     if level == "limits" or not (why := why_not_strong()):
         return ""
     if level == "required":
-        raise SandboxError(f"sandbox: the strong form does not work here: {why}")
+        raise SandboxError(f"sandbox: the strong sandbox does not work on this machine: {why}")
     with _lock:
         _warned.append(why)
     return (
@@ -194,7 +196,9 @@ def _try_strong() -> str:
     limits = {"memory_mb": 512, "max_file_mb": 1, "max_processes": 8, "cpu_s": 0}
     try:
         result = _run(("pass", "", None), limits, strong=True, timeout_s=10.0, max_output_bytes=1 << 16)
-        why = "" if result.status == "ok" else f"a program that does nothing ended with '{result.status}'"
+        why = (
+            "" if result.status == "ok" else f"a test program that does nothing ended with the status '{result.status}'"
+        )
     except (SandboxError, OSError) as error:
         why = str(error)
     if why:
@@ -305,7 +309,7 @@ class _Watched:
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
             words = texts[1].strip().splitlines() or [f"it did not start within {_START_LIMIT_S:g} s"]
-            raise SandboxError(f"sandbox: Python did not start in it: {words[-1]}")
+            raise SandboxError(f"sandbox: Python did not start inside it: {words[-1]}")
         last = self._said.decode().partition("\n")[2]
         code = int(last.split()[1]) if last.startswith("exit ") else None
         status, reason = _verdict(code, last)

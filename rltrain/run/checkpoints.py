@@ -111,7 +111,9 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
     try:
         content = folder.read(MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: holds no {MANIFEST}, so it is no checkpoint, or was never finished") from None
+        raise CheckpointError(
+            f"{folder}: holds no {MANIFEST}, so it is not a checkpoint, or it was never finished"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error.strerror or error})") from None
     try:
@@ -267,8 +269,8 @@ class Checkpoints:
         metric = metrics.get(self.best) if self.best else None
         if self.best and metric is None:
             logger.warning(
-                "trainer.keep_best=%s: has no value for step %d; for a metric of evaluations trainer.eval_every has to "
-                "divide trainer.save_every",
+                "trainer.keep_best=%s: this metric has no value for step %d; for a metric of evaluations, "
+                "trainer.eval_every must divide trainer.save_every",
                 self.best,
                 step,
             )
@@ -346,8 +348,8 @@ class Checkpoints:
         """
         if self.last is None:
             raise CheckpointError(
-                f"{self.folder}: the last checkpoint could not be written, so {path} was not made; make room there, "
-                "and go on with trainer.resume=auto"
+                f"{self.folder}: the last checkpoint could not be written, so {path} was not created; free space "
+                "there, and continue with trainer.resume=auto"
             )
         _publish(self.folder.at(f"step_{self.last}").at(MODEL), path)
 

@@ -153,8 +153,8 @@ def sandbox_warning(config: Config) -> str:
                 return f"reward function '{function.name}': {warning}"
         except SandboxError as error:
             raise ConfigError(
-                f"reward.sandbox={level}: reward function '{function.name}': {error}; or reward.sandbox=auto, which "
-                "accepts a weaker sandbox"
+                f"reward.sandbox={level}: reward function '{function.name}': {error}; or use reward.sandbox=auto, "
+                "which accepts a weaker sandbox"
             ) from None
         except (TypeError, ValueError):  # `check_columns` reports a function whose parameters cannot be inspected
             continue
@@ -213,14 +213,14 @@ def _check_output(trainer: TrainerConfig) -> None:
         f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
     )
     require(
-        "://" not in trainer.output_dir, f"{where}: is no local folder; only trainer.checkpoint_dir may be elsewhere"
+        "://" not in trainer.output_dir, f"{where}: is not a local folder; only trainer.checkpoint_dir may be remote"
     )
     _check_writable(folder, where)
     # if the run may be resumed, `rltrain.run.resume` checks the folders
     for name in RUN_FILES if trainer.resume == "never" else ():
         require(
             not (folder / name).exists(),
-            f"{where}: holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto",
+            f"{where}: holds another run ({name}); name a new folder, or continue that run with trainer.resume=auto",
         )
     where = f"trainer.checkpoint_dir={trainer.checkpoint_dir}"
     checkpoints = checked_folder(trainer.checkpoint_dir, where)
@@ -229,7 +229,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         below = os.path.relpath(os.path.realpath(checkpoints.root), os.path.realpath(folder)).split(os.sep)[0]
         require(
             below == "checkpoints" or below.removesuffix(".old").removesuffix(".partial") not in RUN_FILES,
-            f"{where}: lies in a folder of the run's results ({below}), which are replaced; name another folder",
+            f"{where}: is inside a folder of the run's results ({below}), which are replaced; name another folder",
         )
     if trainer.resume not in ("never", "auto"):
         checked_folder(trainer.resume, f"trainer.resume={trainer.resume}")
@@ -248,7 +248,8 @@ def checked_folder(url: str, where: str) -> Folder:
     """
     # fsspec would interpret the text before "::" as a file system, or ignore the text after it.
     require(
-        "::" not in url and not url.startswith("://"), f"{where}: has '::' or no name before '://'; give another path"
+        "::" not in url and not url.startswith("://"),
+        f"{where}: contains '::', or has no name before '://'; give another path",
     )
     if "://" not in url:
         local_path(url, where)
@@ -276,7 +277,8 @@ def _check_engine(rollout: RolloutConfig) -> None:
     if rollout.engine != "vllm":
         return
     require(
-        rollout.vllm is not None, "rollout.engine=vllm without rollout.vllm: its settings are absent; use rollout=vllm"
+        rollout.vllm is not None,
+        "rollout.engine=vllm without rollout.vllm: the engine's settings are missing; use rollout=vllm",
     )
     require(
         _is_installed("vllm"),
@@ -323,8 +325,8 @@ def _check_rewards(config: Config) -> None:
         of_task = own.get(function.path)
         require(
             of_task is None or not source.startswith(BUILTIN) or source == BUILTIN + of_task,
-            f"data.train={source} with the reward of task {of_task}: no answer would be right; use "
-            f"data={source.removeprefix(BUILTIN)}, which brings its own",
+            f"data.train={source} with the reward of task {of_task}: every answer would be wrong; use "
+            f"data={source.removeprefix(BUILTIN)}, which sets its own reward",
         )
 
 
@@ -375,8 +377,8 @@ def _check_ranks(config: Config, available: int, devices: str, where: str) -> No
     shards = config.rollout.shards
     require(
         devices != "GPUs" or shards == 1 or not config.placement.share_ranks,
-        f"rollout.vllm.tensor_parallel_size={shards}: with placement.share_ranks=true an engine has a part of one GPU; "
-        "use placement.share_ranks=false, or one shard",
+        f"rollout.vllm.tensor_parallel_size={shards}: with placement.share_ranks=true an engine gets only a part of "
+        "one GPU; use placement.share_ranks=false, or rollout.vllm.tensor_parallel_size=1",
     )
     for what, count in _demands(config):
         require(

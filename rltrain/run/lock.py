@@ -69,8 +69,8 @@ class RunLock:
         except Timeout:
             holder = " ".join(file.read_text("utf-8", "replace").split())[:80]
             raise ConfigError(
-                f"{where}: another run is at work there (process {holder}, {file}); wait for its end, or name a new "
-                "folder"
+                f"{where}: another run is using this folder (process {holder}, {file}); wait until that run ends, or "
+                "name a new folder"
             ) from None
         except OSError:  # the file system has no locks, or write access is missing, which a later write reports
             return

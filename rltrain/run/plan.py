@@ -150,7 +150,9 @@ def _evaluation_set(name: str, source: str, config: Config, facts: Facts) -> str
     count = f"{facts.val_prompts[name]:,}" if name in facts.val_prompts else f"at most {config.data.val_size:,}"
     has_own = facts.own_splits or source.startswith("builtin:")
     same = source == config.data.train and not has_own
-    which = "of the training prompts themselves (data.val=FILE holds others out)" if same else "held-out prompts"
+    which = (
+        "of the training prompts themselves (set data.val=FILE for held-out prompts)" if same else "held-out prompts"
+    )
     return f"{count} {which if not name else f'prompts of {name}'}"
 
 
@@ -177,7 +179,10 @@ def _off_policy(config: Config, facts: Facts) -> str:
             f"{stale} are corrected by the ratio of the {algorithm.loss_mode} loss, relative to the engine's log-probs"
         )
     if algorithm.rejection.kl_estimator is not None:
-        return f"{stale} are dropped where algorithm.rejection finds them too far from the engine, and else uncorrected"
+        return (
+            f"{stale} are dropped where algorithm.rejection finds them too far from the engine, and are otherwise "
+            "uncorrected"
+        )
     back = " with old_log_probs=actor" if algorithm.old_log_probs == "rollout" else ""
     return f"{stale} train uncorrected; algorithm.correction.level=auto{back} corrects them"
 
@@ -209,12 +214,12 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         "cut answers earn nothing": algorithm.suppress_truncated,
         "cut answers in no statistic": algorithm.exclude_truncated,
         "cut answers not trained on": algorithm.mask_truncated,
-        "cut answers end with the critic's value": algorithm.bootstrap_truncated,
-        "groups of one outcome left out": algorithm.dynamic_sampling == 1,
-        f"groups of one outcome replaced, <= {algorithm.dynamic_sampling} batches a step": algorithm.dynamic_sampling
+        "cut answers credited with the critic's value of their end": algorithm.bootstrap_truncated,
+        "groups with one outcome left out": algorithm.dynamic_sampling == 1,
+        f"groups with one outcome replaced, <= {algorithm.dynamic_sampling} batches a step": algorithm.dynamic_sampling
         > 1,
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
-        f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, to a target of "
+        f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, towards a target of "
         f"{target or 0:g} nats": target is not None,
         "old log-probs of the engine": algorithm.old_log_probs == "rollout",
         _weights(correction): correction.level is not None,
@@ -270,7 +275,7 @@ def _adapters(config: Config, facts: Facts) -> str:
         return ""
     layers = "all linear layers" if lora.targets == [ALL_LINEAR] else ", ".join(lora.targets)
     size = f": {_size(facts.adapters)} parameters" if facts.adapters else ""
-    return f"; trained are adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {layers}{size}"
+    return f"; training changes only adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {layers}{size}"
 
 
 def _size(parameters: int) -> str:
@@ -308,7 +313,8 @@ def _staleness(config: Config) -> str:
     versions = _count(config.trainer.max_staleness, "weight version")
     if config.placement.launcher == "inprocess":
         return (
-            f"; answers may be {versions} old, which saves no time in one process: trainer.max_staleness=0 learns more"
+            f"; answers may be {versions} old, but this saves no time in one process: trainer.max_staleness=0 learns "
+            "better"
         )
     return f"; engines answer while ranks train, at most {versions} behind"
 
@@ -344,7 +350,7 @@ def _engine_memory(config: Config, facts: Facts) -> str:
     if vllm is None:
         return weights
     cache = (
-        f"{vllm.gpu_memory_utilization:.0%} of its GPU in all" if facts.on_gpu else f"KV cache {vllm.kv_cache_mb} MB"
+        f"{vllm.gpu_memory_utilization:.0%} of its GPU in total" if facts.on_gpu else f"KV cache {vllm.kv_cache_mb} MB"
     )
     return f"{weights}, {cache}" if facts.on_gpu else f"{weights} + {cache}"
 

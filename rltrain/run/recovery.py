@@ -39,8 +39,8 @@ class Restarts:
         while True:
             if self.restart is None or self.count >= self.limit:
                 raise WorkerError(
-                    f"{error}; the training ranks were restarted {self.count} times, and trainer.max_restarts="
-                    f"{self.limit}: go on with trainer.resume=auto"
+                    f"{error}; the training ranks were restarted {self.count} times, and "
+                    f"trainer.max_restarts={self.limit} allows no more: continue with trainer.resume=auto"
                 ) from error
             pause_s = PAUSES_S[min(self.count, len(PAUSES_S) - 1)]
             self.count += 1

@@ -72,7 +72,7 @@ def beginning(config: Config) -> Beginning:
         trainer = config.trainer
         raise ConfigError(
             f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
-            f"({reason(error)}); name a folder that can"
+            f"({reason(error)}); name a readable folder"
         ) from None
 
 
@@ -118,15 +118,15 @@ def _auto(config: Config, own: Folder) -> Beginning:
     damaged = steps_in(own)
     require(
         not damaged,
-        f"trainer.resume=auto: {own} holds {len(damaged)} checkpoints, and none of them is good; remove them to train "
-        "from the start",
+        f"trainer.resume=auto: {own} holds {len(damaged)} checkpoints, all of them damaged; remove them to train from "
+        "the start",
     )
     if not files:
         return Beginning(None, (f"trainer.resume=auto: {output} holds no run yet, so a new one starts",))
     require(
         MODEL not in files,
-        f"trainer.resume=auto: {output} holds the model of a checkpoint, and {own} holds no checkpoint any more; put "
-        "them back, or name a new trainer.output_dir",
+        f"trainer.resume=auto: {output} holds the model of a checkpoint, but {own} no longer holds a checkpoint; put "
+        "the checkpoints back, or name a new trainer.output_dir",
     )
     return Beginning(None, (f"trainer.resume=auto: the run in {output} has no checkpoint yet; it starts again",))
 
@@ -151,8 +151,8 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
         _require_same_place(_flat(_values(text, str(config_file))), config.trainer, own)
     elif own_only := [name for name in files if str(own) != str(output / name)]:
         raise ConfigError(
-            f"trainer.resume={config.trainer.resume}: {output} holds {own_only[0]} and no config.yaml, so it is no run "
-            "to go on with; name a new folder"
+            f"trainer.resume={config.trainer.resume}: {output} holds {own_only[0]} and no config.yaml, so there is no "
+            "run to continue; name a new folder"
         )
     return files
 
@@ -170,7 +170,8 @@ def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: F
     beside = there == f"{output}/checkpoints" and str(own) == str(Path(absolute(trainer.output_dir)) / "checkpoints")
     require(
         beside or str(Folder(absolute(there))) == str(own),
-        f"trainer.checkpoint_dir={own}: the run in {trainer.output_dir} has its checkpoints in {there}; use the same",
+        f"trainer.checkpoint_dir={own}: the run in {trainer.output_dir} has its checkpoints in {there}; use that "
+        "folder",
     )
 
 
@@ -192,11 +193,11 @@ def _named(path: str) -> Checkpoint:
     for place in (folder, folder.at("checkpoints")):
         if steps_in(place):
             found = Checkpoints(place, "", keep=0, best=None).newest()
-            require(found is not None, f"{where}: none of the checkpoints in {place} is good; give another folder")
+            require(found is not None, f"{where}: all checkpoints in {place} are damaged; give another folder")
             assert found is not None, "required above"
             return found
     raise ConfigError(
-        f"{where}: holds no {MANIFEST}, so it is no finished checkpoint, nor a run's folder with one; give "
+        f"{where}: holds no {MANIFEST}, so it is neither a finished checkpoint nor the folder of a run with one; give "
         "never, auto, or the folder of a checkpoint"
     )
 
@@ -207,8 +208,8 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
     output = Path(absolute(trainer.output_dir))
     if checkpoint.step >= trainer.total_steps and _is_published(checkpoint, output / MODEL):
         line = (
-            f"nothing to do: {checkpoint.folder} is after step {checkpoint.step}, and trainer.total_steps="
-            f"{trainer.total_steps}; the model is in {output / 'model'}"
+            f"nothing to do: {checkpoint.folder} is the checkpoint of step {checkpoint.step}, and "
+            f"trainer.total_steps={trainer.total_steps}; the model is in {output / 'model'}"
         )
         return Beginning(checkpoint, (line,), over=True)
     said = [f"going on after step {checkpoint.step}, from {checkpoint.folder}"]
@@ -216,8 +217,12 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
     if before != trainer.total_steps:
         schedules = {role: getattr(config, role).lr_schedule for role in ("actor", "critic")}
         moved = ", ".join(f"{role}.lr_schedule={kind}" for role, kind in schedules.items() if kind != "constant")
-        hint = f": {moved} now ends there, so the rates differ from the first run's" if moved else ""
-        said.append(f"trainer.total_steps={trainer.total_steps}, where the checkpoint has {before}{hint}")
+        hint = (
+            f": {moved} now ends at the new last step, so learning rates differ from those of the first run"
+            if moved
+            else ""
+        )
+        said.append(f"trainer.total_steps={trainer.total_steps}, while the checkpoint has {before}{hint}")
     return Beginning(checkpoint, tuple(said))
 
 
@@ -232,8 +237,8 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
     steps = steps_in(own)
     require(
         not steps,
-        f"trainer.checkpoint_dir={own}: holds checkpoints of another run (step_{steps[-1] if steps else 0}); name "
-        "a new folder, or go on with that run by trainer.resume=auto",
+        f"trainer.checkpoint_dir={own}: holds checkpoints of another run (step_{steps[-1] if steps else 0}); name a "
+        "new folder, or continue that run with trainer.resume=auto",
     )
 
 
@@ -251,8 +256,8 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
         newer = [step for step in steps_in(own) if step > checkpoint.step]
         require(
             not newer,
-            f"trainer.resume={trainer.resume}: {own} holds newer checkpoints too (step_{newer[-1] if newer else 0}), "
-            "which this run would mix with; name a new trainer.output_dir",
+            f"trainer.resume={trainer.resume}: {own} also holds newer checkpoints (step_{newer[-1] if newer else 0}), "
+            "which would mix with those of this run; name a new trainer.output_dir",
         )
         _require_own_output(config, own)
         return
@@ -260,8 +265,8 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
     for name in RUN_FILES:
         require(
             not (output / name).exists(),
-            f"trainer.output_dir={trainer.output_dir}: holds another run ({name}) than the checkpoint's; name a new "
-            "folder, or use trainer.resume=auto to go on with that run",
+            f"trainer.output_dir={trainer.output_dir}: holds {name} of a run other than the checkpoint's; name a new "
+            "folder, or use trainer.resume=auto to continue that run",
         )
 
 
@@ -279,8 +284,9 @@ def _require_same(config: Config, saved: str, where: str) -> None:
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))
         if not same and not _is_changeable(key):
             raise ConfigError(
-                f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and going on with another "
-                f"value would be another run ({where}); use the same, or start a new run with its model as model.path"
+                f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and another value would "
+                f"make it another run ({where}); use the same value, or start a new run with the checkpoint's model "
+                "as model.path"
             )
 
 
@@ -346,19 +352,19 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
     for name, fingerprint in sources(config, prompts).items():
         same = not isinstance(kept, dict) or kept.get(name) == fingerprint
         if not same and name == repairable:
-            said.append(f"{name}: repaired since step {checkpoint.step}, where it ended the run")
+            said.append(f"{name}: has been repaired since it ended the run after step {checkpoint.step}")
             continue
         require(
             same,
-            f"{name}: holds something else than when {checkpoint.folder} was written, and going on with it would be "
-            "another run; put it back, or start a new run with the checkpoint's model as model.path",
+            f"{name}: has changed since {checkpoint.folder} was written, so this would be another run; restore the "
+            "old content, or start a new run with the checkpoint's model as model.path",
         )
     try:
         _try(config, checkpoint, prompts)
     except Exception as error:  # an invalid state may cause any exception
         raise ConfigError(
-            f"{checkpoint.folder}: no run can be resumed from its state ({described(error, 200)}); give "
-            "another checkpoint"
+            f"{checkpoint.folder}: its state cannot be used to resume a run ({described(error, 200)}); give another "
+            "checkpoint"
         ) from None
     return said
 
@@ -373,7 +379,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     if not isinstance(state["sources"], dict):
         raise ValueError("it has no fingerprints of what the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
-        raise ValueError("its step differs from that of its manifest")
+        raise ValueError("its step differs from the step in its manifest")
     if not isinstance(state["engine_checked"], bool):
         raise ValueError("engine_checked is neither true nor false")
     alarms = Alarms(config)

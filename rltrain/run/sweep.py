@@ -162,7 +162,9 @@ def show_results(folder: Path, console: Console) -> int:
         result = "" if job["objective"] is None else f"{job['objective']:.4g}"
         table.add_row(settings, str(job["status"]), result, job["output_dir"])
     console.print(table)
-    console.print(f"result: last value of trainer.keep_best's metric, or else {' or '.join(OBJECTIVES)}", style="dim")
+    console.print(
+        f"result: last value of the metric in trainer.keep_best, or otherwise of {' or '.join(OBJECTIVES)}", style="dim"
+    )
     return int(any(job["status"] for job in jobs))
 
 

@@ -23,8 +23,12 @@ class RewardShapingConfig:
     """
 
     bias: float = key("Number that is added to each score.")
-    scale: float = key("Factor of each score, after the bias.", values="any number except 0")
-    clip: float | None = key("Limit of the absolute value of a score, after the scale. null: no limit.", above=0)
+    scale: float = key(
+        "Number by which each score is multiplied, after the bias is added.", values="any number except 0"
+    )
+    clip: float | None = key(
+        "Limit of the absolute value of a score, after the scale is applied. null: no limit.", above=0
+    )
     overlong_buffer: int = key(
         "Number of tokens before rollout.max_response_length over which the length penalty grows. 0: no penalty. "
         "auto: a fifth of rollout.max_response_length.",
@@ -47,20 +51,19 @@ class NormalizationConfig:
     """
 
     mean_level: Level | None = key(
-        "Samples whose mean is subtracted: those of the batch, or of the prompt's group. null: subtract nothing."
+        "Subtract the mean over the batch or over the prompt's group. null: subtract nothing."
     )
     std_level: Level | None = key(
-        "Samples by whose standard deviation the values are divided: those of the batch, or of the prompt's group. "
-        "null: do not divide."
+        "Divide the values by the standard deviation over the batch or over the prompt's group. null: do not divide."
     )
-    leave_one_out: bool = key("Leave a sample out of the mean that is subtracted from it.")
-    unbiased: bool = key("Divide the sum of squares of n samples by n - 1 for the standard deviation. false: by n.")
+    leave_one_out: bool = key("Leave each sample out of the mean that is subtracted from its own value.")
+    unbiased: bool = key("Compute the standard deviation of n samples with divisor n - 1. false: with divisor n.")
 
     def __post_init__(self) -> None:
         require(
             not self.leave_one_out or (self.mean_level is not None and self.std_level is None),
-            "leave_one_out=true is for a mean alone: set mean_level, and std_level=null, since what is left out of the "
-            "mean is not left out of the std",
+            "leave_one_out=true applies only to the mean, because no sample is left out of the std; set mean_level, "
+            "and std_level=null",
         )
 
     @property
@@ -121,7 +124,8 @@ class KLLossConfig:
     def __post_init__(self) -> None:
         require(
             not self.ratio_weighted or self.kl_estimator != FULL_KL,
-            "ratio_weighted=true with kl_estimator=full: the exact KL is not an estimate from samples; use false",
+            "ratio_weighted=true with kl_estimator=full: the exact KL is not an estimate from samples; use "
+            "ratio_weighted=false",
         )
 
     @property
@@ -145,7 +149,8 @@ class CorrectionConfig:
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
     mode: Literal["truncate", "mask"] = key(
-        "Treatment of weights outside the bounds. truncate: clamp the weight. mask: drop the policy term of the token."
+        "What happens to weights outside the bounds. truncate: clamp the weight. mask: drop the policy term of the "
+        "token."
     )
     lower: float | None = key("Lower bound of the weights. null: no bound.", values="number in [0, 1], or `null`")
     upper: float | None = key("Upper bound of the weights. null: no bound.", values="number >= 1, or `null`")
@@ -154,16 +159,17 @@ class CorrectionConfig:
         low, high = self.lower or 0.0, self.upper
         require(
             0 <= low <= 1 and (high is None or high >= 1),
-            f"lower={self.lower}, upper={high}: 0 <= lower <= 1 <= upper must hold, or data that agree would be "
-            "corrected; use lower=0.5 upper=2.0, say, or null for no bound",
+            f"lower={self.lower}, upper={high}: 0 <= lower <= 1 <= upper must hold, or even a weight of 1 would be "
+            "corrected; use lower=0.5 and upper=2.0, for example, or null for no bound",
         )
         require(
             self.level is None or self.mode == "truncate" or low > 0 or high is not None,
-            f"mode={self.mode} with lower={self.lower}, upper={high}: nothing would ever lie outside; set a bound",
+            f"mode={self.mode} with lower={self.lower}, upper={high}: no weight could ever be outside the bounds; set "
+            "a bound",
         )
         require(
             self.level is not None or (self.lower is None and high is None),
-            f"lower={self.lower}, upper={high} with level=null: there is no correction; set level=token, say",
+            f"lower={self.lower}, upper={high} with level=null: there is no correction; set level=token, for example",
         )
 
 
@@ -200,7 +206,7 @@ class RejectionConfig:
         require(
             self.kl_estimator is not None or (self.lower is None and self.upper is None and not self.only_negative),
             f"lower={self.lower}, upper={self.upper}, only_negative={self.only_negative} with kl_estimator=null: "
-            "nothing is rejected; set kl_estimator=k3, say",
+            "nothing is rejected; set kl_estimator=k3, for example",
         )
 
 
@@ -235,8 +241,8 @@ class AlgorithmConfig:
     )
     mask_truncated: bool = key("Do not train on the tokens of an answer that was cut at the length limit.")
     bootstrap_truncated: bool = key(
-        "Add the critic's value of the state at the end of a cut answer, times gamma, to the reward of its last token. "
-        "It stands for the reward that the answer could still earn."
+        "Add the critic's value of the state at the end of a cut answer, times gamma, to the reward of its last "
+        "token. This value estimates the reward that the answer could still have earned."
     )
     dynamic_sampling: int = key(
         "Maximum number of groups that a step generates, as a multiple of trainer.prompts_per_step, to replace groups "
@@ -253,7 +259,7 @@ class AlgorithmConfig:
     )
     entropy_coef_step: float = key("Change of entropy_coef in one training step, with an entropy_target.", above=0)
     entropy_coef_max: float = key(
-        "Upper limit of entropy_coef with an entropy_target. Skywork-OR1's training script has 0.005.", above=0
+        "Upper limit of entropy_coef with an entropy_target. Skywork-OR1's training script uses 0.005.", above=0
     )
     reward_shaping: RewardShapingConfig = key("Shaping of each single score.")
     reward_normalization: NormalizationConfig = key("Normalisation of the scores, before the advantage estimator.")
@@ -275,13 +281,13 @@ class AlgorithmConfig:
         target, most = self.entropy_target, self.entropy_coef_max
         require(
             target is None or self.entropy_coef <= most,
-            f"entropy_coef={self.entropy_coef} with entropy_target={target}: starts above algorithm.entropy_coef_max="
-            f"{most}; lower it, or raise the maximum",
+            f"entropy_coef={self.entropy_coef} with entropy_target={target}: the coefficient starts above "
+            f"algorithm.entropy_coef_max={most}; lower it, or raise the maximum",
         )
         require(
             self.correction.level is None or self.old_log_probs == "actor",
-            f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: the weights are actor "
-            "over engine, which are 1 where the engine's log-probs are the old ones; use old_log_probs=actor",
+            f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: the weights (actor "
+            "over engine) would all be 1, because the engine's log-probs are the old ones; use old_log_probs=actor",
         )
 
     @property

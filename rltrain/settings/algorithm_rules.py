@@ -134,8 +134,9 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
     for name in sorted(required_columns(algorithm.advantage_estimator, algorithm.loss_mode) - {"log_probs"}):
         require(
             name in COLUMNS and name not in ("ref_hidden", "full_kl"),
-            f"algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator={algorithm.advantage_estimator}: one "
-            f"reads the column '{name}', which is not there for it; the columns are in rltrain/batch/data_proto.py",
+            f"algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator={algorithm.advantage_estimator}: one of "
+            f"them reads the column '{name}', which does not exist in this run; rltrain/batch/data_proto.py lists all "
+            "columns",
         )
         require(
             name != "ref_log_probs" or algorithm.needs_ref_log_probs,
@@ -209,8 +210,9 @@ def _check_groups(config: Config) -> None:
         )
     require(
         in_groups or not algorithm.dynamic_sampling,
-        f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with {algorithm.advantage_estimator}: it learns from "
-        "groups of one outcome too, which dynamic sampling drops; use 0",
+        f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with {algorithm.advantage_estimator}: this "
+        "estimator also learns from groups with one outcome, which dynamic sampling drops; use "
+        "algorithm.dynamic_sampling=0",
     )
 
 
@@ -221,40 +223,41 @@ def _check_rewards_act(config: Config) -> None:
     gate = next((component.name for component in reward.components if component.gate), None)
     require(
         "reward_components" not in columns or gate is None,
-        f"gate=true of reward function '{gate}' with {estimator}: it adds the functions up itself, without gates; "
-        "return 0 in the others where the gate would make it so",
+        f"gate=true of reward function '{gate}' with {estimator}: this estimator adds up the functions itself, "
+        "without gates; return 0 from the other functions where the gate fails",
     )
     require(
         "reward_components" not in columns or reward.aggregation == "sum",
-        f"reward.aggregation={reward.aggregation} with {estimator}: it adds the reward functions up itself, each "
-        "normalised in its group; use sum",
+        f"reward.aggregation={reward.aggregation} with {estimator}: this estimator adds up the reward functions "
+        "itself, each normalised in its group; use reward.aggregation=sum",
     )
     require(
         "baseline_rewards" not in columns or reward.aggregation != "normalize_then_sum",
         f"reward.aggregation=normalize_then_sum with {estimator}: the greedy answer has no group, so every baseline "
-        "would be 0; use sum",
+        "would be 0; use reward.aggregation=sum",
     )
     shaping = algorithm.reward_shaping
     changes_scores = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
     require(
         "reward_components" not in columns or not (changes_scores or algorithm.reward_normalization.on),
-        f"algorithm.reward_shaping or reward_normalization with {estimator}: it reads the reward functions one by one, "
-        "not their shaped sum; shape them in the functions",
+        f"algorithm.reward_shaping or reward_normalization with {estimator}: this estimator reads the reward "
+        "functions one by one, not their shaped sum; shape the scores in the functions",
     )
     require(
         "baseline_rewards" not in columns or not algorithm.reward_normalization.on,
         f"algorithm.reward_normalization with {estimator}: the greedy answer's score is not in the statistics, so "
-        "scores and baseline would be on two scales; use algorithm.advantage_normalization",
+        "scores and baseline would be on different scales; use algorithm.advantage_normalization",
     )
     require(
         not algorithm.exclude_truncated or not algorithm.suppress_truncated,
-        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set one",
+        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set only one "
+        "of them",
     )
     statistics = "valid" in columns or algorithm.reward_normalization.on or algorithm.advantage_normalization.on
     require(
         not algorithm.exclude_truncated or statistics,
-        f"algorithm.exclude_truncated=true with {estimator} and no normalisation: there is no statistic to be excluded "
-        "from; use suppress_truncated or mask_truncated",
+        f"algorithm.exclude_truncated=true with {estimator} and no normalisation: there are no statistics to exclude "
+        "answers from; use suppress_truncated or mask_truncated",
     )
 
 
@@ -269,21 +272,21 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
         return
     require(
         needs_critic(algorithm),
-        f"algorithm.bootstrap_truncated=true with {algorithm.advantage_estimator}: it reads no values, and what a cut "
-        "answer would have earned is a critic's guess; use false, or algorithm=ppo",
+        f"algorithm.bootstrap_truncated=true with {algorithm.advantage_estimator}: this estimator has no critic to "
+        "estimate what a cut answer would have earned; use bootstrap_truncated=false, or algorithm=ppo",
     )
     require(
         not algorithm.suppress_truncated,
-        "algorithm.bootstrap_truncated=true with suppress_truncated=true: one credits a cut answer with what it would "
-        "have earned, the other with nothing; set one",
+        "algorithm.bootstrap_truncated=true with suppress_truncated=true: one credits a cut answer with what it "
+        "would have earned, the other with nothing; set only one of them",
     )
     require(
         not algorithm.mask_truncated,
-        "algorithm.bootstrap_truncated=true with mask_truncated=true: no token of a cut answer is trained on, so its "
-        "value would change nothing; set one",
+        "algorithm.bootstrap_truncated=true with mask_truncated=true: no token of a cut answer is trained on, so "
+        "bootstrapping would have no effect; set only one of them",
     )
     require(
         algorithm.advantage.get("gamma", 1.0) > 0,
-        "algorithm.bootstrap_truncated=true with algorithm.advantage.gamma=0: the value is multiplied by gamma, so it "
-        "would change nothing; use a gamma above 0, or false",
+        "algorithm.bootstrap_truncated=true with algorithm.advantage.gamma=0: the value is multiplied by gamma, so "
+        "bootstrapping would have no effect; set gamma above 0, or bootstrap_truncated=false",
     )

@@ -71,7 +71,7 @@ NAMES = (
         "gradient_accumulation_steps",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "train_batch_size",
-        "the number of prompts of one optimizer step",
+        "the number of prompts in one optimizer step",
     ),
     Name("trainer.epochs_per_step", "num_iterations", "actor_rollout_ref.actor.ppo_epochs", "max_epochs"),
     Name("trainer.total_steps", "max_steps", "trainer.total_training_steps"),

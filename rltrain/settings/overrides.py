@@ -91,8 +91,8 @@ def from_command_line(text: str) -> Item:
         raise ConfigError(f"'{text}': Hydra's own settings only apply to a sweep; leave it out, or add --multirun")
     if override.is_sweep_override():
         raise ConfigError(
-            f"'{text}': several values, and a run takes one; add --multirun to start one run for each, or write a list "
-            "as KEY=[A,B]"
+            f"'{text}': several values, but a run takes one; add --multirun to start one run for each, or write a "
+            "list as KEY=[A,B]"
         )
     is_group = key in group_names()
     if not is_group:
@@ -123,7 +123,9 @@ def from_file(path: str) -> list[Item]:
     found: list[Item] = []
     try:
         for group, choice in _defaults(values.pop("defaults", [])):
-            require(group in group_names(), f"defaults: '{group}' is no group; the groups are {_listed(group_names())}")
+            require(
+                group in group_names(), f"defaults: '{group}' is not a group; the groups are {_listed(group_names())}"
+            )
             found.append(_choice(group, choice))
         for key, value in values.items():
             is_choice = key in group_names() and not isinstance(value, dict)
@@ -154,7 +156,7 @@ def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
     require(isinstance(entries, list), f"defaults={entries}: not a list; {hint}")
     for entry in entries:
         if entry != "_self_":
-            require(isinstance(entry, dict) and len(entry) == 1, f"defaults: {entry!r} is no choice; {hint}")
+            require(isinstance(entry, dict) and len(entry) == 1, f"defaults: {entry!r} is not a choice; {hint}")
             yield next((str(group).removeprefix("override "), choice) for group, choice in entry.items())
 
 

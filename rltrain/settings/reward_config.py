@@ -36,8 +36,8 @@ class RewardFunctionConfig:
         for option in self.kwargs:
             require(
                 isinstance(option, str) and option not in _OF_THE_SAMPLE,
-                f"kwargs.{option}: must be the name of an option, and none of {', '.join(_OF_THE_SAMPLE)}, of which "
-                "every sample has its own; take it out",
+                f"kwargs.{option}: must be the name of an option, and not one of {', '.join(_OF_THE_SAMPLE)}, which "
+                "come from the sample; remove it",
             )
 
 
@@ -93,8 +93,8 @@ class RewardConfig:
     )
     models: list[RewardModelConfig] = key("Reward models. An entry is a mapping, or only the path of a model.")
     aggregation: str = key(
-        "How the scores of an answer are combined. sum: weighted sum. normalize_then_sum: weighted sum of scores that "
-        "are first normalised in their group. A path: a function of the user.",
+        "How the scores of an answer are combined. sum: weighted sum. normalize_then_sum: weighted sum of scores "
+        "that are first normalised in their group. A path: a function of your own.",
         values="`sum`, `normalize_then_sum`, or the path of a function",
     )
     timeout_s: float = key(
@@ -128,24 +128,25 @@ class RewardConfig:
         names = [component.name for component in self.components]
         require(
             any(c.weight for c in self.components),
-            "functions, models: all weights are 0, so nothing is learnt; set one",
+            "functions, models: all weights are 0, so nothing is learnt; set at least one of them",
         )
         require(
             any(c.weight and c.outcome for c in self.components),
-            "functions, models: none with a weight has outcome=true, so nothing says whether the task was solved; set "
-            "it for one",
+            "functions, models: no function or model with a weight has outcome=true, so nothing says whether the "
+            "task was solved; set outcome=true for one",
         )
         for component in self.components:
             name, weight = component.name, component.weight
             require(names.count(name) == 1, f"functions, models: two are named '{name}'; give each its own name")
             require(
                 bool(re.fullmatch(r"[^\s/]+", name)),
-                f"functions, models: name {name!r}: metrics are called by it, so no spaces and no /; give another",
+                f"functions, models: name {name!r}: names of metrics contain it, so it must not contain spaces or /; "
+                "choose another name",
             )
             require(
                 component.outcome or not component.gate,
-                f"functions, models: '{name}' has gate=true and outcome=false: a gate decides what the others count, "
-                "and with them the outcome; use outcome=true",
+                f"functions, models: '{name}' has gate=true and outcome=false: a gate decides whether the other "
+                "scores count, and so decides the outcome; use outcome=true",
             )
             require(
                 abs(weight) <= _LARGEST_WEIGHT,

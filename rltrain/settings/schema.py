@@ -129,8 +129,8 @@ class TrainerConfig:
         )
         require(
             not (self.deterministic and self.max_staleness),
-            f"max_staleness={self.max_staleness}: when weights change under an answer is a matter of timing; use 0 "
-            "with deterministic=true",
+            f"max_staleness={self.max_staleness} with deterministic=true: it depends on timing when the weights "
+            "change during an answer; use max_staleness=0",
         )
         for name, value, hint in (
             ("resume", self.resume, "never, auto, or the folder of a checkpoint"),
@@ -159,7 +159,7 @@ class LoRAConfig:
         "Scale of the adapters: the product of the two matrices is multiplied by alpha / rank.",
         if_left_out="twice the rank",
         above=0,
-        refusal="{name} must be {rule}, got {value:g}: adapters that weigh nothing learn nothing",
+        refusal="{name} must be {rule}, got {value:g}: adapters with a scale of 0 have no effect",
     )
     targets: list[str] = key(
         "Last parts of the names of the linear layers that get an adapter, such as q_proj. all-linear: every linear "
@@ -173,7 +173,7 @@ class LoRAConfig:
         require(len(set(targets)) == len(targets), f"targets={targets}: names one twice; {hint}")
         require(
             ALL_LINEAR not in targets or len(targets) == 1,
-            f"targets={targets}: {ALL_LINEAR} has all of them already; {hint} alone",
+            f"targets={targets}: {ALL_LINEAR} already includes every other layer; {hint} alone",
         )
 
 
@@ -186,8 +186,8 @@ class ModelConfig:
     """
 
     path: str = key(
-        "Causal language model in Hugging Face format: a directory, or a name on the hub, which the run completes with "
-        "its commit. builtin: the tiny model of the built-in task in data.train.",
+        "Causal language model in Hugging Face format: a directory, or a name on the hub, to which the run adds the "
+        "commit. builtin: the tiny model of the built-in task in data.train.",
         values="`builtin`, the path of a directory, or `ORG/NAME` with an optional `@REVISION`",
     )
     dtype: Literal["float32", "bfloat16"] = key(
@@ -215,7 +215,7 @@ class OptimizerConfig:
 
     lr: float = key("Highest learning rate of the schedule.", above=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "Course of the learning rate after the warm-up. linear and cosine reach 0 after the last optimizer step."
+        "Schedule of the learning rate after the warm-up. linear and cosine reach 0 after the last optimizer step."
     )
     lr_warmup_steps: int = key(
         "Number of optimizer steps over which the learning rate rises linearly to lr.", at_least=0
@@ -273,15 +273,15 @@ class DataConfig:
         changeable=True,
     )
     prompt: str | None = key(
-        "What a prompt is made of. A name: that column. A text with columns in braces, such as {question} Think step "
-        "by step.: that text with the row's values. null: the column prompt, messages, conversations, question, "
-        "problem or instruction.",
-        values="name of a column, template with `{COLUMN}`, or `null`; taken as it is typed",
+        "How a prompt is made from a row. A name: the value of that column. A text with columns in braces, such as "
+        "{question} Think step by step.: that text with the row's values. null: the column prompt, messages, "
+        "conversations, question, problem or instruction.",
+        values="name of a column, template with `{COLUMN}`, or `null`; used exactly as typed",
         text=True,
     )
     system_prompt: str | None = key(
         "Text of the system message before each prompt. Needs a chat template. null: no system message.",
-        values="text, or `null`; taken as it is typed",
+        values="text, or `null`; used exactly as typed",
         text=True,
     )
     chat: Literal["auto", "always", "never"] = key(
@@ -299,15 +299,16 @@ class DataConfig:
         "row. allow: encode it as the control token."
     )
     lossy_tokenizer: Literal["refuse", "allow"] = key(
-        "Treatment of a tokenizer that loses characters, or spaces between words, of the first 64 prompts."
+        "Treatment of a tokenizer that loses characters, or spaces between words, in the first 64 prompts. refuse: "
+        "the run does not start. allow: the run accepts the loss."
     )
 
     def __post_init__(self) -> None:
         for name, source in self.val_sets.items():
             require(
                 bool(re.fullmatch(r"(?!sampled_|greedy_)[\w.-]+", name)),
-                f"val_sets: name {name!r}: metrics are called by it, so use letters, digits, and the characters . _ -, "
-                "and do not begin with sampled_ or greedy_",
+                f"val_sets: name {name!r}: names of metrics contain it, so use letters, digits, and the characters . "
+                "_ -, and do not begin with sampled_ or greedy_",
             )
             require(isinstance(source, str) and bool(source), f"val_sets.{name}={source}: must be text; name a source")
         for name in ("prompt", "system_prompt"):
@@ -403,7 +404,7 @@ class PlacementConfig:
         values="whole number >= 1, or `null`",
     )
     sequence_ranks: int = key(
-        "Number of ranks that divide the tokens of one pack among them, for long answers. Must divide actor_ranks.",
+        "Number of ranks that share the tokens of one pack, for long answers. Must divide actor_ranks.",
         values="whole number >= 1",
     )
     rollout_replicas: int = key("Number of engines that generate answers.", at_least=1)
@@ -423,12 +424,12 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         require(
             self.shard_ranks is None or (self.shard_ranks >= 1 and self.actor_ranks % self.shard_ranks == 0),
-            f"shard_ranks={self.shard_ranks} does not divide actor_ranks={self.actor_ranks}: every copy of a model is "
-            "sharded over as many ranks; use a divisor, or null for one copy over all",
+            f"shard_ranks={self.shard_ranks} does not divide actor_ranks={self.actor_ranks}: every copy of a model "
+            "needs the same number of ranks; use a divisor, or null for one copy over all ranks",
         )
         require(
             self.sequence_ranks >= 1 and self.actor_ranks % self.sequence_ranks == 0,
-            f"sequence_ranks={self.sequence_ranks} does not divide actor_ranks={self.actor_ranks}: ranks share out the "
+            f"sequence_ranks={self.sequence_ranks} does not divide actor_ranks={self.actor_ranks}: ranks share the "
             "tokens of a pack in groups of equal size; use a divisor, or 1",
         )
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
@@ -463,8 +464,8 @@ class Config:
         self.require_budget("actor")
         require(
             self.placement.launcher == "ray" or self.rollout.engine != "vllm",
-            "rollout=vllm with placement=inprocess: vLLM changes its process's threads and random state, which "
-            "the trainer shares there; use rollout=hf, or placement=local",
+            "rollout=vllm with placement=inprocess: vLLM changes its process's threads and random state, which the "
+            "trainer shares in this case; use rollout=hf, or placement=local",
         )
         require(
             not self.trainer.deterministic or self.rollout.engine == "hf" or self.placement.rollout_replicas == 1,
@@ -475,13 +476,13 @@ class Config:
         require(
             buffer <= limit,
             f"algorithm.reward_shaping.overlong_buffer={buffer} is above rollout.max_response_length={limit}: the "
-            f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO's: a fifth), or 0",
+            f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO uses a fifth), or 0",
         )
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(
             kl.controller == "fixed" or sequences < 5 * kl.horizon,
             f"algorithm.kl_in_reward.horizon={kl.horizon} with controller=adaptive: a step has {sequences} sequences, "
-            f"and 5 * horizon must be more, or kl_coef could turn negative; use a horizon above {sequences // 5}",
+            f"and 5 * horizon must be larger, or kl_coef could turn negative; use a horizon above {sequences // 5}",
         )
 
     def require_budget(self, role: str) -> None:

@@ -43,7 +43,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         if key not in hints:
             raise unknown_key(where + str(key), [where + name for name in hints])
     missing = [where + name for name in hints if name not in values]
-    require(not missing, f"{', '.join(missing)}: no value; give one as {missing[0] if missing else ''}=VALUE")
+    require(not missing, f"{', '.join(missing)}: a value is required; write {missing[0] if missing else ''}=VALUE")
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)

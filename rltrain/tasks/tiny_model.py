@@ -192,7 +192,7 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
         # If `path` is a directory, another process has created the same model in the meantime.
         if not path.is_dir():
             raise
-        logger.debug("%s was made by another process; dropping ours", path)
+        logger.debug("%s was made by another process; discarding our copy", path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -101,7 +101,9 @@ class RewardModel:
         while len(row) > 1 and row[-1] == self.pad:
             row = row[:-1]
         if self.longest is not None and len(row) > self.longest:
-            return f"cannot read {len(row)} tokens, its limit is {self.longest}; shorten rollout.max_response_length"
+            return (
+                f"cannot read {len(row)} tokens, because its limit is {self.longest}; lower rollout.max_response_length"
+            )
         return row or "has no token for this text"
 
     def _ids(self, sample: list[Any], write: Callable[[list[Any]], str], *, chat: bool) -> list[int]:

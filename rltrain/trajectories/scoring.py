@@ -130,12 +130,14 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
-            path, f"returned {shown}: it must return one finite number or NaN per row, {tuple(uid.shape)}"
+            path, f"returned {shown}: it must return one finite number or NaN per row, in the shape {tuple(uid.shape)}"
         )
     # In a batch with a single group, it is not an error if every row's score is NaN.
     if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
         raise _aggregation_error(
-            path, "returned NaN for every row, so nothing is learnt; return a number where it applies"
+            path,
+            "returned NaN for every row, so nothing is learnt; return a number for the rows to which the "
+            "function applies",
         )
     return totals
 

@@ -218,7 +218,10 @@ def balance_rows() -> list[Row]:
 
 
 def random_plan(source: random.Random, rows_a_rank: float) -> tuple[float, float]:
-    """Return a random plan's largest load, relative to max(mean, heaviest row) and to a lower bound for any plan."""
+    """Make a random plan, and return two ratios of its largest load.
+
+    The first ratio is relative to max(mean, heaviest row), and the second to a lower bound for any plan.
+    """
     ranks, budget = source.choice((2, 3, 4, 8, 16, 32, 64)), source.choice((512, 1024, 2048, 8192))
     lengths = lengths_of(source, max(1, round(ranks * rows_a_rank)))
     work = RowWork(token=1024, attention=((None, source.choice((0, 1, 2, 4, 8))),)).of_rows(lengths, lengths)

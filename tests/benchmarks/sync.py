@@ -1,7 +1,8 @@
 """A weight sync of 120M parameters from two FSDP2 ranks to one vLLM, against gathering and loading alone.
 
-Gathering alone is each tensor's `full_tensor()` on both ranks, with nothing kept. Loading alone is the engine's own
-reload from tensors in its memory. The sync gathers, transfers and loads, with and without the checks of invariant E5.
+The time for gathering alone is measured by calling `full_tensor()` on each tensor on both ranks and discarding the
+results. The time for loading alone is the time of the engine's own reload from tensors in its memory. The sync gathers,
+transfers and loads, with and without the checks of invariant E5.
 """
 
 import asyncio

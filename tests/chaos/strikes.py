@@ -101,7 +101,7 @@ def is_strike(text: str) -> bool:
 
 
 def named(texts: Sequence[str]) -> list[Strike]:
-    """Return the strikes that texts such as "role:phase:signal" describe, in the middle of the run."""
+    """Parse texts such as "role:phase:signal" into strikes that happen in the middle of the run."""
     return [
         Strike(role, phase, signal, _step(phase, 2), 0.5, replicas=1, seed=number)
         for number, (role, phase, signal) in enumerate(text.split(":") for text in texts)

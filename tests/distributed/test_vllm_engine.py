@@ -352,5 +352,7 @@ async def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_
     with pytest.raises(ConfigError, match=rf"^model.path={lacking}: its weights lack model.layers.1.mlp.down_proj.wei"):
         await new_engine(str(lacking))  # vLLM alone would not complain
     AutoModelForCausalLM.from_pretrained(bare)  # transformers knows names without "model."
-    with pytest.raises(ConfigError, match=rf"^model.path={bare}: vLLM does not start on it \(ValueError: .*hf$"):
+    with pytest.raises(
+        ConfigError, match=rf"^model.path={bare}: vLLM does not start with this model \(ValueError: .*hf$"
+    ):
         await new_engine(str(bare))

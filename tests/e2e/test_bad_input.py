@@ -90,24 +90,33 @@ CASES = {
     ),
     "weights that were cut short": (
         ["profile=demo", "model.path={files}/cut", "data.train={files}/good.jsonl"],
-        ["model.path={files}/cut: model.safetensors is no whole safetensors file (", "copy or download it again"],
+        ["model.path={files}/cut: model.safetensors is not a complete safetensors file (", "copy or download it again"],
     ),
     "weights whose header is garbage": (
         ["profile=demo", "model.path={files}/garbage", "data.train={files}/good.jsonl", "rollout=hf"],
-        ["model.path={files}/garbage: model.safetensors is no whole safetensors file (", "copy or download it again"],
+        [
+            "model.path={files}/garbage: model.safetensors is not a complete safetensors file (",
+            "copy or download it again",
+        ],
     ),
     "weights that are garbage to torch": (
         ["profile=demo", "model.path={files}/pickle", "data.train={files}/good.jsonl"],
-        ["model.path={files}/pickle: pytorch_model.bin is no whole torch file of plain tensors", "writes safetensors"],
+        [
+            "model.path={files}/pickle: pytorch_model.bin is not a complete torch file of plain tensors",
+            "writes safetensors",
+        ],
     ),
     "tokenizer of another model": (
         ["profile=demo", "model.path={files}/small", "data.train={files}/good.jsonl"],
-        ["model.path={files}/small: its tokenizer has ids up to 127, and the model embeddings for 100", "belongs to"],
+        [
+            "model.path={files}/small: its tokenizer has ids up to 127, but the model has embeddings for only 100",
+            "belongs to",
+        ],
     ),
     "token that the model has no embedding for": (
         ["profile=demo", "model.path={files}/added", "data.train={files}/added.jsonl"],
         [
-            "data.train={files}/added.jsonl: has token id 128, and the model embeddings for 128",
+            "data.train={files}/added.jsonl: has token id 128, but the model has embeddings for only 128",
             "resize_token_embeddings",
         ],
     ),
@@ -127,7 +136,7 @@ CASES = {
     ),
     "lengths beyond the model": (
         ["profile=demo", "model.path={files}/model", "rollout.max_response_length=2000"],
-        ["rollout.max_response_length=2000", "1024 positions", "use at most 1024"],
+        ["rollout.max_response_length=2000", "1024 positions", "to at most 1024"],
     ),
     "column that is no Unicode": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/surrogate.jsonl"],
@@ -151,7 +160,7 @@ CASES = {
     ),
     "reward function that wants a column": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/good.jsonl"],
-        ["'final_answer' needs a column 'answer'", "there are prompt", "add the column"],
+        ["'final_answer' needs a column 'answer'", "the columns are prompt", "add the column"],
     ),
     "two reward functions of one name": (
         ["reward.functions=[{files}/simplest.py:score,{files}/simplest.py:score]"],

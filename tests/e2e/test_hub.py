@@ -72,7 +72,7 @@ def test_a_model_by_name_trains_and_is_pinned_in_every_run_that_goes_on_with_it(
     more = [*QUICK, "trainer.resume=auto", "trainer.total_steps=2"]
     other = train(tmp_path / "run", *more, "model.path=org/tiny@main")
     assert other.status == 2
-    assert f"model.path=org/tiny@{commit}: the checkpoint has {pinned}, and going on with another" in other.stderr
+    assert f"model.path=org/tiny@{commit}: the checkpoint has {pinned}, and another value" in other.stderr
     hub.requests.clear()
     resumed = train(tmp_path / "run", *more, "model.path=org/tiny")
     assert resumed.status == 0, resumed.stderr

@@ -179,7 +179,7 @@ def test_prompts_that_are_left_out_or_encoded_as_text_are_said_before_the_plan(h
     outcome = in_front(here_once, chatty("{{ messages[0].content }}"), "trainer.prompts_per_step=2",
                        "trainer.prompts_per_minibatch=2")  # fmt: skip
     assert outcome.status is None, outcome.err
-    assert "data.train=p.jsonl: prompts left out as longer than rollout.max_prompt_length=" in outcome.out
+    assert "data.train=p.jsonl: prompts left out because they are longer than rollout.max_prompt_length=" in outcome.out
     assert "prompts that spell control tokens, which are encoded as text: 2, the first with <eos>" in outcome.out
 
 

@@ -69,7 +69,7 @@ async def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(f
     with pytest.raises(RewardError, match=rf"^all of them failed; all samples: /run/{failing + 1}") as caught:
         await made.fit()
     assert [line for line in log if line.startswith("save ")] == saved
-    assert ("step 2 is saved, and trainer.resume=auto goes on from it" in str(caught.value)) == bool(saved)
+    assert ("step 2 is saved, and trainer.resume=auto continues from it" in str(caught.value)) == bool(saved)
 
 
 @pytest.mark.parametrize("error", [EstimatorError("it raised KeyError"), NumericsError("3 of 4 are not finite")])
@@ -81,7 +81,7 @@ async def test_what_fails_between_the_scores_and_the_update_loses_nothing_that_w
 
     made, log = trainer()
     monkeypatch.setattr("rltrain.trainer.estimate_advantages", fails)
-    with pytest.raises(type(error), match=f"^{error}; step 1 is saved, and trainer.resume=auto goes on from it$"):
+    with pytest.raises(type(error), match=f"^{error}; step 1 is saved, and trainer.resume=auto continues from it$"):
         await made.fit()
     assert [line for line in log if line.startswith("save ")] == ["save actor 1"]
     assert log.count("actor update 1111") == 1

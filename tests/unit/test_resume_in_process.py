@@ -288,7 +288,7 @@ async def test_a_run_that_ends_because_rewards_fail_goes_on_when_they_work_again
     overrides = ["trainer.deterministic=true", f"algorithm.dynamic_sampling={sampling}"]
     failed = await new_run(start, tmp_path / "parts", *overrides, f"trainer.save_every={save_every}")
     out_of_order(failed, after=2)
-    with pytest.raises(RewardError, match=r"the judge is down.*step 2 is saved, and trainer\.resume=auto goes on"):
+    with pytest.raises(RewardError, match=r"the judge is down.*step 2 is saved, and trainer\.resume=auto continues"):
         await failed.fit()
     await failed.checkpoints.finish()
     resumed = await resumed_run(start, tmp_path / "parts", *overrides, "trainer.save_every=0")
@@ -325,7 +325,7 @@ async def test_a_run_that_ends_in_the_users_aggregation_goes_on_when_it_is_repai
             (tmp_path / "broken").touch()
 
     failed.trainer.between_steps = breaks_after_2
-    said = r"KeyError: 'level'; step 2 is saved, and trainer\.resume=auto goes on from it, also with that function"
+    said = r"KeyError: 'level'; step 2 is saved, and trainer\.resume=auto continues from it, even if that function"
     with pytest.raises(RewardError, match=said):
         await failed.fit()
     await failed.checkpoints.finish()

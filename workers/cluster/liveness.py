@@ -245,7 +245,7 @@ class Liveness:
                 identity: Process | None = await asyncio.wrap_future(introduction.future())
         except TimeoutError:
             limit = f"placement.start_timeout_s={self.start_timeout_s:g} s"
-            process.lose(f"did not start within {limit}; is there room for it?")
+            process.lose(f"did not start within {limit}; are enough resources free for it?")
         except ray.exceptions.RayError:
             process.lose("died while it started")
         else:

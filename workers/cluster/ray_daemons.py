@@ -90,7 +90,7 @@ class RemoteDaemon:
         return self.silent_since is not None and now >= self.silent_since + _SILENT_S
 
     def __str__(self) -> str:
-        return f"Ray's {self.name} on node {self.host} does not answer at port {self.port} any more"
+        return f"Ray's {self.name} on node {self.host} no longer answers at port {self.port}"
 
 
 class Daemons:
@@ -136,7 +136,7 @@ class Daemons:
         if self.lost_at is None:
             self.lost_at = now
             if saves and not at_rest:
-                logger.warning("%s: this step ends within %g s, or the run ends without it", lost, GRACE_S)
+                logger.warning("%s: if this step does not end within %g s, the run ends without it", lost, GRACE_S)
         if saves and not at_rest and now < self.lost_at + GRACE_S:
             return
         error = ClusterLost(f"{lost}: start the run again with trainer.resume=auto")

@@ -51,7 +51,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     compute = getattr(torch, config.model.dtype)
     for key in ("cpu_offload", "compile"):
         if getattr(config.model, key) and device().type == "cpu":
-            raise ConfigError(f"model.{key}=true: needs GPUs, and these ranks have none; use false")
+            raise ConfigError(f"model.{key}=true: needs GPUs, but these ranks have none; use model.{key}=false")
     vars(model)["sequence"] = sequence_group(config.placement.sequence_ranks)
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]

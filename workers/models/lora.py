@@ -81,7 +81,7 @@ def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     if config.targets == [ALL_LINEAR]:
         if not linear:
             raise ConfigError(
-                f"model.lora.targets={ALL_LINEAR}: {type(model).__name__} has no nn.Linear but its last layer; use "
+                f"model.lora.targets={ALL_LINEAR}: {type(model).__name__} has no nn.Linear except its last layer; use "
                 "model.lora=null"
             )
         return linear
@@ -103,7 +103,10 @@ def _refusal(target: str, bad: str | None, modules: Mapping[str, nn.Module], lin
         hint = f"the nearest is '{near[0]}', and all" if near else "there"
         return f"model.lora.targets: no layer is called '{target}'; {hint} are {', '.join(known)}"
     if modules[bad] is head:
-        return f"model.lora.targets: '{target}' is the last layer, whose log-probs have no adapter; leave it out"
+        return (
+            f"model.lora.targets: '{target}' is the last layer, where log-probs are computed without an adapter; "
+            "leave it out"
+        )
     kind = type(modules[bad]).__name__
     return f"model.lora.targets: '{target}' is of the kind {kind}, not nn.Linear; use some of {', '.join(known)}"
 

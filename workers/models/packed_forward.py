@@ -255,8 +255,8 @@ def load_model(
         if PACKED not in error.args:
             raise
         raise ConfigError(
-            f"{where}: this model has attention of its own, which is not replaceable by attention over packed rows; "
-            "use a model of another architecture"
+            f"{where}: this model implements its own attention, which cannot be replaced by attention over packed "
+            "rows; use a model of another architecture"
         ) from error
 
 

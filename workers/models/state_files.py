@@ -167,6 +167,6 @@ class StateFiles:
             for axis, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(axis, offset, length)
             if not isinstance(part, Tensor) or part.shape != target.shape:
-                raise CheckpointError(f"{self.folder}/{place.relative_path}: holds another tensor than '{name}'")
+                raise CheckpointError(f"{self.folder}/{place.relative_path}: holds a tensor other than '{name}'")
             target.copy_(part)
         return whole

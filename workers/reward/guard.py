@@ -311,7 +311,7 @@ class GuardedWorker:
         if status >= 0:
             return f"ended its process (exit status {status})"
         name = signal.Signals(-status).name if -status in signal.Signals.__members__.values() else f"signal {-status}"
-        return f"ended its process ({name}{', as when memory runs out' if name == 'SIGKILL' else ''})"
+        return f"ended its process ({name}{', for example because memory ran out' if name == 'SIGKILL' else ''})"
 
     def _kill(self) -> None:
         if self._process.poll() is None:

@@ -218,7 +218,7 @@ class RayTransport:
         """
         slot, worker = self._slots[number], number % self.size
         if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):
-            logger.warning("reward worker %d: a spare process does not start, and is not used: %s", worker, reason)
+            logger.warning("reward worker %d: a spare process did not start, and is not used: %s", worker, reason)
             slot.pending = None
             return []
         lost: list[Event] = [

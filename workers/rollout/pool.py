@@ -198,7 +198,7 @@ class RolloutPool:
         if not self.replaces or self._deaths > limit:
             raise WorkerError(
                 f"rollout replica {replica.number} {how}; {self._deaths} replicas died without an answer in between, "
-                f"and at most {limit} may: run with verbose=true, and look at the replica's memory and the cluster's "
+                f"and the limit is {limit}: run with verbose=true, and look at the replica's memory and the cluster's "
                 "free resources"
             )
         when = " after the update" if self.asleep else ""

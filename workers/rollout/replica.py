@@ -173,7 +173,7 @@ class Replica:
                 await results(self._building.built, limit_s=math.inf)
         except TimeoutError:
             limit = f"placement.start_timeout_s={self.start_timeout_s:g} s"
-            raise WorkerLost(f"was not ready within {limit}: is there room for it?") from None
+            raise WorkerLost(f"was not ready within {limit}: are enough resources free for it?") from None
         except WorkerLost as error:
             raise WorkerLost(f"did not start: {error}") from error
         except WorkerError as error:

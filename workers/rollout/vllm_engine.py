@@ -458,6 +458,6 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     except (KeyError, ValueError) as error:  # for example, vLLM does not know a tensor name that transformers knows
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
-            f"model.path={path}: vLLM does not start on it ({reason}); save the model again with save_pretrained, in "
-            "case vLLM does not know the names of its tensors, or use rollout=hf"
+            f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "
+            "save_pretrained, in case vLLM does not know the names of its tensors, or use rollout=hf"
         ) from error

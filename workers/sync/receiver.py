@@ -66,7 +66,7 @@ class Receiver:
         if self.broken is not None:
             raise SyncError(
                 f"weight sync {self.version} failed ({self.broken}): this engine has weights of two versions, and "
-                "generates nothing until a sync succeeds"
+                "generates no answers until a sync succeeds"
             )
 
     def sleep(self, engine: Sleeps) -> bool:
@@ -99,7 +99,9 @@ class Receiver:
     def _expect(self, sync: str) -> None:
         if self.sync != sync:
             self.require()
-            raise SyncError(f"weight sync {sync}: this engine receives another sync, {self.sync}; report this")
+            raise SyncError(
+                f"weight sync {sync}: this engine is receiving another sync, {self.sync}; please report this"
+            )
 
     def _guarded(self, step: Callable[[], None]) -> None:
         tick()

@@ -171,9 +171,9 @@ class ActorWorker:
         gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
             raise LogProbError(
-                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats a token on average, "
+                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats per token on average, "
                 f"above {limit:g}: the same weights must give the same log-probs, but two forward passes differ; "
-                "report this"
+                "please report this"
             )
 
     def start_export(self, path: str | None, version: int, check: bool) -> Offer:

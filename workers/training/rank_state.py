@@ -158,7 +158,10 @@ class RankState:
         there = StateFiles(folder)
         for name, tensor in tensors.items():
             if name not in there.index.state_dict_metadata or there.size(name) != tensor.shape:
-                raise CheckpointError(f"{folder}: is of another model, its '{name}' is not {tuple(tensor.shape)}")
+                raise CheckpointError(
+                    f"{folder}: is from another model, where '{name}' is missing or does not have the shape "
+                    f"{tuple(tensor.shape)}"
+                )
         try:
             load(tensors, storage_reader=StateReader(folder), planner=_Ticking(), process_group=self.group)
         except (CheckpointException, OSError) as error:
@@ -177,4 +180,4 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     text = described(error)
-    return f"the disk is full, it seems ({text})" if "unexpected pos" in text else text
+    return f"the disk seems to be full ({text})" if "unexpected pos" in text else text

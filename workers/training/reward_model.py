@@ -80,5 +80,6 @@ def _check(model: PreTrainedModel, where: str) -> None:
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     if not good or not causal:
         raise ConfigError(
-            f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose one that is"
+            f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose a model "
+            "that is"
         )

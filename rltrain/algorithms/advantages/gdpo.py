@@ -43,7 +43,7 @@ def gdpo(
         ValueError: if `weights` is given and all weights are 0.
     """
     if len(weights) and not any(weights):
-        raise ValueError(f"weights={list(weights)}: if all weights are 0, nothing is learnt; give one above 0")
+        raise ValueError(f"weights={list(weights)}: if all weights are 0, nothing is learnt; set at least one above 0")
     given = weights if len(weights) else (1.0,) * reward_components.shape[-1]
     counted = counted_rows(response_mask, valid) & ~reward_components.isnan().all(-1)
     sums = combine_rewards(reward_components, uid, counted, weights=given, aggregation="normalize_then_sum")

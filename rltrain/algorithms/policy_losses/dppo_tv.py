@@ -54,7 +54,7 @@ def check_deltas(delta_low: float, delta_high: float) -> None:
     """Raise ValueError if a bound is negative, because a negative bound would drop tokens at r = 1."""
     for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
         if not value >= 0:
-            raise ValueError(f"{name}={value} must be >= 0, or it drops every token at r = 1; use 0.1, say")
+            raise ValueError(f"{name}={value} must be >= 0, or tokens are dropped even at r = 1; use 0.1, for example")
 
 
 def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

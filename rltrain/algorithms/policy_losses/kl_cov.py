@@ -43,7 +43,10 @@ def kl_cov(
         ValueError: if `kl_cov_coef` is negative or not finite.
     """
     if not 0 <= kl_cov_coef < math.inf:
-        raise ValueError(f"kl_cov_coef={kl_cov_coef} must be finite and >= 0, or it rewards distance; use 1.0, say")
+        raise ValueError(
+            f"kl_cov_coef={kl_cov_coef} must be finite and >= 0, or it rewards a distance from the old policy; use "
+            "1.0, for example"
+        )
     mask = as_mask(response_mask)
     penalised = as_mask(selected)
     log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)

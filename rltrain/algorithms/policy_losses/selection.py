@@ -10,7 +10,9 @@ def check_share(**knobs: float) -> None:
     """Raise ValueError if a share of tokens is not in (0, 1]."""
     for name, value in knobs.items():
         if not 0 < value <= 1:
-            raise ValueError(f"{name}={value} must be > 0 and <= 1, a share of the trained tokens; use 0.01, say")
+            raise ValueError(
+                f"{name}={value} must be > 0 and <= 1: it is a share of the trained tokens; use 0.01, for example"
+            )
 
 
 def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def _json_lines(run: RunFiles, name: str, *, needed: bool = True) -> list[dict[s
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             found.append(row)
         elif line.strip():
-            run.notes.append(f"{name}: line {number} is no JSON object with a step and is left out")
+            run.notes.append(f"{name}: line {number} is not a JSON object with a step and is left out")
     return found
 
 
@@ -147,7 +147,7 @@ def _read_config(run: RunFiles) -> None:
     try:
         values = yaml.safe_load(run.config_text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        run.notes.append(f"{CONFIG}: is no YAML ({one_line(' '.join(str(error).split()), 120)})")
+        run.notes.append(f"{CONFIG}: is not valid YAML ({one_line(' '.join(str(error).split()), 120)})")
         return
     if isinstance(values, Mapping):
         run.config = dict(values)

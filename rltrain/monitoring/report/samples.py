@@ -268,7 +268,7 @@ class Chunk:
             return None
         offsets, values = self._tokens(name)
         if not np.array_equal(offsets, self.offsets):
-            raise ValueError(f"its column {name} has other lengths than response_ids")
+            raise ValueError(f"its column {name} and response_ids have different lengths")
         return values
 
     def encode(self, vocabulary: Vocabulary, k: int) -> str:

@@ -143,6 +143,6 @@ class BackgroundSink:
             if not self._failed:
                 self._failed = True
                 self._alarms.put(
-                    f"trainer.trackers: {self.name} failed, and the run goes on without what it could not take "
-                    f"({described(error)}); metrics.jsonl has all metrics"
+                    f"trainer.trackers: {self.name} failed, and the run goes on without the data that it could not "
+                    f"log there ({described(error)}); metrics.jsonl has all metrics"
                 )

@@ -92,15 +92,16 @@ def _class(path: str) -> Callable[[Path], Sink]:
 def _check_class(path: str, found: Callable[[Path], Sink]) -> None:
     where = f"{KEY}=[{path}]"
     if not inspect.isclass(found):
-        raise ConfigError(f"{where}: is no class; name a class with the methods {', '.join(METHODS)}")
+        raise ConfigError(f"{where}: is not a class; name a class with the methods {', '.join(METHODS)}")
     missing = [name for name in METHODS if not callable(getattr(found, name, None))]
     if missing:
-        raise ConfigError(f"{where}: has no {', '.join(missing)}; a sink has the methods {', '.join(METHODS)}")
+        raise ConfigError(f"{where}: has no {', '.join(missing)}; a tracker must have the methods {', '.join(METHODS)}")
     try:
         inspect.signature(found).bind(Path())
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: cannot be made with the output folder alone ({error}); define __init__(self, output_dir)"
+            f"{where}: cannot be created with the output folder as its only argument ({error}); define __init__(self, "
+            "output_dir)"
         ) from None
 
 

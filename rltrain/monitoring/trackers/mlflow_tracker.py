@@ -74,7 +74,9 @@ class MlflowTracker:
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start an MLflow run with the kept metrics, or continue the MLflow run that belongs to the output folder."""
+        """Start an MLflow run with the metrics up to the step after which the run resumes, or continue the MLflow run
+        that belongs to the output folder.
+        """
         from mlflow import MlflowClient
 
         if self.client is not None:

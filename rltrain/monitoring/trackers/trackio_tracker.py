@@ -54,7 +54,9 @@ class TrackioTracker:
         self.run.log({"samples": trackio.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start a trackio run with the kept rows, or continue the trackio run that belongs to the output folder."""
+        """Start a trackio run with the rows up to the step after which the run resumes, or continue the trackio run
+        that belongs to the output folder.
+        """
         import trackio
 
         if self.run is not None:

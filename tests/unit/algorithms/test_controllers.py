@@ -175,7 +175,7 @@ def test_an_entropy_controller_restores_bit_for_bit(make, entropies):
 @pytest.mark.parametrize("entropy_coef", [-0.1, math.nan, math.inf])
 @pytest.mark.parametrize("make", [FixedEntropyController, lambda c: AdaptiveEntropyController(c, 0.5, 0.1, 1.0)])
 def test_an_entropy_coefficient_that_is_no_bonus_is_refused(make, entropy_coef):
-    with pytest.raises(ValueError, match=f"entropy_coef={entropy_coef} must be finite and >= 0: .* use 0 for none"):
+    with pytest.raises(ValueError, match=f"entropy_coef={entropy_coef} must be finite and >= 0: .* use 0 for no bonus"):
         make(entropy_coef)
 
 

@@ -362,7 +362,10 @@ def test_a_broken_log_prob_in_a_trained_token_is_not_swept_away():
 
 
 REFUSALS = [
-    ({}, "lower=None, upper=None: one must be a number, or nothing is ever rejected; use upper=0.1, say"),
+    (
+        {},
+        "lower=None, upper=None: one of them must be a number, or nothing is ever rejected; use upper=0.1, for example",
+    ),
     ({"upper": -0.1}, "lower=None, upper=-0.1: lower <= 0 <= upper must hold"),
     ({"lower": 0.1}, "lower=0.1, upper=None: lower <= 0 <= upper must hold"),
     ({"upper": math.nan}, "lower=None, upper=nan: lower <= 0 <= upper must hold"),

@@ -209,13 +209,15 @@ def test_far_logits_stay_finite():
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
 def test_a_temperature_that_cannot_divide_is_refused(temperature):
-    with pytest.raises(ValueError, match=rf"temperature={temperature} must be finite and > 0: .* use 1\.0, say"):
+    with pytest.raises(
+        ValueError, match=rf"temperature={temperature} must be finite and > 0: .* use 1\.0, for example"
+    ):
         full_kl(*inputs(), temperature=temperature)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -1])
 def test_an_empty_chunk_is_refused(chunk_size):
-    with pytest.raises(ValueError, match=rf"chunk_size={chunk_size} must be >= 1: .* use None, say"):
+    with pytest.raises(ValueError, match=rf"chunk_size={chunk_size} must be >= 1: .* use None for a size"):
         full_kl(*inputs(), chunk_size=chunk_size)
 
 

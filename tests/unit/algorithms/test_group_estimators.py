@@ -154,7 +154,9 @@ def test_gdpo_weighs_its_components():
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0)])
 def test_gdpo_wants_a_weight_for_each_component(weights):
-    with pytest.raises(ValueError, match=rf"weights has shape \({len(weights)},\) for 2 components; give one each"):
+    with pytest.raises(
+        ValueError, match=rf"weights has shape \({len(weights)},\) for 2 components; give one weight per component"
+    ):
         gdpo(*gdpo_columns([[0, 1], [1, 0]], [0, 0]), weights=weights)
 
 

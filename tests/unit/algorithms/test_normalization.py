@@ -223,7 +223,7 @@ def test_a_missing_component_is_in_no_statistic_of_its_group(valid):
 @pytest.mark.parametrize(
     ("knobs", "complaint"),
     [
-        ({"weights": [1.0]}, "give one each"),
+        ({"weights": [1.0]}, "give one weight per component"),
         ({"weights": [1.0, 1.0], "aggregation": "max"}, "aggregation='max' is not known"),
         ({"weights": [1.0, 1.0], "aggregation": "normalize_then_sum"}, "uid=None"),
     ],
@@ -353,5 +353,5 @@ def test_normalize_advantages_refuses_what_it_cannot_do(levels, complaint):
 
 
 def test_every_component_says_whether_it_is_a_gate():
-    with pytest.raises(ValueError, match=r"gates has shape \(1,\) for 2 components; give one each"):
+    with pytest.raises(ValueError, match=r"gates has shape \(1,\) for 2 components; give one gate per component"):
         combine_rewards(torch.ones(3, 2), weights=[1.0, 1.0], gates=[True])

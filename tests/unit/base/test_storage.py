@@ -46,10 +46,9 @@ def test_a_tilde_without_a_home_folder_is_refused(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert (
-        refusal("~/x")
-        == "'~' stands for no folder here, as HOME is not set or the user is unknown; write the whole path"
+        refusal("~/x") == "'~' cannot be expanded, because HOME is not set or the user is unknown; write the full path"
     )
-    assert "write the whole path" in refusal("~nobody-of-that-name/x")
+    assert "write the full path" in refusal("~nobody-of-that-name/x")
 
 
 def test_a_name_that_is_not_utf8_is_refused_also_if_it_is_that_of_the_working_directory(tmp_path, monkeypatch):
@@ -68,5 +67,5 @@ def test_under_an_encoding_that_is_not_utf8_other_names_than_ascii_are_refused_w
     done = subprocess.run([*command, "plain", "~/x"], capture_output=True, env=environment | {"HOME": "/h"}, check=True)
     assert done.stdout == b"plain /h/x\n"
     done = subprocess.run([*command, "büro"], capture_output=True, env=environment, check=False)
-    assert b"is not plain ASCII, and other names cannot be used while the locale's encoding is ascii" in done.stderr
+    assert b"is not plain ASCII, and such names cannot be used while the locale's encoding is ascii" in done.stderr
     assert done.stderr.endswith(b"; set PYTHONUTF8=1, or LC_ALL=C.UTF-8\n")

@@ -90,7 +90,7 @@ def test_values_offsets_and_lengths_of_a_column_without_padding():
     assert batch.lengths("responses").tolist() == [2, 0, 1, 3]
     with pytest.raises(ValueError, match="column 'uid' is not jagged"):
         batch.values("uid")
-    with pytest.raises(KeyError, match="no column 'nothing'; there are prompts, responses"):
+    with pytest.raises(KeyError, match="no column 'nothing'; the columns are prompts, responses"):
         batch.values("nothing")
 
 
@@ -102,7 +102,7 @@ def test_with_padded_reads_the_real_slots_only():
 
 
 def test_with_values_refuses_another_number_of_tokens():
-    with pytest.raises(ValueError, match="5 values for 'advantages', 6 in 'responses': give one per token"):
+    with pytest.raises(ValueError, match="5 values for 'advantages', 6 in 'responses': give one value per token"):
         example().with_values("responses", advantages=torch.zeros(5))
 
 
@@ -119,7 +119,7 @@ def test_columns_of_different_heights_are_refused():
         DataProto.from_dict({"a": torch.zeros(2)}, {"b": ["x"] * 3})
     with pytest.raises(ValueError, match=r"columns have \[1, 4\] rows"):
         DataProto(example().batch, {"b": np.array(["x"], dtype=object)}, {})
-    with pytest.raises(ValueError, match=r"\['a'\] are tensors and objects at once"):
+    with pytest.raises(ValueError, match=r"\['a'\] are names of both tensor and object columns"):
         DataProto.from_dict({"a": torch.zeros(2)}, {"a": ["x"] * 2})
 
 
@@ -217,7 +217,7 @@ def test_repeat_interleaves_or_not():
 
 def test_chunk_sizes_differ_by_one_row_and_more_chunks_than_rows_are_refused():
     assert [len(part) for part in example().chunk(3)] == [2, 1, 1]
-    with pytest.raises(ValueError, match="4 rows do not make 5 chunks; use 1 to 4"):
+    with pytest.raises(ValueError, match="4 rows cannot be split into 5 chunks; use 1 to 4"):
         example().chunk(5)
     with pytest.raises(ValueError, match="split size must be >= 1, got 0"):
         example().split(0)
@@ -238,7 +238,7 @@ def test_concat_refuses_parts_that_differ_in_columns_or_their_kind():
         DataProto.from_dict({}, {"x": [0]}),
         DataProto.from_dict({"x": jagged([[0]], torch.int64)}),
     ):
-        with pytest.raises(ValueError, match="concat: columns differ"):
+        with pytest.raises(ValueError, match="concat: the batches have different columns"):
             DataProto.concat([dense, other])
 
 

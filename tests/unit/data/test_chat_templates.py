@@ -80,7 +80,7 @@ def test_a_template_that_eats_memory_is_refused_and_after_three_no_process_is_st
             assert str(refusal(templates, bomb)).startswith(
                 "takes more than 100 MB of memory for these messages; use text prompts, or another template"
             )
-        assert str(refusal(templates, "hi")).startswith("has ended 3 processes that rendered it")
+        assert str(refusal(templates, "hi")).startswith("has made 3 rendering processes fail")
 
 
 def test_a_template_that_loops_for_one_chat_is_refused_with_that_chat_and_others_are_rendered():

@@ -125,7 +125,7 @@ def test_a_template_that_looks_at_what_is_spelled_is_not_guessed_at():
     def write(content: str) -> str:
         return content.split("</s>")[0]
 
-    with pytest.raises(ControlTokenError, match="the chat template writes other text for it"):
+    with pytest.raises(ControlTokenError, match="the chat template renders it differently"):
         control.encode("a</s>b", write, written="a", add_special_tokens=False)
 
 
@@ -133,9 +133,9 @@ def test_a_template_that_looks_at_what_is_spelled_is_not_guessed_at():
     ("kind", "flags", "text", "said"),
     [
         ("unigram", {}, "a</s>b", "vocabulary also contains it as an ordinary token"),
-        ("byte_level", {"single_word": True}, "a </s> b<s>", "in a way that cannot be kept"),
-        ("byte_level", {}, "a</s>\U000f0000", "characters of private use"),
-        ("word_piece", {"normalized": True}, "a </S> b", "normalisation makes </s> of other text"),
+        ("byte_level", {"single_word": True}, "a </s> b<s>", "text around it would change"),
+        ("byte_level", {}, "a</s>\U000f0000", "private-use characters"),
+        ("word_piece", {"normalized": True}, "a </S> b", "normalisation turns other text into </s>"),
     ],
 )
 def test_what_cannot_be_kept_as_text_is_refused(kind, flags, text, said):

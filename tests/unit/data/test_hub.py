@@ -286,8 +286,8 @@ def test_an_unknown_revision_is_named(hub, client, tmp_path):
 def test_a_model_that_is_not_in_the_cache_is_refused_offline(hub, client, tmp_path):
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     assert refusal(client, "org/model@v1", HF_HUB_OFFLINE="1") == (
-        f"no such directory, and {tmp_path}/cache/hub does not hold all of it, while HF_HUB_OFFLINE forbids a "
-        "download; unset that, or run `hf download org/model --revision v1` where there is a network"
+        f"no such directory, and {tmp_path}/cache/hub does not hold the whole model, and HF_HUB_OFFLINE forbids a "
+        "download; unset HF_HUB_OFFLINE, or run `hf download org/model --revision v1` on a machine with a network"
     )
     assert hub.requests == []
 

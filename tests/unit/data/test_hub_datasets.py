@@ -143,10 +143,11 @@ def test_a_single_word_is_a_configuration_or_else_a_split(hub, tmp_path):
 
 @needs_library
 def test_names_that_do_not_exist_list_those_that_do(hub):
-    assert "openai/gsm8k has no configuration 'mian'; there are main, socratic; did you mean main?" in refusal(
-        f"{NAME}:mian:train"
+    assert (
+        "openai/gsm8k has no configuration 'mian'; the configurations are main, socratic; did you mean main?"
+        in refusal(f"{NAME}:mian:train")
     )
-    assert "openai/gsm8k:main has no split 'tests'; there are train, test; did you mean test?" in refusal(
+    assert "openai/gsm8k:main has no split 'tests'; the splits are train, test; did you mean test?" in refusal(
         f"{NAME}:main:tests"
     )
     assert "no branch, tag or commit 'v9'" in refusal(f"{NAME}:main@v9")
@@ -179,8 +180,10 @@ def test_a_gated_data_set_needs_the_token_of_an_account_with_access(hub, monkeyp
 @needs_library
 def test_no_network_and_an_empty_cache_say_so(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "/datasets does not hold it, while HF_HUB_OFFLINE forbids a download; unset that" in refusal(f"{NAME}:main")
-    assert "does not hold it" in refusal(f"{NAME}:main:train@{'0' * 40}")
+    assert "/datasets does not hold the data set, and HF_HUB_OFFLINE forbids a download; unset" in refusal(
+        f"{NAME}:main"
+    )
+    assert "does not hold the data set" in refusal(f"{NAME}:main:train@{'0' * 40}")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     message = refusal(f"{NAME}:main")

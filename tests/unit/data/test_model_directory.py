@@ -49,7 +49,7 @@ def test_a_whole_directory_is_accepted(folder):
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("config.json", "holds no config.json; give a model's own folder"),
+        ("config.json", "holds no config.json; give the folder that holds it"),
         ("model.safetensors", "holds no weights (looked for model.safetensors, model.safetensors.index.json, "),
         ("tokenizer.json", "holds no tokenizer (looked for tokenizer.json, "),
     ],
@@ -73,7 +73,7 @@ def test_lengths_beyond_the_positions_are_refused(folder):
     check_limits(compose(["rollout.max_prompt_length=48"])[0], text_config(folder))
     assert refusal(check_limits, compose(["rollout.max_prompt_length=49"])[0], text_config(folder)) == (
         "rollout.max_prompt_length=49 + rollout.max_response_length=16 = 65 tokens: the model has 64 positions "
-        "(max_position_embeddings); use at most 64 together"
+        "(max_position_embeddings); lower their sum to at most 64"
     )
 
 
@@ -89,14 +89,16 @@ def test_a_model_that_does_not_tell_its_positions_is_accepted(folder):
 
 def test_positions_may_have_their_older_name(folder):
     write(folder, "config.json", {"n_positions": 31})
-    assert "has 31 positions (n_positions); use at" in refusal(check_limits, compose([])[0], text_config(folder))
+    assert "has 31 positions (n_positions); lower their sum to at" in refusal(
+        check_limits, compose([])[0], text_config(folder)
+    )
 
 
 @pytest.mark.parametrize("model", [{"sliding_window": 31}, {"sliding_window": 31, "use_sliding_window": True}])
 def test_a_window_shorter_than_an_answer_is_refused(model):
     message = refusal(check_limits, compose([])[0], model)
     assert message.startswith("model.path=builtin: its sliding_window=31 is shorter than rollout.max_prompt_length + ")
-    assert message.endswith("use at most 31 together, or another model")
+    assert message.endswith("lower their sum to at most 31, or use another model")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_window_that_is_long_enough_or_not_used_is_accepted(model):
 )
 def test_capped_attention_and_capped_logits_are_refused(key, what):
     message = refusal(check_limits, compose([])[0], {key: 50.0})
-    assert f"its {key}=50.0, and training does not cap {what}; use another model" in message
+    assert f"its {key}=50.0, but training does not cap {what}; use another model" in message
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_capped_attention_and_capped_logits_are_refused(key, what):
 def test_B6_layers_that_would_mix_the_rows_of_a_pack_are_refused(folder, model, kinds):
     write(folder, "config.json", model)
     message = refusal(check_limits, compose([])[0], model_config(folder))
-    assert f"has layers of the kind {kinds}, and training keeps rows apart in attention alone; use a" in message
+    assert f"has layers of the kind {kinds}, and training can keep packed rows apart only in" in message
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "smollm3", "qwen3_moe", "cohere2", "olmo3", "gpt2"])
@@ -165,9 +167,9 @@ def test_B6_rows_for_which_longrope_changes_its_frequencies_are_refused(folder, 
     write(folder, "config.json", LONG | form)
     check_limits(compose(["rollout.max_prompt_length=16"])[0], model_config(folder))
     assert refusal(check_limits, compose(["rollout.max_prompt_length=17"])[0], model_config(folder)) == (
-        "rollout.max_response_length=16 + rollout.max_prompt_length=17 = 33 tokens: beyond 32 the model's RoPE "
-        "(longrope) has other frequencies, and one long row would change all rows packed with it; use at most 32 "
-        "together"
+        "rollout.max_response_length=16 + rollout.max_prompt_length=17 = 33 tokens: beyond 32 tokens the model's "
+        "RoPE (longrope) changes its frequencies, so one long row would change all rows packed with it; lower their "
+        "sum to at most 32"
     )
     assert longest_row(folder) == 32
 
@@ -175,7 +177,7 @@ def test_B6_rows_for_which_longrope_changes_its_frequencies_are_refused(folder, 
 def test_B6_longrope_of_one_kind_of_layer_counts_too(folder):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 31, **FACTORS}
     model = {"rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}}
-    assert "beyond 31 the model's RoPE" in refusal(check_limits, compose([])[0], model)
+    assert "beyond 31 tokens the model's RoPE" in refusal(check_limits, compose([])[0], model)
 
 
 def test_B6_dynamic_frequencies_change_beyond_the_positions_alone(folder):
@@ -199,7 +201,7 @@ def test_B6_dynamic_frequencies_change_beyond_the_positions_alone(folder):
 
 def test_heads_that_shards_cannot_share_are_refused(folder):
     config = compose(["rollout.vllm.tensor_parallel_size=3"])[0]
-    assert "the model's 4 attention heads cannot be shared out evenly" in refusal(
+    assert "the model's 4 attention heads cannot be divided evenly" in refusal(
         check_limits, config, text_config(folder)
     )
 
@@ -229,8 +231,8 @@ def test_a_tokenizer_with_more_words_than_the_model_has_embeddings_is_refused(fo
     check_vocabulary(folder, tokenizer, "model.path=here")
     write(folder, "config.json", {"vocab_size": 127})
     assert refusal(check_vocabulary, folder, tokenizer, "model.path=here") == (
-        "model.path=here: its tokenizer has ids up to 127, and the model embeddings for 127 (vocab_size); use the "
-        "tokenizer that belongs to the model"
+        "model.path=here: its tokenizer has ids up to 127, but the model has embeddings for only 127 (vocab_size); "
+        "use the tokenizer that belongs to the model"
     )
 
 

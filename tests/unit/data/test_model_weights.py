@@ -163,7 +163,9 @@ def test_a_torch_file_of_plain_tensors_is_accepted_and_its_tensors_are_looked_at
         name: tensor.shape for name, tensor in stored_tensors(folder, "here").items()
     }
     torch.save({name: tensor for name, tensor in tensors.items() if name != DOWN}, folder / "pytorch_model.bin")
-    assert refusal(folder).startswith(f"its weights lack {DOWN}: they are not the whole Qwen2ForCausalLM of its config")
+    assert refusal(folder).startswith(
+        f"its weights lack {DOWN}, so they do not match the Qwen2ForCausalLM in its config"
+    )
 
 
 def test_a_model_of_many_gigabytes_is_looked_at_without_reading_any_and_without_random_numbers(tmp_path):
@@ -191,8 +193,8 @@ def test_a_renamed_tensor_is_named_twice(folder):
     tensor = load_file(folder / "model.safetensors")[DOWN]
     changed(folder, **{DOWN: None, "model.layers.1.mlp.down.weight": tensor})
     assert refusal(folder) == (
-        f"its weights lack {DOWN}, and hold the surplus model.layers.1.mlp.down.weight: they are not the whole "
-        "Qwen2ForCausalLM of its config.json; copy or download all files of the model again, or save it again with "
+        f"its weights lack {DOWN}, and hold the surplus model.layers.1.mlp.down.weight, so they do not match "
+        "the Qwen2ForCausalLM in its config.json; copy or download all files of the model again, or save it again with "
         "save_pretrained"
     )
 
@@ -258,7 +260,7 @@ def test_an_expert_of_another_shape_is_refused_by_the_name_of_what_it_is_part_of
     name = "model.layers.0.mlp.experts.1.gate_proj.weight"
     changed(tmp_path, **{name: tensors[name].T.contiguous()})
     said = refusal(tmp_path)
-    assert said.startswith("its weights for model.layers.0.mlp.experts.gate_up_proj cannot be put together: one of ")
+    assert said.startswith("its weights for model.layers.0.mlp.experts.gate_up_proj cannot be combined: one of ")
 
 
 def test_a_critic_has_its_head_made_anew_and_its_body_must_be_whole(folder):
@@ -267,14 +269,14 @@ def test_a_critic_has_its_head_made_anew_and_its_body_must_be_whole(folder):
     changed(folder, **{"score.weight": torch.zeros(5, 5)})
     check_weights(str(folder), "model.path=here", **critic)
     changed(folder, **{DOWN: None})
-    assert refusal(folder, **critic).startswith(f"its weights lack {DOWN}: they are not the whole Qwen2ForTokenCl")
+    assert refusal(folder, **critic).startswith(f"its weights lack {DOWN}, so they do not match the Qwen2ForTokenCl")
 
 
 @pytest.mark.parametrize("name", [3, "config.json", "../model.safetensors", ["model.safetensors"], "", False])
 def test_a_config_that_names_no_file_of_weights_is_refused(folder, name):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
-    assert refusal(folder).startswith(f"transformers_weights in its config.json is {name}, which names no safetensors")
+    assert refusal(folder).startswith(f"transformers_weights in its config.json is {name}, which is not")
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "own.safetensors"}))
     (folder / "model.safetensors").rename(folder / "own.safetensors")
     check_weights(str(folder), "model.path=here")
@@ -284,7 +286,7 @@ def test_a_config_that_names_no_file_of_weights_is_refused(folder, name):
 def test_a_config_of_which_no_model_can_be_made_is_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": -1}))
-    assert refusal(folder).startswith("transformers makes no AutoModelForCausalLM of its config.json (")
+    assert refusal(folder).startswith("transformers cannot create AutoModelForCausalLM from its config.json (")
 
 
 # Broken files
@@ -299,7 +301,7 @@ def test_a_config_of_which_no_model_can_be_made_is_refused(folder):
 def test_a_safetensors_file_with_a_broken_header_is_refused(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     said = refusal(folder)
-    assert said.startswith("model.safetensors is no whole safetensors file (")
+    assert said.startswith("model.safetensors is not a complete safetensors file (")
     assert said.endswith("; copy or download it again, or save the model again with save_pretrained")
 
 
@@ -307,7 +309,7 @@ def test_a_safetensors_file_with_a_broken_header_is_refused(folder, content):
 def test_a_safetensors_file_that_is_cut_short_is_refused(folder, share):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: int(share * len(content))])
-    assert refusal(folder).startswith("model.safetensors is no whole safetensors file (")
+    assert refusal(folder).startswith("model.safetensors is not a complete safetensors file (")
 
 
 @pytest.mark.parametrize(
@@ -325,7 +327,7 @@ def test_a_torch_file_that_is_garbage_is_refused_without_advice_to_run_it(folder
 def test_a_torch_file_of_something_else_is_refused(folder):
     (folder / "model.safetensors").unlink()
     torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
-    assert refusal(folder).startswith("pytorch_model.bin holds something else than tensors by name; ")
+    assert refusal(folder).startswith("pytorch_model.bin holds something other than tensors by name; ")
 
 
 def test_shards_are_accepted_in_any_order_and_refused_when_one_is_missing(folder):
@@ -380,7 +382,7 @@ def test_an_index_that_is_none_is_refused(folder, content):
 def test_vllm_must_read_the_files_that_transformers_reads(folder):
     check_engine_files(str(folder), "model.path=here")
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
-    with pytest.raises(ConfigError, match=r"from different files \(consolidated\.safetensors\); leave only one form"):
+    with pytest.raises(ConfigError, match=r"from different files \(consolidated\.safetensors\); keep only one form"):
         check_engine_files(str(folder), "model.path=here")
     (folder / "consolidated.safetensors").rename(folder / "aside")
     sharded(folder)
@@ -406,7 +408,8 @@ def test_what_the_loader_did_not_find_is_refused_by_name_too(folder, monkeypatch
     with pytest.raises(ConfigError) as error:
         load_whole(AutoModelForCausalLM, str(folder), "model.path=here")
     said = (
-        f"lack {DOWN}, and have model.norm.weight of the shape [3] for [{tensor.size(0)}], and hold the surplus extra"
+        f"lack {DOWN}, and have model.norm.weight of the shape [3] instead of [{tensor.size(0)}], and hold the "
+        "surplus extra"
     )
     assert said in str(error.value)
 

@@ -82,7 +82,7 @@ def test_data_of_no_known_form_names_its_columns_and_the_way_out(tmp_path):
     path = jsonl(tmp_path, {"text": "a", "label": 1})
     assert error_of(path) == (
         f"data.train={path}: no column is called prompt, messages, conversations, question, problem, instruction; "
-        "there are text, label; name the column with data.prompt=COLUMN, or write a template such as "
+        "the columns are text, label; name the column with data.prompt=COLUMN, or write a template such as "
         "data.prompt='{COLUMN} Think step by step.'"
     )
 
@@ -146,12 +146,12 @@ def test_a_template_with_wrong_braces_is_refused(tmp_path, template, said):
 def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
     path = jsonl(tmp_path, GSM8K)
     assert error_of(path, prompt="qestion") == (
-        f"data.prompt=qestion: data.train={path} has no column 'qestion'; there are question, answer; did you mean "
-        "question?"
+        f"data.prompt=qestion: data.train={path} has no column 'qestion'; the columns are question, answer; did you "
+        "mean question?"
     )
     assert error_of(path, prompt="Q: {qestion} A:") == (
-        f"data.prompt=Q: {{qestion}} A:: data.train={path} has no column 'qestion'; there are question, answer; did "
-        "you mean question?; write each column as {COLUMN}, and a brace that is text as {{ or }}"
+        f"data.prompt=Q: {{qestion}} A:: data.train={path} has no column 'qestion'; the columns are question, "
+        f"answer; did you mean question?; write each column as {{COLUMN}}, and a brace that is text as {{{{ or }}}}"
     )
 
 
@@ -166,8 +166,12 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
         (5, None, ":2: the prompt is neither text nor chat messages"),
         ([], None, ":2: the prompt is empty"),
         ([TURNS[1]], None, ":2: the prompt is empty"),
-        ([{"from": "alien", "value": "hi"}], None, ":2: a message is from 'alien', and known are human, user, gpt"),
-        ([{"from": ["x"], "value": "hi"}], None, ":2: a message is from ['x'], and known are"),
+        (
+            [{"from": "alien", "value": "hi"}],
+            None,
+            ":2: a message is from 'alien', but must be from one of human, user, gpt",
+        ),
+        ([{"from": ["x"], "value": "hi"}], None, ":2: a message is from ['x'], but must be from one of"),
         ([{"from": "human"}], None, ":2: the prompt is neither text nor chat messages"),
     ],
 )

@@ -130,8 +130,9 @@ def test_an_end_token_that_the_tokenizer_adds_does_not_end_the_prompt(tmp_path):
 def test_E10_an_overlong_prompt_is_refused_with_its_line_and_length(tmp_path):
     path = jsonl(tmp_path, {"prompt": "x" * 8}, {"prompt": "x" * 9}, {"prompt": "x" * 40})
     assert error_of(path, max_prompt_length=9) == (
-        f"data.train={path}:2: the prompt has 10 tokens, longer than rollout.max_prompt_length=9 (2 prompts are, up to "
-        "41 tokens); raise rollout.max_prompt_length, or leave such prompts out with data.overlong_prompts=filter"
+        f"data.train={path}:2: the prompt has 10 tokens, longer than rollout.max_prompt_length=9 (2 prompts are too "
+        "long, with up to 41 tokens); raise rollout.max_prompt_length, or leave such prompts out with "
+        "data.overlong_prompts=filter"
     )
 
 
@@ -164,13 +165,13 @@ def test_a_missing_file_names_its_nearest_neighbour(tmp_path):
     assert error_of(tmp_path / "trian.jsonl") == (
         f"data.train={tmp_path}/trian.jsonl: no such file; did you mean {path}?"
     )
-    assert "nor its folder" in error_of(tmp_path / "no" / "train.jsonl", split="val")
+    assert "and no such folder" in error_of(tmp_path / "no" / "train.jsonl", split="val")
     assert "no such file; check the path" in error_of(tmp_path / "zzzzzzzz.parquet")
 
 
 def test_an_unknown_builtin_task_names_the_known_ones():
     assert error_of("builtin:medain", split="val") == (
-        "data.val=builtin:medain: unknown built-in task; there are builtin:median, builtin:sort"
+        "data.val=builtin:medain: unknown built-in task; the tasks are builtin:median, builtin:sort"
     )
 
 
@@ -236,7 +237,7 @@ def test_a_parquet_file_that_is_none_or_has_no_prompts_is_refused(tmp_path):
     assert "not a readable parquet file" in error_of(path)
     parquet.write_table(pyarrow.table({"text": ["a"], "label": ["b"]}), path)
     assert "no column is called prompt, messages, " in error_of(path)
-    assert "; there are text, label; name the column with data.prompt=COLUMN" in error_of(path)
+    assert "; the columns are text, label; name the column with data.prompt=COLUMN" in error_of(path)
     parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
     assert f"{path}, row 2: no prompt" in error_of(path)
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
@@ -261,7 +262,10 @@ WHOLE = "whole microseconds between the years 1 and 9999"
     [
         (bad_text(), "text that is not valid UTF-8 (invalid start byte); write it as UTF-8, or as binary"),
         (pyarrow.ListArray.from_arrays([0, 1, 2], bad_text()), "text that is not valid UTF-8"),
-        (times(None, 1, unit="ns"), f"timestamp[ns] that Python cannot hold; write it as text, or a time in {WHOLE}"),
+        (
+            times(None, 1, unit="ns"),
+            f"timestamp[ns] that Python cannot hold; write it as text or, if it is a time, in {WHOLE}",
+        ),
         (times(0, 2**60), "timestamp[us] that Python cannot hold"),
         (times(None, 0, zone="Mars/Base"), "timestamp[us, tz=Mars/Base] that Python cannot hold"),
         (times(0, -62135596800000000, zone="America/New_York"), "tz=America/New_York] that Python cannot hold"),
@@ -360,16 +364,16 @@ def test_text_that_spells_control_tokens_is_encoded_as_text_and_the_reward_sees_
     assert prompts[2].ids == chosen.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
     assert prompts.notes == [
         f"data.train={path}: prompts that spell control tokens, which are encoded as text: 2, the first with </s> in "
-        f"data.train={path}:1; data.special_tokens=allow makes tokens of them"
+        f"data.train={path}:1; data.special_tokens=allow encodes them as control tokens"
     ]
 
 
 def test_text_that_spells_control_tokens_is_refused_or_becomes_them_where_the_config_says_so(tmp_path):
     path, chosen = jsonl(tmp_path, {"prompt": "hi"}, {"prompt": SPELLED}), chatty()
     assert error_of(path, chosen, special_tokens="refuse") == (
-        f"data.train={path}:2: the prompt spells the control token <|end|>, which data.special_tokens=refuse forbids; "
-        "change it, set data.special_tokens=text to encode it as text, or set data.special_tokens=allow to make "
-        "control tokens of such text"
+        f"data.train={path}:2: the prompt spells the control token <|end|>, which data.special_tokens=refuse "
+        "forbids; change the prompt, set data.special_tokens=text to encode it as text, or set "
+        "data.special_tokens=allow to encode such text as control tokens"
     )
     prompts, end = load(path, chosen, special_tokens="allow"), chosen.convert_tokens_to_ids("<|end|>")
     assert prompts[1].ids == [*coded("user:12"), end, *coded("34="), EOS, end, *coded("bot:")]
@@ -382,8 +386,8 @@ def test_a_template_that_acts_on_spelled_control_tokens_is_refused_with_its_row(
     chosen = chatty("{% for m in messages %}{{ m['content'].split('<|end|>')[0] }}{% endfor %}")
     assert error_of(jsonl(tmp_path, {"prompt": SPELLED}), chosen) == (
         f"data.train={tmp_path}/p.jsonl:1: the prompt spells <|end|>, a control token, and cannot be encoded as text "
-        "(the chat template writes other text for it than for other characters); change it, or set "
-        "data.special_tokens=allow to make control tokens of such text"
+        "(the chat template renders it differently from other characters); change the prompt, or set "
+        "data.special_tokens=allow to encode such text as control tokens"
     )
 
 
@@ -401,12 +405,14 @@ def test_E10_a_prompt_of_megabytes_is_refused_or_left_out_without_being_tokenise
     most = max(map(len, chosen.get_vocab()))
     assert error_of(path, chosen) == (
         f"data.train={path}:2: the prompt has at least {-(-2 * 10**6 // most)} tokens, longer than "
-        f"rollout.max_prompt_length=64 (2 prompts are, up to {-(-(2 * 10**6 + 11) // most)} tokens); raise "
-        "rollout.max_prompt_length, or leave such prompts out with data.overlong_prompts=filter"
+        f"rollout.max_prompt_length=64 (2 prompts are too long, with up to {-(-(2 * 10**6 + 11) // most)} tokens); "
+        "raise rollout.max_prompt_length, or leave such prompts out with data.overlong_prompts=filter"
     )
     prompts = load(path, chosen, overlong="filter")
     assert ([prompt.text for prompt in prompts], prompts.filtered) == (["hello"], 2)
-    assert prompts.notes == [f"data.train={path}: prompts left out as longer than rollout.max_prompt_length=64: 2"]
+    assert prompts.notes == [
+        f"data.train={path}: prompts left out because they are longer than rollout.max_prompt_length=64: 2"
+    ]
     assert max(longest) < 100
 
 

@@ -29,11 +29,11 @@ def test_a_csv_file_may_begin_with_a_byte_order_mark(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", ": not a readable CSV file (Empty CSV file); write the columns' names into its first line"),
+        ("", ": not a readable CSV file (Empty CSV file); write the column names into the first line"),
         ("prompt,answer\na,1\nb\n", ": not a readable CSV file (CSV parse error: Expected 2 columns, got 1: b)"),
         ("prompt,prompt\na,1\n", ": several columns are called 'prompt'; rename all but one of them"),
         ("prompt\n", ": holds no rows"),
-        ("text,label\na,1\n", "; there are text, label; name the column with data.prompt=COLUMN"),
+        ("text,label\na,1\n", "; the columns are text, label; name the column with data.prompt=COLUMN"),
     ],
 )
 def test_a_bad_csv_file_is_refused_in_one_line(tmp_path, content, said):
@@ -90,7 +90,8 @@ def test_parquet_files_whose_columns_have_different_types_are_refused(tmp_path):
 def test_a_folder_without_data_files_is_refused_and_its_folders_are_named(tmp_path):
     endings = ".jsonl, .json, .parquet, .csv"
     assert error_of(tmp_path) == (
-        f"data.train={tmp_path}: a folder without data files, which end in {endings}; name another folder, or a file"
+        f"data.train={tmp_path}: a folder without data files (their names end in {endings}); name another folder, or "
+        "a file"
     )
     (tmp_path / "main").mkdir()
     (tmp_path / "README.md").write_text("no data")
@@ -110,7 +111,10 @@ def test_a_file_of_an_unknown_kind_is_refused(tmp_path):
     (tmp_path / "p.txt").write_text("a")
     assert "unknown kind of file; it must end in .jsonl, .json, .parquet, .csv" in error_of(tmp_path / "p.txt")
     os.mkfifo(tmp_path / "p.jsonl")
-    assert "is no ordinary file" in error_of(tmp_path / "p.jsonl")
+    assert "is not a regular file" in error_of(tmp_path / "p.jsonl")
     message = error_of(tmp_path / "gsm8k")
     assert "no such file; check the path" in message
-    assert "a data set of the hub is ORG/NAME, and a function package.module:function or file.py:function" in message
+    assert (
+        "a data set of the hub is written ORG/NAME, and a function package.module:function or file.py:function"
+        in message
+    )

@@ -95,11 +95,11 @@ def test_values_of_numpy_become_plain_and_other_plain_values_stay(function):
         ),
         (
             "def rows():\n    x = []\n    x.append(x)\n    yield {'prompt': 'a', 'x': x}",
-            ", row 1, column 'x': lists or dicts inside each other without end",
+            ", row 1, column 'x': lists or dicts nested without end",
         ),
-        ("def rows(size):\n    return []", ": the function needs 'size', and gets split and seed alone, by name"),
-        ("def rows(split, /):\n    return []", ": the function needs 'split', and gets split and seed alone"),
-        ("async def rows():\n    return []", ": is an async function; write 'def' in the place of 'async def'"),
+        ("def rows(size):\n    return []", ": the function needs 'size', but only split and seed are passed, by name"),
+        ("def rows(split, /):\n    return []", ": the function needs 'split', but only split and seed are passed"),
+        ("async def rows():\n    return []", ": is an async function; write 'def' instead of 'async def'"),
         ("rows = 3", ": 'rows' is of type int, not a function"),
         ("def row():\n    pass", "made.py has no function 'rows'; the nearest is 'row'"),
         ("def rows(:", "made.py does not import (SyntaxError"),
@@ -115,8 +115,8 @@ def test_a_bad_function_is_refused_in_one_line(function, text, said):
 def test_a_function_that_never_ends_is_stopped_at_a_number_of_rows(function):
     source = function("import itertools\ndef rows():\n    return ({'prompt': 'a'} for n in itertools.count())")
     assert error_of(source) == (
-        f"data.train={source}: gives more than 1,000,000 rows; end it sooner, as 'return itertools.islice(..., N)' "
-        "does in rows"
+        f"data.train={source}: gives more than 1,000,000 rows; return fewer rows, for example with 'return "
+        "itertools.islice(..., N)' in rows"
     )
 
 

@@ -21,7 +21,7 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped():
     found = looks(alarms(), "rollout/log_prob_gap", [0.01, 0.06, 0.07, 0.05, 0.2, 0.2])
     assert steps_with(found) == [2, 5]
     assert found[1][0].startswith(
-        "step 2: engine and actor differ by 0.06 nats a token, above rollout.max_log_prob_gap=0.05"
+        "step 2: engine and actor differ by 0.06 nats per token, above rollout.max_log_prob_gap=0.05"
     )
 
 
@@ -39,7 +39,7 @@ def test_entropy_that_stays_far_below_its_start_is_told_once_it_persists():
     found = looks(alarms(), "rollout/entropy", values)
     begins = START_STEPS + 10 + 2 + PERSISTENT_STEPS
     assert steps_with(found) == [begins]
-    assert f"nats a token, for {PERSISTENT_STEPS} steps below 0.03, 5% of its start" in found[begins - 1][0]
+    assert f"below 0.03 (5% of its initial value) for {PERSISTENT_STEPS} steps" in found[begins - 1][0]
 
 
 def test_batches_in_which_no_group_has_a_spread_are_told_once_they_persist():
@@ -58,7 +58,7 @@ def test_a_reward_that_loses_most_of_what_was_learnt_is_told():
     begun = steps_with(found)
     assert len(begun) == 1
     assert 20 + 2 <= begun[0] <= 20 + WINDOW_STEPS
-    assert "and was 0.88 at its best" in found[begun[0] - 1][0]
+    assert "its best value was 0.88" in found[begun[0] - 1][0]
 
 
 @pytest.mark.parametrize("spread", [0.3, 0.5])

@@ -200,7 +200,7 @@ def test_the_last_closed_box_is_found_whatever_the_braces_do(text, content):
         (repetition_penalty, {"max_penalty": 0.5}, ["max_penalty=0.5", "< 0"]),
         (json_schema, {"schema": "{"}, ["'{'", "no JSON"]),
         (json_schema, {"schema": "[]"}, ["'[]'", "list"]),
-        (json_schema, {"schema": {"type": "text"}}, ["no JSON Schema", "text"]),
+        (json_schema, {"schema": {"type": "text"}}, ["not a valid JSON Schema", "text"]),
         (json_schema, {"schema": {"$ref": "http://127.0.0.1:9/x.json"}}, ["127.0.0.1", "does not contain"]),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_schema_without_end_is_the_datas_fault_and_deep_nesting_the_responses(
         ({"$ref": "#"}, "null"),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, '{"a": [1]}'),
     ):
-        with pytest.raises(ValueError, match="refers to itself without end; correct it"):
+        with pytest.raises(ValueError, match="contains an endless reference to itself; correct it"):
             json_schema("p", response, schema=schema)
     nested = {"type": "array", "items": {"$ref": "#"}}
     assert json_schema("p", "[" * 9 + "]" * 9, schema=nested) == 1.0

@@ -176,7 +176,7 @@ def test_an_answer_is_correct_if_no_function_says_otherwise_and_success_is_a_boo
     assert [r.success for r in RewardWorker(made).score(requests("right", "numpy", "?"))] == [True, False, False]
     (result,) = RewardWorker([function(tmp_path / "success.py", "number")]).score(requests("a"))
     assert (result.failed, result.success) == (True, None)
-    assert "returned success=1 of type int: it is True, False or None" in result.error
+    assert "returned success=1 of type int: success must be True, False or None" in result.error
 
 
 # Batched
@@ -199,7 +199,7 @@ def test_a_batch_that_returns_another_number_of_scores_is_an_error(path):
     results = RewardWorker([function(path, "lists")]).score(requests("a", "short", answer="x"))
     assert scores(results) == ["failed", "failed"]  # both samples fail, because the scores cannot be matched to samples
     assert {r.error for r in results} == {
-        "reward function 'lists' returned 1 scores for 2 samples: one each, in their order"
+        "reward function 'lists' returned 1 scores for 2 samples; return one score per sample, in the same order"
     }
     assert module_of(path)["sizes"] == [2]  # a batched function that fails is not called again
     for wrong, said in (([1.0], "returned 1 scores for 2 samples"), (1.0, "returned float: a batched function")):

@@ -185,7 +185,7 @@ def test_what_a_function_of_a_strange_file_name_raises_can_be_stored(raising, na
 
 def test_a_coroutine_among_the_scores_is_no_score(raising):
     (result,) = RewardWorker([function(raising, "coroutine")]).score(requests("a"))
-    assert "of type coroutine: a score is a number" in result.error
+    assert "of type coroutine: a score must be a number" in result.error
 
 
 LEAKS = """
@@ -268,14 +268,14 @@ def test_a_function_to_which_nothing_would_be_passed_is_refused():
     def wrapped(*args, **kwargs): ...
     def named(response, *others): ...
 
-    with pytest.raises(ConfigError, match=r"'mine' takes \*args, to which nothing is passed"):
+    with pytest.raises(ConfigError, match=r"'mine' takes \*args, but arguments are passed by name"):
         loading.check_columns(blind, "mine", [])
     loading.check_columns(wrapped, "mine", [])
     loading.check_columns(named, "mine", [])
 
 
 def test_a_device_is_no_reward_file():
-    with pytest.raises(ConfigError, match="/dev/null is no ordinary file; name a Python file"):
+    with pytest.raises(ConfigError, match="/dev/null is not a regular file; name a Python file"):
         loading.load_function("/dev/null:score")
 
 

@@ -152,7 +152,7 @@ def test_what_is_no_completion_is_failed(body):
     with serving(lambda _: body) as server:
         result = ask(server)
     assert result.failed
-    assert "no chat completion" in result.message or "no number" in result.message
+    assert "not a chat completion" in result.message or "no number" in result.message
 
 
 @pytest.mark.parametrize("body", [b"\xff<html>", b"{", b"", b'{"choices": "\xff"}'])
@@ -268,9 +268,12 @@ def test_the_key_comes_from_the_environment_and_no_message_shows_it(monkeypatch)
     ("options", "message"),
     [
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "api_key_env=NOT_SET_ANYWHERE: not set in the reward process"),
-        ({"api_key_env": "sk-1234"}, "api_key_env is not the name of a variable"),
+        ({"api_key_env": "sk-1234"}, "api_key_env is not the name of an environment variable"),
         ({"question": "What is 2+2?"}, "question='What is 2+2?': has no {response}; set kwargs.question"),
-        ({"question": "{response} {gold}"}, "question has {gold}, and this sample has only prompt, response; use {{"),
+        (
+            {"question": "{response} {gold}"},
+            "question has {gold}, but this sample has only prompt, response; write a literal",
+        ),
         ({"question": 7}, "question='7': has no {response}"),
         ({"score": r"\d+"}, r"score='\\d+': has no group"),
         ({"score": "("}, "score='(': not a regular expression"),

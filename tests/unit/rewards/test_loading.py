@@ -100,7 +100,7 @@ def test_what_does_not_exist_is_named_with_its_nearest_neighbour(tmp_path):
 
 @pytest.mark.parametrize("path", ["score", "mine.py", ":score", "package.module:", ""])
 def test_a_path_without_a_function_is_refused(path):
-    assert "no function is named; use package.module:function, file.py:function, or one of" in error_of(path)
+    assert "no function name is given; use package.module:function, file.py:function, or one of" in error_of(path)
 
 
 def test_what_comes_with_rltrain_has_a_short_name():
@@ -162,7 +162,7 @@ def test_a_function_that_needs_a_column_that_is_not_there_is_refused():
     with pytest.raises(ConfigError) as caught:
         check_columns(wants, "mine", ["answer", "level"])
     assert str(caught.value) == (
-        "reward function 'mine' needs a column 'anwser' that the data does not have; there are prompt, response, "
+        "reward function 'mine' needs a column 'anwser' that the data does not have; the columns are prompt, response, "
         "finish_reason, answer, level; did you mean answer?; rename the parameter, give it a default, add the "
         "column to the data, or set it in kwargs"
     )
@@ -237,7 +237,7 @@ def test_G4_none_means_not_applicable_and_stays_none():
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        ("0.5", "returned '0.5' of type str: a score is a number, a bool or None"),
+        ("0.5", "returned '0.5' of type str: a score must be a number, a bool or None"),
         ([1.0], "of type list"),
         (1j, "of type complex"),
         (math.nan, "returned nan: a score must be finite"),
@@ -258,7 +258,7 @@ def test_what_is_no_score_is_an_error_and_never_0(result, said):
 
 
 def test_a_sample_without_a_needed_column_is_an_error():
-    with pytest.raises(ScoreError, match="needs 'answer', and this sample has only level, prompt, response"):
+    with pytest.raises(ScoreError, match="needs 'answer', but this sample has only level, prompt, response"):
         call(lambda answer: 1.0, "p", "r", {"level": 1})
 
 

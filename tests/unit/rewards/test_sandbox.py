@@ -374,7 +374,9 @@ def test_without_bubblewrap_auto_warns_once_and_required_says_what_to_do(monkeyp
         assert [run("print(1)", level="auto").stdout for _ in range(2)] == ["1\n", "1\n"]
     (warning,) = caplog.messages
     assert "it can read and write this user's files, use the network" in warning
-    with pytest.raises(SandboxError, match=r"does not work here: bwrap is not installed; install bubblewrap$"):
+    with pytest.raises(
+        SandboxError, match=r"does not work on this machine: bwrap is not installed; install bubblewrap$"
+    ):
         run("", level="required")
 
 
@@ -393,5 +395,5 @@ def test_a_bubblewrap_that_the_kernel_forbids_is_found_out_by_trying(monkeypatch
 
 def test_an_interpreter_that_does_not_start_is_no_verdict_on_the_program(monkeypatch):
     monkeypatch.setattr(sandbox, "command", lambda strong: ["/bin/sh", "-c", "echo no libpython >&2; exit 127"])
-    with pytest.raises(SandboxError, match="Python did not start in it: no libpython"):
+    with pytest.raises(SandboxError, match="Python did not start inside it: no libpython"):
         run("print(1)", level="limits")

@@ -148,7 +148,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
     assert str(caught.value).startswith(
         "reward.sandbox=required: reward function 'code': sandbox: the strong form does"
     )
-    assert "bwrap is not installed; install bubblewrap; or reward.sandbox=auto" in str(caught.value)
+    assert "bwrap is not installed; install bubblewrap; or use reward.sandbox=auto" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -190,5 +190,5 @@ def test_where_the_strong_form_works_there_is_no_warning():
 
 def test_another_system_than_linux_is_refused_at_every_level(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="this is darwin, and sandboxes need Linux"):
+    with pytest.raises(ConfigError, match="this machine runs darwin, but sandboxes need Linux"):
         checks.sandbox_warning(config_of())

@@ -191,7 +191,7 @@ async def test_a_save_at_a_step_without_the_metric_says_how_to_have_it(tmp_path,
     await save(made(tmp_path, best="eval/accuracy"), 1, score=1.0)
     (message,) = caplog.messages
     assert "has no value for step 1" in message
-    assert "trainer.eval_every has to divide" in message
+    assert "trainer.eval_every must divide" in message
 
 
 async def test_what_a_crash_has_left_is_removed_at_the_next_start_and_nothing_else(tmp_path):
@@ -213,7 +213,7 @@ async def test_a_save_that_fails_on_a_rank_is_said_and_leaves_the_run_and_the_ol
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_1"]
     (said,) = caplog.messages
     assert "step_2: not saved, No space left on device; the run goes on" in said
-    with pytest.raises(CheckpointError, match=r"so .*model was not made; make room"):
+    with pytest.raises(CheckpointError, match=r"so .*model was not created; free space"):
         checkpoints.publish(tmp_path / "model")
     ranks.error = ""
     await save(checkpoints, 2, ranks=ranks)  # tried again

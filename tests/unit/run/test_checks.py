@@ -51,8 +51,8 @@ def test_a_model_that_no_critic_can_be_made_of_is_refused_before_anything_starts
     (tmp_path / "prompts.jsonl").write_text("{}")
     check(config_of(*model, "algorithm=grpo"))
     assert refusal(*model, "algorithm=ppo") == (
-        f"model.path={tmp_path}: models of the type {kind} have no critic (transformers has no token classifier of "
-        "them); use an algorithm without one (algorithm=grpo, rloo or reinforce_plus_plus), or another model"
+        f"model.path={tmp_path}: models of the type {kind} have no critic (transformers has no token classifier for "
+        "them); use an algorithm without a critic (algorithm=grpo, rloo or reinforce_plus_plus), or another model"
     )
 
 
@@ -74,7 +74,7 @@ def test_every_algorithm_passes(algorithm):
         (["algorithm.kl_loss.kl_estimator=k9"], "algorithm.kl_loss.kl_estimator=k9: unknown KL estimator; use one of"),
         (["algorithm.kl_in_reward.kl_estimator=k3+"], "and a reward has none; use k3"),
         (["algorithm.loss.clip=0.2"], "algorithm.loss.clip=0.2: 'vanilla' has no such knob; it takes clip_ratio_low"),
-        (["algorithm.loss.clip_ratio_low=wide"], "algorithm.loss.clip_ratio_low='wide': 'vanilla' wants a float"),
+        (["algorithm.loss.clip_ratio_low=wide"], "algorithm.loss.clip_ratio_low='wide': 'vanilla' expects a float"),
         (["algorithm.advantage.lam=1.0"], "algorithm.advantage.lam=1.0: 'grpo' has no such knob; it takes norm_by_std"),
         (["algorithm.loss.clip_ratio_c=0.5"], "algorithm.loss.clip_ratio_c=0.5 must be > 1"),
         (["algorithm.loss.clip_ratio_low=-0.1"], "algorithm.loss.clip_ratio_low=-0.1 must be >= 0"),
@@ -82,15 +82,18 @@ def test_every_algorithm_passes(algorithm):
         (["algorithm=ppo", "algorithm.advantage.gamma=2"], "algorithm.advantage.gamma=2 must be in [0, 1]"),
         (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1: grpo compares the answers to one prompt"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: unknown engine; use rollout=vllm or rollout=hf"),
-        (["rollout=hf", "rollout.engine=vllm"], "its settings are absent; use rollout=vllm"),
-        (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (it starts at "),
+        (["rollout=hf", "rollout.engine=vllm"], "the engine's settings are missing; use rollout=vllm"),
+        (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (relative paths start at "),
         (["data.val=no.jsonl"], "data.val=no.jsonl: no such file"),
         (["data.train=builtin:mediam"], "unknown built-in task; the nearest is 'builtin:median', and all are"),
-        (["data.train=builtin:sort"], "with the reward of task median: no answer would be right; use data=sort"),
+        (["data.train=builtin:sort"], "with the reward of task median: every answer would be wrong; use data=sort"),
         (["model.path=no"], "model.path=no: no such directory; give the folder of a model, its ORG/NAME on the hub"),
         (["rollout.max_response_length=1009"], "= 1025 tokens: the model has 1024 positions"),
         (["model.lora={rank:4,targets:[q]}"], "model.lora.targets: no layer is called 'q'; the nearest is 'q_proj'"),
-        (["model.lora={rank:4,targets:lm_head}"], "'lm_head' is the last layer, whose log-probs have no adapter"),
+        (
+            ["model.lora={rank:4,targets:lm_head}"],
+            "'lm_head' is the last layer, where log-probs are computed without an adapter",
+        ),
         (["reward.functions=[no.such:score]"], "there is no module 'no'"),
         (["placement.actor_ranks=3"], "placement.actor_ranks=3: more than the 2 CPU cores of this machine; use fewer"),
         (["placement.rollout_replicas=3"], "placement.rollout_replicas=3: more than the 2 CPU cores"),
@@ -131,7 +134,7 @@ def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
 def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     (tmp_path / name).touch() if "." in name else (tmp_path / name).mkdir()
     assert refusal(f"trainer.output_dir={tmp_path}").endswith(
-        f"holds another run ({name}); name a new folder, or go on with it by trainer.resume=auto"
+        f"holds another run ({name}); name a new folder, or continue that run with trainer.resume=auto"
     )
     check(
         config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto")
@@ -208,7 +211,7 @@ def test_a_cluster_with_gpus_is_measured_in_gpus():
 
 def test_an_engine_in_shards_has_no_gpu_in_parts():
     shards = ("placement=colocated", "rollout.vllm.tensor_parallel_size=2", "rollout.vllm.process=async")
-    with pytest.raises(ConfigError, match=r"=2: with placement.share_ranks=true an engine has a part"):
+    with pytest.raises(ConfigError, match=r"=2: with placement.share_ranks=true an engine gets only a part"):
         check_cluster(config_of(*shards), {"CPU": 64.0, "GPU": 8.0})
     check_cluster(config_of(*shards, "placement.share_ranks=false"), {"CPU": 64.0, "GPU": 8.0})
     check_cluster(config_of(*shards), {"CPU": 64.0})
@@ -221,13 +224,13 @@ def test_a_cluster_is_not_measured_by_this_machine():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.output_dir=s3://bucket/run", "is no local folder; only trainer.checkpoint_dir may be elsewhere"),
+        ("trainer.output_dir=s3://bucket/run", "is not a local folder; only trainer.checkpoint_dir may be remote"),
         ("trainer.checkpoint_dir=s3x://bucket", "cannot be reached (ValueError: Protocol not known: s3x"),
         ("trainer.resume=s3x://bucket", "trainer.resume=s3x://bucket: cannot be reached"),
         ("trainer.checkpoint_dir=afile/x", "afile is a file, not a folder"),
         ("trainer.checkpoint_dir=file://afile", "is a file, not a folder"),
-        ("trainer.output_dir=runs/a::b", "trainer.checkpoint_dir=runs/a::b/checkpoints: has '::'"),
-        ("trainer.resume=://x", "trainer.resume=://x: has '::' or no name before '://'"),
+        ("trainer.output_dir=runs/a::b", "trainer.checkpoint_dir=runs/a::b/checkpoints: contains '::'"),
+        ("trainer.resume=://x", "trainer.resume=://x: contains '::', or has no name before '://'"),
         ("trainer.checkpoint_dir=loop/x", "cannot be accessed (Too many levels of symbolic links)"),
         (f"trainer.output_dir={'x' * 300}", "cannot be accessed (File name too long)"),
         (f"trainer.output_dir={'x/' * 2000}", "cannot be accessed (File name too long)"),
@@ -255,6 +258,6 @@ def test_folders_that_cannot_be_used_are_named_before_anything_starts(tmp_path, 
 def test_checkpoints_are_not_kept_where_results_are_replaced(tmp_path, name):
     (tmp_path / "model.old").mkdir()
     (tmp_path / "link").symlink_to("model.old")
-    with pytest.raises(ConfigError, match=r"lies in a folder of the run's results \((model|rollouts)"):
+    with pytest.raises(ConfigError, match=r"is inside a folder of the run's results \((model|rollouts)"):
         check(config_of(f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/{name}"))
     check(config_of(f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/kept"))

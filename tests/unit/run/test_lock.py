@@ -42,14 +42,14 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_has_died(tmp_pa
         (tmp_path / "link").symlink_to("run")
         for name in ("run", "link", "link/../run"):
             said = refusal(f"trainer.output_dir={tmp_path}/{name}")
-            assert said.startswith(f"trainer.output_dir={tmp_path}/{name}: another run is at work there")
+            assert said.startswith(f"trainer.output_dir={tmp_path}/{name}: another run is using this folder")
             assert f"(process {first.pid} on " in said
             assert "\n" not in said
         said = refusal(f"trainer.output_dir={tmp_path}/other", f"trainer.checkpoint_dir=file://{tmp_path}/kept")
-        assert said.startswith(f"trainer.checkpoint_dir=file://{tmp_path}/kept: another run is at work there")
+        assert said.startswith(f"trainer.checkpoint_dir=file://{tmp_path}/kept: another run is using this folder")
         (tmp_path / "linked").symlink_to("kept")
         said = refusal(f"trainer.output_dir={tmp_path}/other", f"trainer.checkpoint_dir={tmp_path}/linked")
-        assert "linked: another run is at work there" in said
+        assert "linked: another run is using this folder" in said
         assert not (tmp_path / "other").exists()
         first.send_signal(signal.SIGKILL)
         first.wait()

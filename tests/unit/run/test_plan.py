@@ -121,7 +121,8 @@ def test_what_overlaps_is_said_where_it_may():
         "; engines answer while ranks train, at most 2 weight versions behind"
     )
     assert row("processes", "placement=inprocess", "rollout=hf", "trainer.max_staleness=1").endswith(
-        "; answers may be 1 weight version old, which saves no time in one process: trainer.max_staleness=0 learns more"
+        "; answers may be 1 weight version old, but this saves no time in one process: trainer.max_staleness=0 "
+        "learns better"
     )
 
 
@@ -170,7 +171,7 @@ STALE = "trainer.max_staleness=4"
         (["algorithm.correction.level=null"], "train uncorrected; algorithm.correction.level=auto corrects them"),
         (
             ["algorithm=sequence_masking"],
-            "are dropped where algorithm.rejection finds them too far from the engine, and else uncorrected",
+            "are dropped where algorithm.rejection finds them too far from the engine, and are otherwise uncorrected",
         ),
         (
             ["algorithm.old_log_probs=rollout"],
@@ -226,7 +227,7 @@ def test_memory_is_over_the_ranks_that_share_one_copy_of_the_model():
 def test_an_engine_holds_its_shard_in_its_own_dtype():
     gib = Facts(path="m", parameters=2**30, on_gpu=True)
     overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]
-    assert "an engine: weights 1.0 GB, 50% of its GPU in all;" in row("memory", *overrides, facts=gib)
+    assert "an engine: weights 1.0 GB, 50% of its GPU in total;" in row("memory", *overrides, facts=gib)
     assert "an engine: weights 4.0 GB;" in row("memory", "rollout=hf", facts=gib)
     # vLLM's settings have no effect with the engine hf
     another = ["rollout.engine=hf", "rollout.vllm.tensor_parallel_size=2"]
@@ -248,7 +249,7 @@ def test_with_adapters_only_they_have_gradients_and_optimizer_states():
     facts = Facts(path="m", parameters=2**30, adapters=2**27, needs_critic=False)
     lora = "model.lora={rank:16,targets:[q_proj,v_proj]}"
     assert row("model", lora, facts=facts).endswith(
-        "; trained are adapters of rank 16, alpha 32, on q_proj, v_proj: 134M parameters"
+        "; training changes only adapters of rank 16, alpha 32, on q_proj, v_proj: 134M parameters"
     )
     assert "on all linear layers: 134M" in row("model", "model.lora={rank:16}", facts=facts)
     assert row("memory", lora, facts=facts).startswith("a rank: actor 6.0 GB; an engine: weights 4.0 GB")

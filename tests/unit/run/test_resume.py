@@ -67,7 +67,7 @@ def test_auto_starts_again_with_the_same_config_where_there_is_no_checkpoint_yet
 async def test_auto_refuses_to_start_anew_where_all_checkpoints_are_damaged(tmp_path):
     await saved(tmp_path)
     (tmp_path / "checkpoints/step_2/model/config.json").unlink()
-    assert "holds 1 checkpoints, and none of them is good" in refusal(tmp_path, "trainer.resume=auto")
+    assert "holds 1 checkpoints, all of them damaged" in refusal(tmp_path, "trainer.resume=auto")
 
 
 async def test_a_finished_run_has_nothing_to_do(tmp_path):
@@ -75,7 +75,7 @@ async def test_a_finished_run_has_nothing_to_do(tmp_path):
     shutil.copytree(tmp_path / "checkpoints/step_2/model", tmp_path / "model")
     found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=2"))
     assert found.over
-    assert found.said[0].startswith(f"nothing to do: {tmp_path}/checkpoints/step_2 is after step 2")
+    assert found.said[0].startswith(f"nothing to do: {tmp_path}/checkpoints/step_2 is the checkpoint of step 2")
 
 
 async def test_a_run_whose_model_is_that_of_an_earlier_step_is_not_finished(tmp_path):
@@ -118,7 +118,7 @@ async def test_metrics_that_are_none_are_refused_before_any_worker_starts(tmp_pa
     write_index(found)
     bad = dataclasses.replace(found, state=GOOD, history={"metrics.jsonl": line})
     prompts = Prompts([Prompt(n, "p", [1], {}) for n in range(3)])
-    with pytest.raises(ConfigError, match="no run can be resumed from its state"):
+    with pytest.raises(ConfigError, match="its state cannot be used to resume a run"):
         require_usable(own, bad, prompts)
     require_usable(own, dataclasses.replace(bad, history={}), prompts)
     shutil.rmtree(found.folder.path("state"))
@@ -131,7 +131,7 @@ async def test_more_steps_go_on_and_say_that_the_schedule_is_another(tmp_path):
     (tmp_path / "model").mkdir()
     found = beginning(config(tmp_path, "trainer.resume=auto", "trainer.total_steps=9"))
     assert not found.over
-    assert "trainer.total_steps=9, where the checkpoint has 2: actor.lr_schedule=linear now ends there" in found.said[1]
+    assert "trainer.total_steps=9, while the checkpoint has 2: actor.lr_schedule=linear now ends at" in found.said[1]
 
 
 @pytest.mark.parametrize(
@@ -144,15 +144,15 @@ async def test_what_decides_the_future_must_be_equal(tmp_path, override):
     await saved(tmp_path)
     said = refusal(tmp_path, "trainer.resume=auto", override)
     assert "the checkpoint has" in said
-    assert "start a new run with its model as model.path" in said
+    assert "start a new run with the checkpoint's model as model.path" in said
 
 
 async def test_a_correction_that_follows_from_the_staleness_is_not_what_is_complained_about(tmp_path):
     await saved(tmp_path, "trainer.max_staleness=2")
     fresh = refusal(tmp_path, "trainer.resume=auto")
-    assert fresh.startswith("trainer.max_staleness=0: the checkpoint has 2, and going on")
+    assert fresh.startswith("trainer.max_staleness=0: the checkpoint has 2, and another value")
     own = refusal(tmp_path, "trainer.resume=auto", "trainer.max_staleness=2", "algorithm.correction.level=null")
-    assert own.startswith("algorithm.correction.level=null: the checkpoint has token, and going on")
+    assert own.startswith("algorithm.correction.level=null: the checkpoint has token, and another value")
     assert beginning(config(tmp_path, "trainer.resume=auto", "trainer.max_staleness=2")).checkpoint.step == 2
 
 
@@ -201,7 +201,7 @@ async def test_a_path_into_this_run_must_be_its_newest(tmp_path):
     await saved(tmp_path, steps=(2, 4))
     assert beginning(config(tmp_path, f"trainer.resume={tmp_path}/checkpoints/step_4")).checkpoint.step == 4
     said = refusal(tmp_path, f"trainer.resume={tmp_path}/checkpoints/step_2")
-    assert "holds newer checkpoints too (step_4)" in said
+    assert "also holds newer checkpoints (step_4)" in said
 
 
 async def test_a_path_never_writes_over_another_run(tmp_path):
@@ -209,7 +209,7 @@ async def test_a_path_never_writes_over_another_run(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").write_text("")
     said = refusal(tmp_path / "new", f"trainer.resume={tmp_path}/old")
-    assert "holds another run (metrics.jsonl) than the checkpoint's" in said
+    assert "holds metrics.jsonl of a run other than the checkpoint's" in said
     shutil.copytree(tmp_path / "old/checkpoints", tmp_path / "third/checkpoints")
     assert "holds checkpoints of another run" in refusal(tmp_path / "third", f"trainer.resume={tmp_path}/old")
 
@@ -282,13 +282,13 @@ async def test_only_the_function_that_ended_the_run_may_be_repaired(tmp_path):
     sums.write_text("def own(**_): return 2")
     await saved(tmp_path / "run", *words)
     (said,) = usable(tmp_path / "run", ended, *words)
-    assert said == f"reward.aggregation: {sums}:own: repaired since step 2, where it ended the run"
+    assert said == f"reward.aggregation: {sums}:own: has been repaired since it ended the run after step 2"
     await saved(tmp_path / "run", *words)
-    with pytest.raises(ConfigError, match=r"sums.py:own: holds something else than when"):
+    with pytest.raises(ConfigError, match=r"sums.py:own: has changed since"):
         usable(tmp_path / "run", ended | {"repairable": None}, *words)
     rewards.write_text("def own(**_): return 2")
     await saved(tmp_path / "run", *words)
-    with pytest.raises(ConfigError, match=r"rewards.py:own: holds something else than when"):
+    with pytest.raises(ConfigError, match=r"rewards.py:own: has changed since"):
         usable(tmp_path / "run", ended, *words)
 
 
@@ -296,9 +296,9 @@ async def test_other_prompts_under_the_same_name_are_refused(tmp_path):
     await saved(tmp_path)
     usable(tmp_path, GOOD)
     await saved(tmp_path)
-    with pytest.raises(ConfigError, match=r"^data.train=builtin:median: holds something else than when"):
+    with pytest.raises(ConfigError, match=r"^data.train=builtin:median: has changed since"):
         usable(tmp_path, GOOD, fingerprint=8)
-    for value, said in (({}, "holds something else than when"), (None, "no run can be resumed from its state")):
+    for value, said in (({}, "has changed since"), (None, "its state cannot be used to resume a run")):
         await saved(tmp_path)
         with pytest.raises(ConfigError, match=said):
             usable(tmp_path, changed(("sources",), value))
@@ -317,7 +317,7 @@ async def test_a_state_that_no_run_could_go_on_from_is_refused_in_one_line_or_ha
             except ConfigError as error:
                 said.append(str(error))
     assert len(said) > 3 * len(paths)
-    assert [text for text in said if "\n" in text or "no run can be resumed from its state" not in text] == []
+    assert [text for text in said if "\n" in text or "its state cannot be used to resume a run" not in text] == []
 
 
 @pytest.mark.parametrize("content", ["", "- 1", "a: [", "\x00", "!!python/object/apply:os.system ['true']"])
@@ -349,7 +349,7 @@ async def test_a_path_goes_on_where_it_lies_only_with_its_own_output_folder(tmp_
     assert "trainer.seed=0: the checkpoint has 5" in refusal(tmp_path / "b", *words)
     (tmp_path / "b/config.yaml").unlink()
     said = refusal(tmp_path / "b", *words)
-    assert "b holds checkpoints and no config.yaml, so it is no run to go on with" in said
+    assert "b holds checkpoints and no config.yaml, so there is no run to continue" in said
     assert beginning(config(tmp_path / "a", *words)).checkpoint.step == 2
     assert beginning(config(tmp_path / "new", *words)).checkpoint.step == 2
 

@@ -21,8 +21,8 @@ def algorithm(*overrides):
         (["entropy_coef_max=0"], "algorithm.entropy_coef_max must be > 0, got 0.0"),
         (
             ["entropy_target=0.2", "entropy_coef=0.01"],
-            "algorithm.entropy_coef=0.01 with entropy_target=0.2: starts above algorithm.entropy_coef_max=0.005; lower "
-            "it, or raise the maximum",
+            "algorithm.entropy_coef=0.01 with entropy_target=0.2: the coefficient starts above "
+            "algorithm.entropy_coef_max=0.005; lower it, or raise the maximum",
         ),
         (["reward_shaping.overlong_buffer=-1"], "algorithm.reward_shaping.overlong_buffer must be >= 0, got -1"),
         (["reward_shaping.scale=0"], "reward_shaping.scale=0.0: every score would become 0; use another factor"),
@@ -42,22 +42,25 @@ def algorithm(*overrides):
         (
             ["kl_loss.ratio_weighted=true", "kl_loss.kl_estimator=full"],
             "algorithm.kl_loss.ratio_weighted=true with kl_estimator=full: the exact KL is not an estimate from samples"
-            "; use false",
+            "; use ratio_weighted=false",
         ),
         (["correction.lower=-0.1"], "algorithm.correction.lower=-0.1, upper=None: 0 <= lower <= 1 <= upper must hold"),
         (["correction.lower=1.1"], "algorithm.correction.lower=1.1, upper=None: 0 <= lower <= 1 <= upper must hold"),
         (["correction.upper=0.9"], "algorithm.correction.lower=None, upper=0.9: 0 <= lower <= 1 <= upper must hold"),
         (
             ["correction.level=token", "correction.mode=mask"],
-            "algorithm.correction.mode=mask with lower=None, upper=None: nothing would ever lie outside; set a bound",
+            "algorithm.correction.mode=mask with lower=None, upper=None: no weight could ever be outside the "
+            "bounds; set a bound",
         ),
         (
             ["correction.level=token", "correction.mode=mask", "correction.lower=0"],
-            "algorithm.correction.mode=mask with lower=0.0, upper=None: nothing would ever lie outside; set a bound",
+            "algorithm.correction.mode=mask with lower=0.0, upper=None: no weight could ever be outside the bounds; "
+            "set a bound",
         ),
         (
             ["correction.upper=2.0"],
-            "algorithm.correction.lower=None, upper=2.0 with level=null: there is no correction; set level=token, say",
+            "algorithm.correction.lower=None, upper=2.0 with level=null: there is no correction; set level=token, "
+            "for example",
         ),
         (
             ["correction.lower=0.5"],
@@ -68,7 +71,7 @@ def algorithm(*overrides):
         (
             ["rejection.upper=0.1"],
             "algorithm.rejection.lower=None, upper=0.1, only_negative=False with kl_estimator=null: nothing is "
-            "rejected; set kl_estimator=k3, say",
+            "rejected; set kl_estimator=k3, for example",
         ),
         (
             ["rejection.lower=-0.1"],
@@ -104,7 +107,7 @@ def test_a_setting_that_contradicts_itself_or_another_is_refused_in_one_line(ove
 @pytest.mark.parametrize("section", ["reward_normalization", "advantage_normalization"])
 def test_C6_leave_one_out_is_for_a_mean_alone(section, settings):
     with pytest.raises(
-        ConfigError, match=rf"^algorithm.{section}.leave_one_out=true is for a mean alone: set mean_lev"
+        ConfigError, match=rf"^algorithm.{section}.leave_one_out=true applies only to the mean, because"
     ):
         algorithm(*(f"{section}.{text}" for text in [*settings, "leave_one_out=true"]))
     for level in ("group", "batch"):

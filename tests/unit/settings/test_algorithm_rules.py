@@ -78,14 +78,23 @@ def test_every_estimator_passes_with_its_defaults(estimator):
             ["loss_mode=clip_cov", "loss.kl_cov_ratio=0.1"],
             "algorithm.loss.kl_cov_ratio=0.1: 'clip_cov' has no such knob",
         ),
-        (["loss.clip_ratio_low=wide"], "algorithm.loss.clip_ratio_low='wide': 'vanilla' wants a float here, like its"),
-        (["loss.clip_ratio_low=true"], "algorithm.loss.clip_ratio_low=True: 'vanilla' wants a float here"),
-        (["loss_mode=clip_cov", "loss.clip_cov_lb=low"], "algorithm.loss.clip_cov_lb='low': 'clip_cov' wants a float"),
+        (
+            ["loss.clip_ratio_low=wide"],
+            "algorithm.loss.clip_ratio_low='wide': 'vanilla' expects a float here, like its",
+        ),
+        (["loss.clip_ratio_low=true"], "algorithm.loss.clip_ratio_low=True: 'vanilla' expects a float here"),
+        (
+            ["loss_mode=clip_cov", "loss.clip_cov_lb=low"],
+            "algorithm.loss.clip_cov_lb='low': 'clip_cov' expects a float",
+        ),
         (["loss.clip_ratio_low=-1"], "algorithm.loss.clip_ratio_low=-1 must be >= 0"),
         (["loss_mode=clip_cov", "loss.clip_cov_ratio=2"], "algorithm.loss.clip_cov_ratio=2"),
         (["loss_mode=clip_cov", "loss.clip_cov_lb=9"], "algorithm.loss.clip_cov_lb=9 must be <= clip_cov_ub=5.0; swap"),
         (["loss_mode=top_entropy", "loss.entropy_fraction=0"], "algorithm.loss.entropy_fraction=0"),
-        (["advantage.norm_by_std=1"], "algorithm.advantage.norm_by_std=1: 'grpo' wants a bool here, like its default"),
+        (
+            ["advantage.norm_by_std=1"],
+            "algorithm.advantage.norm_by_std=1: 'grpo' expects a bool here, like its default",
+        ),
         (["advantage.lam=1.0"], "algorithm.advantage.lam=1.0: 'grpo' has no such knob; it takes norm_by_std; remove"),
         (
             ["advantage_estimator=rloo", "advantage.k=1"],
@@ -125,11 +134,14 @@ def test_aliases_are_what_presets_and_papers_call_their_functions():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("[0.0]", "algorithm.advantage.weights=[0.0]: if all weights are 0, nothing is learnt; give one above 0"),
-        ("[null]", "algorithm.advantage.weights=[None]: 'gdpo' wants a list of numbers here, like its default ()"),
-        ("[a]", "algorithm.advantage.weights=['a']: 'gdpo' wants a list of numbers here, like its default ()"),
-        ("[true]", "algorithm.advantage.weights=[True]: 'gdpo' wants a list of numbers here, like its default ()"),
-        ("1.0", "algorithm.advantage.weights=1.0: 'gdpo' wants a list of numbers here, like its default ()"),
+        (
+            "[0.0]",
+            "algorithm.advantage.weights=[0.0]: if all weights are 0, nothing is learnt; set at least one above 0",
+        ),
+        ("[null]", "algorithm.advantage.weights=[None]: 'gdpo' expects a list of numbers here, like its default ()"),
+        ("[a]", "algorithm.advantage.weights=['a']: 'gdpo' expects a list of numbers here, like its default ()"),
+        ("[true]", "algorithm.advantage.weights=[True]: 'gdpo' expects a list of numbers here, like its default ()"),
+        ("1.0", "algorithm.advantage.weights=1.0: 'gdpo' expects a list of numbers here, like its default ()"),
     ],
 )
 def test_weights_that_weigh_nothing_or_are_no_numbers_are_refused(weights, message):
@@ -182,8 +194,8 @@ def test_a_loss_that_reads_what_no_batch_holds_for_it_is_refused(column):
     exec(f"def reads(log_probs, {column}): return log_probs, {{}}", made)
     with registered(POLICY_LOSSES, "reads", made["reads"]):
         assert refusal("loss_mode=reads") == (
-            f"algorithm.loss_mode=reads, advantage_estimator=grpo: one reads the column '{column}', which is not there "
-            "for it; the columns are in rltrain/batch/data_proto.py"
+            f"algorithm.loss_mode=reads, advantage_estimator=grpo: one of them reads the column '{column}', which "
+            "does not exist in this run; rltrain/batch/data_proto.py lists all columns"
         )
 
 
@@ -250,15 +262,17 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
         "reward_normalization.mean_level=batch", "reward_normalization.std_level=group",
     ):  # fmt: skip
         assert refusal(gdpo, setting) == (
-            "algorithm.reward_shaping or reward_normalization with gdpo: it reads the reward functions one by one, not "
-            "their shaped sum; shape them in the functions"
+            "algorithm.reward_shaping or reward_normalization with gdpo: this estimator reads the reward functions "
+            "one by one, not their shaped sum; shape the scores in the functions"
         ), setting
         accepted(setting)
     gate = "reward.functions=[{path: 'x:y'}, {path: 'x:z', name: form, gate: true}]"
     aggregations = [f"reward.aggregation={name}" for name in ("normalize_then_sum", "x.py:y")]
     for setting in (gate, *aggregations):
         found = "gate=true of reward function 'form'" if setting is gate else setting
-        with pytest.raises(ConfigError, match=f"^{re.escape(found)} with gdpo: it adds the .*functions up itself"):
+        with pytest.raises(
+            ConfigError, match=f"^{re.escape(found)} with gdpo: this estimator adds up the .*functions itself"
+        ):
             check_algorithm(compose([setting, f"algorithm.{gdpo}"])[0])
         check_algorithm(compose([setting])[0])
     accepted(gdpo, "reward_shaping.overlong_penalty=2")  # the overlong penalty is off, because it has no buffer
@@ -268,7 +282,7 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
 # Truncated answers whose return ends with the critic's value
 
 CONTRADICTIONS = [
-    ([], "with grpo: it reads no values"),
+    ([], "with grpo: this estimator has no critic"),
     (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: one credits a cut answer"),
     (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a cut answer is train"),
     (["advantage_estimator=gae", "advantage={gamma:0.0}"], "with algorithm.advantage.gamma=0: the value is multiplied"),
@@ -361,8 +375,8 @@ def test_dynamic_sampling_drops_groups_so_it_is_for_estimators_that_compare_in_g
         accepted(*settings)
         return
     assert refusal(*settings) == (
-        f"algorithm.dynamic_sampling=2 with {estimator}: it learns from groups of one outcome too, which dynamic "
-        "sampling drops; use 0"
+        f"algorithm.dynamic_sampling=2 with {estimator}: this estimator also learns from groups with one outcome, "
+        "which dynamic sampling drops; use algorithm.dynamic_sampling=0"
     )
     assert refusal(*settings, "rollout.samples_per_prompt=1").startswith(
         "rollout.samples_per_prompt=1: algorithm.dynamic_sampling compares the answers to one prompt"
@@ -377,7 +391,7 @@ def test_a_greedy_baseline_and_normalised_scores_would_be_on_two_scales():
     for level in ("mean_level=batch", "std_level=batch"):
         assert refusal(remax, f"reward_normalization.{level}") == (
             "algorithm.reward_normalization with remax: the greedy answer's score is not in the statistics, so scores "
-            "and baseline would be on two scales; use algorithm.advantage_normalization"
+            "and baseline would be on different scales; use algorithm.advantage_normalization"
         )
         accepted(remax, f"advantage_normalization.{level}")
     accepted(remax, "reward_shaping.scale=2")
@@ -385,15 +399,16 @@ def test_a_greedy_baseline_and_normalised_scores_would_be_on_two_scales():
 
 def test_suppressing_and_excluding_say_the_same_twice():
     assert refusal("suppress_truncated=true", "exclude_truncated=true") == (
-        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set one"
+        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set only one "
+        "of them"
     )
 
 
 def test_excluding_needs_a_statistic_to_be_excluded_from():
     gae = ["advantage_estimator=gae", "exclude_truncated=true"]
     assert refusal(*gae) == (
-        "algorithm.exclude_truncated=true with gae and no normalisation: there is no statistic to be excluded from; "
-        "use suppress_truncated or mask_truncated"
+        "algorithm.exclude_truncated=true with gae and no normalisation: there are no statistics to exclude answers "
+        "from; use suppress_truncated or mask_truncated"
     )
     accepted(*gae, "advantage_normalization.std_level=batch")
     accepted(*gae, "reward_normalization.mean_level=batch")

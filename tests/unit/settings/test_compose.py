@@ -308,11 +308,18 @@ def test_every_function_scores_the_outcome_except_rltrains_penalties_and_those_t
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ("[length_penalty]", "reward.functions, models: none with a weight has outcome=true, so nothing says whether"),
-        ("[{path: exact_answer, weight: 0.0},length_penalty]", "reward.functions, models: none with a weight has outc"),
+        (
+            "[length_penalty]",
+            "reward.functions, models: no function or model with a weight has outcome=true, so nothing says whether",
+        ),
+        (
+            "[{path: exact_answer, weight: 0.0},length_penalty]",
+            "reward.functions, models: no function or model with a weight has outc",
+        ),
         (
             "[exact_answer,{path: regex_format, gate: true, outcome: false}]",
-            "reward.functions, models: 'regex_format' has gate=true and outcome=false: a gate decides what the others",
+            "reward.functions, models: 'regex_format' has gate=true and outcome=false: a gate decides whether the "
+            "other",
         ),
     ],
 )
@@ -361,7 +368,7 @@ def test_adapters_have_a_rank_and_by_default_all_linear_layers_and_alpha_twice_t
         ("{rank:8,targets:null}", "model.lora.targets=null: must be a list"),
         ("{rank:8,targets:[q_proj,3]}", "model.lora.targets[1]=3: must be text"),
         ("{rank:8,targets:[q,q]}", "model.lora.targets=['q', 'q']: names one twice"),
-        ("{rank:8,targets:[q,all-linear]}", "all-linear has all of them already"),
+        ("{rank:8,targets:[q,all-linear]}", "all-linear already includes every other layer"),
         ("{rank:8,dropout:0.1}", "unknown config key 'model.lora.dropout'; the nearest known key is 'model.lora."),
     ],
 )
@@ -446,7 +453,7 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
         ),
         ("hydra/launcher=basic", "Hydra's own settings only apply to a sweep"),
         ("algorithm@x=ppo", "'@' is not available; write GROUP=CHOICE or KEY=VALUE"),
-        ("trainer.seed=1,2", "several values, and a run takes one"),
+        ("trainer.seed=1,2", "several values, but a run takes one"),
         ("trainer.seed", "'trainer.seed': settings are written KEY=VALUE; see --help"),
         ("=3", "'=3': no key before the '='"),
         ("trainer.seed=[", "cannot read the value; quote one with special characters"),

@@ -95,10 +95,10 @@ def test_a_mapping_replaces_that_of_the_preset_and_adapters_may_be_given_by_key(
         ("algorithm: grop", "algorithm=grop: unknown choice; the nearest is 'grpo'"),
         (
             "defaults: [{algorithms: ppo}]",
-            "defaults: 'algorithms' is no group; the groups are profile, algorithm, model",
+            "defaults: 'algorithms' is not a group; the groups are profile, algorithm, model",
         ),
         ("defaults: ppo", "defaults=ppo: not a list"),
-        ("defaults: [ppo]", "defaults: 'ppo' is no choice"),
+        ("defaults: [ppo]", "defaults: 'ppo' is not a choice"),
         ("trainer: 3", "'trainer: 3': 'trainer' is a section; set its keys one at a time"),
         ("algorithm.loss: 3", "'algorithm.loss: 3': must be a mapping"),
         ("- 1\n- 2", "holds no mapping; write keys and values"),

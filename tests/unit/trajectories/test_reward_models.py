@@ -118,7 +118,7 @@ async def test_equal_samples_are_computed_once_and_get_equal_scores():
 async def test_E10_a_row_that_the_model_cannot_read_is_refused_and_never_cut():
     made, prompt = model(longest=5), Prompt(0, "1234", [1], {})
     assert await made.scores([(prompt, "5"), (prompt, "56")]) == [
-        5.0, "cannot read 6 tokens, its limit is 5; shorten rollout.max_response_length",
+        5.0, "cannot read 6 tokens, because its limit is 5; lower rollout.max_response_length",
     ]  # fmt: skip
     assert made.group.read == [["12345"]]
 
@@ -166,7 +166,7 @@ async def test_C4_a_sample_that_a_model_cannot_score_is_failed_and_counted_as_it
     assert batch.batch["reward_components"][1:].isnan().all()
     assert batch.non_tensor_batch["reward_error"].tolist() == [
         "",
-        "reward model 'rm1' cannot read 10 tokens, its limit is 4; shorten rollout.max_response_length",
+        "reward model 'rm1' cannot read 10 tokens, because its limit is 4; lower rollout.max_response_length",
         "broke",
     ]
     assert made.group.read == [["p0a"]]  # a sample whose rewards failed is not scored by the model
@@ -306,7 +306,7 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
             check_reward_model(str(tmp_path), "key")
         return str(caught.value)
 
-    assert "is of the architecture Qwen2ForCausalLM" in refused(architectures=["Qwen2ForCausalLM"])
+    assert "has the architecture Qwen2ForCausalLM" in refused(architectures=["Qwen2ForCausalLM"])
     assert "has 2 outputs" in refused(architectures=["Qwen2ForSequenceClassification"])
     three = {"0": "a", "1": "b", "2": "c"}
     assert "has 3 outputs" in refused(architectures=["Qwen2ForSequenceClassification"], id2label=three)
@@ -335,5 +335,5 @@ def test_a_reward_model_is_accepted_as_a_whole_and_refused_without_its_head(tmp_
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"^key={tmp_path}: its weights lack score\.weight: they are not the whole"):
+    with pytest.raises(ConfigError, match=rf"^key={tmp_path}: its weights lack score\.weight, so they do not match"):
         check_reward_model(str(tmp_path), "key")

@@ -166,9 +166,13 @@ def test_numbers_are_rounded_to_what_the_page_says(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "note"),
     [
-        ("metrics.jsonl", b'{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew', "metrics.jsonl: line 2 is no JSON"),
-        ("evaluations.jsonl", b"[1]\n", "evaluations.jsonl: line 1 is no JSON object with a step"),
-        ("config.yaml", b"actor: [\n", "config.yaml: is no YAML"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew',
+            "metrics.jsonl: line 2 is not a JSON object",
+        ),
+        ("evaluations.jsonl", b"[1]\n", "evaluations.jsonl: line 1 is not a JSON object with a step"),
+        ("config.yaml", b"actor: [\n", "config.yaml: is not valid YAML"),
         ("config.yaml", b"\xff\xfe", "config.yaml: holds no config"),
         ("command.json", b'{"arguments": 3}', "command.json: cannot be read"),
         ("tokens.parquet", b"PAR1", "tokens.parquet: cannot be read"),
@@ -194,7 +198,7 @@ def test_a_table_whose_lists_do_not_fit_together_is_left_out_with_a_note(tmp_pat
     place = table.column_names.index("advantages")
     pq.write_table(table.set_column(place, "advantages", [[[0.5]]]), path)
     page, notes = report(folder)
-    assert "its column advantages has other lengths than response_ids" in notes[0]
+    assert "its column advantages and response_ids have different lengths" in notes[0]
     assert [chunk["step"] for chunk in data_of(page)["runs"][0]["samples"]["chunks"]] == [1]
 
 

@@ -104,7 +104,9 @@ def test_a_call_that_fails_is_one_alarm_and_the_later_calls_are_made(error):
     sink.close()
     assert [call[:2] for call in inner.calls] == [("restore", 0), ("step", 3), ("close",)]
     (alarm,) = sink.alarms()
-    assert alarm.startswith("trainer.trackers: mine failed, and the run goes on without what it could not take (")
+    assert alarm.startswith(
+        "trainer.trackers: mine failed, and the run goes on without the data that it could not log there ("
+    )
     assert type(error).__name__ in alarm
     assert sink.alarms() == []
 

@@ -79,12 +79,13 @@ def test_the_default_is_tensorboard_and_a_resumed_run_may_change_it():
                 "package.module:Class or file.py:Class"),
         (["tensorboard", "tensorboard"],
          "trainer.trackers=[tensorboard,tensorboard]: tensorboard appears twice; name it once"),
-        (["my_sink.py:Half"], "trainer.trackers=[my_sink.py:Half]: has no log_eval, restore; a sink has the methods "
-                              "log_step, log_eval, restore, close"),
-        (["my_sink.py:function"], "trainer.trackers=[my_sink.py:function]: is no class; name a class with the methods "
-                                  "log_step, log_eval, restore, close"),
-        (["my_sink.py:Demanding"], "trainer.trackers=[my_sink.py:Demanding]: cannot be made with the output folder "
-                                   "alone (missing a required argument: 'url'); define __init__(self, output_dir)"),
+        (["my_sink.py:Half"], "trainer.trackers=[my_sink.py:Half]: has no log_eval, restore; a tracker must have "
+                              "the methods log_step, log_eval, restore, close"),
+        (["my_sink.py:function"], "trainer.trackers=[my_sink.py:function]: is not a class; name a class with the "
+                                  "methods log_step, log_eval, restore, close"),
+        (["my_sink.py:Demanding"], "trainer.trackers=[my_sink.py:Demanding]: cannot be created with the output "
+                                   "folder as its only argument (missing a required argument: 'url'); define "
+                                   "__init__(self, output_dir)"),
     ],
 )  # fmt: skip
 def test_what_is_no_tracker_is_refused_in_one_line(mine, names, message):

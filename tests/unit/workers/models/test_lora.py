@@ -288,7 +288,11 @@ def test_merging_is_the_sum_and_the_scaled_product():
     ("targets", "message"),
     [
         (["q_porj"], "model.lora.targets: no layer is called 'q_porj'; the nearest is 'q_proj', and all are"),
-        (["lm_head"], "model.lora.targets: 'lm_head' is the last layer, whose log-probs have no adapter; leave it out"),
+        (
+            ["lm_head"],
+            "model.lora.targets: 'lm_head' is the last layer, where log-probs are computed without an adapter; "
+            "leave it out",
+        ),
         (["q_proj", "embed_tokens"], "model.lora.targets: 'embed_tokens' is of the kind Embedding, not nn.Linear; use"),
         (["proj"], "no layer is called 'proj'"),
         (["norm"], "'norm' is of the kind Qwen2RMSNorm"),

@@ -123,7 +123,7 @@ def test_every_role_tries_its_model_out(worker, kind, key, tmp_path):
 
 def test_a_model_whose_attention_cannot_be_exchanged_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(config_of("gptj", OLDER | {"rotary_dim": 4})).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^model.path={tmp_path}: this model has attention of its own, which is"):
+    with pytest.raises(ConfigError, match=rf"^model.path={tmp_path}: this model implements its own attention, which"):
         ActorWorker(compose([])[0], str(tmp_path))
 
 
@@ -141,5 +141,7 @@ def test_no_role_starts_from_weights_that_lack_a_tensor(role, key, start, reward
         "actor": ActorWorker, "reference": ReferenceWorker, "critic": CriticWorker, "reward_model": RewardModelWorker,
         "rollout": lambda config, path: make_hf_engine(config, path, [2]),
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=rf"^{key}{folder}: its weights lack {name}: they are not the whole Qwen2For"):
+    with pytest.raises(
+        ConfigError, match=rf"^{key}{folder}: its weights lack {name}, so they do not match the Qwen2For"
+    ):
         roles[role](compose(["rollout=hf"])[0], str(folder))

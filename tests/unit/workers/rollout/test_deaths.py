@@ -187,7 +187,7 @@ async def test_deaths_without_an_answer_in_between_are_bounded_and_an_answer_beg
     tasks.check()
     replicas.processes[0].die()
     with pytest.raises(
-        WorkerError, match="rollout replica 0 is gone; 4 replicas died without an answer in between, and at most 3 may"
+        WorkerError, match="rollout replica 0 is gone; 4 replicas died without an answer in between, and the limit is 3"
     ):
         await tasks.until(pool.poll())
 
@@ -206,8 +206,8 @@ async def test_an_engine_that_is_not_ready_in_time_counts_as_dead(made, tasks, c
     tasks.check()
     assert [record.getMessage() for record in caplog.records] == [
         "rollout replica 0 is gone: another process replaces it",
-        "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: is there room for it?: another process "
-        "replaces it",
+        "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: are enough resources free for it?: "
+        "another process replaces it",
     ]
     assert (replicas.started, replicas.states) == (3, [ReplicaState.STARTING])
 

@@ -177,7 +177,7 @@ def test_a_bucket_of_a_sync_that_was_given_up_is_not_loaded(monkeypatch):
     with pytest.raises(SyncError, match="the actor died"):
         receiver.bucket(engine, "old", ())
     receiver.start(engine, "new", 2)
-    with pytest.raises(SyncError, match="receives another sync"):
+    with pytest.raises(SyncError, match="is receiving another sync"):
         receiver.bucket(engine, "old", ())
     receiver.finish(engine, "new")
     assert receiver.whole

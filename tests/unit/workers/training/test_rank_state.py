@@ -170,7 +170,7 @@ def test_the_export_is_the_model_for_transformers_in_one_file_or_several(
 
 def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):
     write(actor(start, LORA), tmp_path)
-    with pytest.raises(CheckpointError, match="is of another model, its 'model"):
+    with pytest.raises(CheckpointError, match="is from another model, where 'model"):
         actor(start).load_state(str(tmp_path))
     with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
         actor(start).load_state(str(tmp_path / "nowhere"))
@@ -315,7 +315,7 @@ async def test_adapters_are_not_exported_onto_a_model_that_is_not_whole_any_more
     tensors = load_file(base / "model.safetensors")
     save_file({one: tensor for one, tensor in tensors.items() if one != name}, base / "model.safetensors")
     assert export.main([str(tmp_path / "checkpoints/step_1"), str(tmp_path / "out")]) == 2
-    assert f"{base}: its weights lack {name}: they are not the whole Qwen2ForCausalLM" in capsys.readouterr().err
+    assert f"{base}: its weights lack {name}, so they do not match the Qwen2ForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
