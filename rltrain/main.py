@@ -28,7 +28,15 @@ from rltrain.base.standard_streams import open_closed_streams, outlive_readers
 from rltrain.base.storage import Folder, absolute
 from rltrain.data.prompt_form import PromptOptions
 from rltrain.data.prompts import PromptSet, load_prompts
-from rltrain.run.checks import builtin_task, check, check_cache, check_cluster, output_folder, sandbox_warning
+from rltrain.run.checks import (
+    builtin_task,
+    check,
+    check_cache,
+    check_cluster,
+    check_stop_strings,
+    output_folder,
+    sandbox_warning,
+)
 from rltrain.run.lock import RunLock
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.command_line import Args, parse_args, usage
@@ -182,6 +190,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     tokenizer, stop_ids = tokenizer_of(config)
+    check_stop_strings(config.rollout.stop, tokenizer)
     prompts, evaluations = load_data(config, tokenizer)
     config = config.with_epochs_as_steps(len(prompts))
     start = beginning(with_all_knobs(config))

@@ -74,7 +74,8 @@ class Trainer:
         incarnation: number of times that the run was restored, which together with `step` identifies the weights.
         origin: checkpoint to which the run was last restored; None if the run was never restored to a checkpoint.
         beginning: state of the driver before the first step; None if the run began from a checkpoint.
-        engine_checked: whether the engine's log-probs were compared with the actor's.
+        engine_checked: whether the engine's log-probs were compared with the actor's. True from the start if top-p or
+            top-k makes the engine's log-probs those of another distribution.
         checked_before: value of `engine_checked` before the current step.
         dropped: uids of the prompt groups that the last step dropped.
     """
@@ -105,7 +106,7 @@ class Trainer:
         self.step = self.incarnation = 0
         self.origin: Checkpoint | None = None
         self.beginning: dict[str, Any] | None = None
-        self.engine_checked = self.checked_before = False
+        self.engine_checked = self.checked_before = config.rollout.is_restricted
         self.dropped: list[int] = []
         self.timer = Timer()  # of the current step
 
@@ -212,7 +213,8 @@ class Trainer:
         self.alarms = Alarms(self.config)
         for metrics in steps:
             self.alarms.look(int(metrics["step"]), metrics)
-        self.step, self.engine_checked = state["step"], state["engine_checked"]
+        self.step = state["step"]
+        self.engine_checked = state["engine_checked"] or self.config.rollout.is_restricted
         self.checked_before = self.engine_checked
         self.incarnation = 1 + max(self.incarnation, state["incarnation"])
         self.checkpoints.restored(checkpoint)

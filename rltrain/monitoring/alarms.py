@@ -69,8 +69,11 @@ class Alarms:
     def _gap(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if engine and actor disagree too much on the log-probs of tokens; otherwise "".
 
-        A batch with tokens that older weights sampled raises no alarm, because older weights give other log-probs.
+        A batch with tokens that older weights sampled raises no alarm, because older weights give other log-probs. With
+        top-p or top-k, nothing raises this alarm, because the engine's log-probs are of another distribution.
         """
+        if self.config.rollout.is_restricted:
+            return ""
         gap = metrics.get("rollout/log_prob_gap", metrics.get("actor/engine_gap", 0.0))
         limit = self.config.rollout.max_log_prob_gap
         if metrics.get("rollout/staleness_max", 0.0) > 0 or gap <= limit:

@@ -8,7 +8,7 @@ import difflib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +284,18 @@ def _check_engine(rollout: RolloutConfig) -> None:
         _is_installed("vllm"),
         "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])",
     )
+
+
+def check_stop_strings(stops: Sequence[str], tokenizer: Any) -> None:
+    """Raise ConfigError for a stop string that contains a special token, because the text of an answer has none."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    for stop in stops:
+        name = next((name for name in sorted(added | set(tokenizer.all_special_tokens)) if name and name in stop), None)
+        require(
+            name is None,
+            f"rollout.stop has {stop!r}: the text of an answer is without special tokens such as {name}; leave it out, "
+            "as the model's end tokens end an answer anyway, and eos_token_id in generation_config.json may add some",
+        )
 
 
 def _is_installed(module: str) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
-from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, TrainerConfig
+from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, RolloutConfig, TrainerConfig
 
 # in terminal columns: maximum width of the plan's panel, and width of the panel's borders and labels
 _WIDEST, _FRAME = 100, 15
@@ -72,6 +72,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         ("model", _model(config, facts)),
         *([("defaults", _defaults(facts))] if facts.defaults else []),
         ("answers", _answers(config)),
+        *([("sampling", _sampling(config.rollout))] if config.rollout.is_restricted else []),
         ("processes", _processes(config, facts)),
         ("memory", _memory(config, facts)),
         ("output", config.trainer.output_dir),
@@ -286,9 +287,18 @@ def _size(parameters: int) -> str:
 def _answers(config: Config) -> str:
     rollout = config.rollout
     engine = {"vllm": "vLLM", "hf": "transformers"}.get(rollout.engine, rollout.engine)
+    ends = f" or up to {' or '.join(map(repr, rollout.stop))}" if rollout.stop else ""
     return (
         f"{engine}, temperature {rollout.temperature:g}; prompts <= {rollout.max_prompt_length:,} tokens, answers <= "
-        f"{rollout.max_response_length:,}; scored by {', '.join(c.name for c in config.reward.components)}"
+        f"{rollout.max_response_length:,}{ends}; scored by {', '.join(c.name for c in config.reward.components)}"
+    )
+
+
+def _sampling(rollout: RolloutConfig) -> str:
+    """Describe what top-p and top-k mean for the log-probs of the engine."""
+    return (
+        f"{rollout.restriction}: answers come from a part of the distribution that is trained; the engine's log-probs "
+        "are of that part, so nothing is corrected with them, and they are not checked against the actor's"
     )
 
 

@@ -53,6 +53,7 @@ def check_algorithm(config: Config) -> None:
     losses = loss_functions(algorithm.loss_mode)
     _check_knobs("loss", algorithm.loss_mode, list(losses), algorithm.loss, config)
     _check_columns(algorithm)
+    _check_engine_log_probs(config)
     if needs_critic(algorithm):
         config.require_budget("critic")
     _check_kl(algorithm)
@@ -143,6 +144,20 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
             f"algorithm.loss_mode={algorithm.loss_mode} reads ref_log_probs: without a KL term there is no reference; "
             "set algorithm.kl_loss.kl_loss_coef",
         )
+
+
+def _check_engine_log_probs(config: Config) -> None:
+    """Raise ConfigError if the estimator or the loss reads the engine's log-probs, and top-p or top-k is on."""
+    from rltrain.algorithms import required_columns
+
+    algorithm, rollout = config.algorithm, config.rollout
+    require(
+        not rollout.is_restricted
+        or "rollout_log_probs" not in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
+        f"{rollout.restriction} with algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator="
+        f"{algorithm.advantage_estimator}: one reads the engine's log-probs, which are of the restricted distribution; "
+        "use rollout.top_p=1 rollout.top_k=0",
+    )
 
 
 def _check_kl(algorithm: AlgorithmConfig) -> None:

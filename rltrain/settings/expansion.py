@@ -29,10 +29,12 @@ def expand(values: dict[str, Any]) -> None:
     model = values.get("model")
     if isinstance(model, dict):
         model["lora"] = _lora(model.get("lora"))
+    rollout = values.get("rollout")
+    if isinstance(rollout, dict) and isinstance(rollout.get("stop"), str):
+        rollout["stop"] = [rollout["stop"]]
     algorithm, trainer = values.get("algorithm"), values.get("trainer")
     if isinstance(algorithm, dict) and isinstance(trainer, dict):
         algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
-    rollout = values.get("rollout")
     if isinstance(algorithm, dict) and isinstance(rollout, dict):
         _set_overlong_buffer(algorithm.get("reward_shaping"), rollout.get("max_response_length"))
 

@@ -83,6 +83,9 @@ NAMES = (
     Name("trainer.keep_checkpoints", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "max_ckpt_num"),
     Name("rollout.samples_per_prompt", "num_generations", "actor_rollout_ref.rollout.n", "n_samples_per_prompt"),
     Name("rollout.temperature", "", "actor_rollout_ref.rollout.temperature", ""),
+    Name("rollout.top_p", "top_p", "actor_rollout_ref.rollout.top_p", "top_p"),
+    Name("rollout.top_k", "top_k", "actor_rollout_ref.rollout.top_k", hint="0, not -1, turns it off"),
+    Name("rollout.stop", "generation_kwargs", hint="for stop strings; top_p and top_k have keys of their own"),
     Name("rollout.max_prompt_length", "max_prompt_length", "data.max_prompt_length", "prompt_max_len"),
     Name("rollout.max_response_length", "max_completion_length", "data.max_response_length", "generate_max_len"),
     Name(

@@ -30,6 +30,8 @@ from rltrain.settings.typed import keys, require, unknown_key
 # The schema does not know which knobs exist: `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
+# Keys of lists of texts that may have line breaks. Hydra parses the list, and leaves a backslash and `n` as they are.
+LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
 OPTIONAL = "model.lora"  # mapping that may be null; setting one of its keys creates the mapping
 
@@ -74,7 +76,7 @@ def from_command_line(text: str) -> Item:
 
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, two backslashes followed by `n` stand for one
-    backslash and `n`, and `null` stands for no text.
+    backslash and `n`, and `null` stands for no text. The same holds for line breaks in the texts of `LISTS_OF_TEXT`.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as a knob (function parameter). rltrain
     accepts `key=value` without a `+` for all keys.
@@ -100,11 +102,20 @@ def from_command_line(text: str) -> Item:
     if override.is_delete():
         require(_is_knob(key), f"'{text}': a key can be set, not removed; write {key}=VALUE")
         return Removal(key)
-    return _choice(key, override.value()) if is_group else _setting(key, override.value(), text.lstrip("+"))
+    typed = override.value()
+    if key in LISTS_OF_TEXT:
+        typed = [_with_lines(one) for one in typed] if isinstance(typed, list) else _with_lines(typed)
+    return _choice(key, typed) if is_group else _setting(key, typed, text.lstrip("+"))
 
 
 def _as_typed(value: str) -> str | None:
-    return None if value == "null" else _NEW_LINE.sub(lambda typed: "\n" if typed[0] == r"\n" else r"\n", value)
+    return None if value == "null" else str(_with_lines(value))
+
+
+def _with_lines(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return _NEW_LINE.sub(lambda typed: "\n" if typed[0] == r"\n" else r"\n", value)
 
 
 def from_file(path: str) -> list[Item]:

@@ -363,6 +363,23 @@ class RolloutConfig:
         above=0,
         refusal="{name} must be {rule}, got {value}: sampling needs randomness",
     )
+    top_p: float = key(
+        "Sample each token only from the smallest set of most likely tokens whose probabilities sum to at least this "
+        "share. The loss still uses the whole distribution. 1: all tokens.",
+        above=0,
+        at_most=1,
+    )
+    top_k: int = key(
+        "Sample each token only from this number of most likely tokens. The loss still uses the whole distribution. "
+        "0: all tokens.",
+        at_least=0,
+        refusal="{name} must be {rule}, got {value}: 0 turns it off",
+    )
+    stop: list[str] = key(
+        "Strings that end an answer. An answer ends with the token that completes one of them in its text. All sampled "
+        "tokens are trained, and reward functions get the text before the string.",
+        values="list of texts, or one text",
+    )
     max_prompt_length: int = key("Maximum number of tokens in a prompt.", at_least=1)
     max_response_length: int = key("Maximum number of tokens in an answer, including the end token.", at_least=1)
     max_concurrent_sequences: int = key(
@@ -379,6 +396,28 @@ class RolloutConfig:
         "Check after each weight sync that the engines compute with the trainer's weights.", changeable=True
     )
     vllm: VLLMConfig | None = key("Settings that only vLLM uses. null: another engine.", changeable=True)
+
+    def __post_init__(self) -> None:
+        for text in self.stop:
+            require(
+                text != "" and _is_unicode(text),
+                f"stop={self.stop!a}: {text!a} is empty or not valid Unicode, so no answer could be searched for it; "
+                "leave it out",
+            )
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether answers are sampled from a part of the distribution only, with top-p or top-k.
+
+        The engine's log-probs are then those of the restricted distribution, and differ from the trainer's.
+        """
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
+    def restriction(self) -> str:
+        """The settings that restrict the distribution, such as `rollout.top_p=0.9`; "" if there are none."""
+        parts = [("top_p", self.top_p, self.top_p < 1), ("top_k", self.top_k, self.top_k > 0)]
+        return ", ".join(f"rollout.{name}={value:g}" for name, value, on in parts if on)
 
     @property
     def shards(self) -> int:
@@ -472,6 +511,7 @@ class Config:
             f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
             "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
         )
+        self._require_whole_distribution()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
         require(
             buffer <= limit,
@@ -484,6 +524,28 @@ class Config:
             f"algorithm.kl_in_reward.horizon={kl.horizon} with controller=adaptive: a step has {sequences} sequences, "
             f"and 5 * horizon must be larger, or kl_coef could turn negative; use a horizon above {sequences // 5}",
         )
+
+    def _require_whole_distribution(self) -> None:
+        """Raise ConfigError if top-p or top-k is on, and a setting needs the engine's log-probs.
+
+        With top-p or top-k, the engine's log-probs are renormalized over the tokens that can be sampled, so they are
+        not log-probs of the distribution that is trained.
+        """
+        algorithm, correction = self.algorithm, self.algorithm.correction.level
+        users = {
+            f"trainer.max_staleness={self.trainer.max_staleness}": self.trainer.max_staleness > 0,
+            f"algorithm.old_log_probs={algorithm.old_log_probs}": algorithm.old_log_probs == "rollout",
+            f"algorithm.correction.level={correction}": correction is not None,
+            f"algorithm.rejection.kl_estimator={algorithm.rejection.kl_estimator}": algorithm.rejection.kl_estimator
+            is not None,
+        }
+        for (user, used), way in zip(users.items(), ("0", "actor", "null", "null"), strict=True):
+            require(
+                not (used and self.rollout.is_restricted),
+                f"{self.rollout.restriction} with {user}: it needs the engine's log-probs under the trained "
+                "distribution, and the engine's are those of the restricted one; use rollout.top_p=1 rollout.top_k=0, "
+                f"or {user.partition('=')[0]}={way}",
+            )
 
     def require_budget(self, role: str) -> None:
         """Raise ConfigError if the longest possible row (prompt and answer) does not fit in a micro-batch of a role.

@@ -68,7 +68,8 @@ def _likeness(key: str, name: str) -> float:
     # factor 0.9.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    return max(whole, 0.9 * last)
+    # The beginning of a long name is less similar to it than to a short name with the same section.
+    return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
 def keys(kind: type, prefix: str = "") -> list[str]:

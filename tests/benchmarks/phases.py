@@ -139,7 +139,7 @@ def vllm_row(path: str) -> Row:
     def bare() -> None:
         for number, request in enumerate(requests):
             engine.engine.add_request(
-                str(number), {"prompt_token_ids": request.prompt_ids}, sampling_params(request, [3])
+                str(number), {"prompt_token_ids": request.prompt_ids}, sampling_params(request, [3], config.rollout)
             )
         while engine.engine.has_unfinished_requests():
             engine.engine.step()

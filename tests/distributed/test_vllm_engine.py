@@ -110,7 +110,8 @@ def resolved(engine: Role, request: Request) -> dict[str, Any]:
         from workers.rollout.vllm_engine import sampling_params  # only the engine's process imports vLLM
 
         made = host.roles["rollout"].engine
-        prompt, params = {"prompt_token_ids": request.prompt_ids}, sampling_params(request, made.stop_ids)
+        prompt = {"prompt_token_ids": request.prompt_ids}
+        params = sampling_params(request, made.stop_ids, made.config)
         processor = made.engine.input_processor
         found = processor.process_inputs("settings", prompt, params, supported_tasks=("generate",)).params
         return {name: getattr(found, name) for name in found.__struct_fields__}

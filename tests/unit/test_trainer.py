@@ -425,6 +425,15 @@ async def test_a_gap_below_the_limit_passes():
     assert (await made.train_step())[0]["rollout/log_prob_gap"] == 0.5
 
 
+@pytest.mark.parametrize("restriction", ["rollout.top_p=0.9", "rollout.top_k=5"])
+async def test_with_top_p_or_top_k_the_engine_is_not_compared_with_the_actor(restriction):
+    made, log = trainer("rollout.max_log_prob_gap=0.4", restriction, old=-1.5)
+    assert (await made.train_step())[0]["rollout/log_prob_gap"] == 0.5
+    one_step, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=0.4", restriction, old=-1.5)
+    await one_step.train_step()
+    assert "actor compute_log_probs 1111" not in log  # the actor's pass in the first step only checks the engine
+
+
 async def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step():
     made, log = trainer("algorithm.old_log_probs=rollout", old=-1.001)
     await made.train_step()

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from workers.rollout.messages import Completion, Request
+from workers.rollout.stop_strings import StopStrings
 
 GROUPED = "rltrain_grouped"
 ROOM = 32  # spare columns (token positions) that a key-value cache gets when it grows
@@ -153,14 +154,16 @@ class Batch:
         self.log_probs = torch.cat([self.log_probs, log_probs[:, None]], 1)
         self.versions.append(version)
 
-    def finish(self, stops: Tensor) -> list[Completion]:
+    def finish(self, stops: Tensor, strings: StopStrings | None = None) -> list[Completion]:
         """Mark the answers that end in the last column as finished, and return them.
 
-        An answer ends in the last column if its token in that column is in `stops` (S,), or if its maximum length is
-        reached.
+        An answer ends in the last column if its token in that column is in `stops` (S,) or completes one of the stop
+        strings `strings`, or if its maximum length is reached.
         """
         last, limits = self.ids[:, -1], self.rows[:, 1] + self.rows[:, 2]
         stopped = torch.isin(last, stops)
+        if strings is not None:
+            stopped |= self._completed(strings)
         ended = (self.live & (stopped | (limits == self.width))).nonzero()[:, 0]
         if not len(ended):
             return []
@@ -178,6 +181,15 @@ class Batch:
             )
             for n, row in enumerate(ended.tolist())
         ]
+
+    def _completed(self, strings: StopStrings) -> Tensor:
+        """Return which unfinished answers (B,) have completed a stop string in the last column."""
+        found, begins = torch.zeros_like(self.live), self.rows[:, 1].tolist()
+        live = self.live.tolist()
+        for row, token in enumerate(self.ids[:, -1].tolist()):
+            if live[row] and strings.may_end(token):
+                found[row] = strings.end(self.ids[row, begins[row] :].tolist())
+        return found
 
     def take(self, rows: Tensor) -> None:
         """Keep only the rows with the indices `rows` (N,), in the order of `rows`, and drop all-padding columns."""

@@ -13,7 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    PreTrainedModel,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rltrain.algorithms.draws import stream_draws
 from rltrain.base.errors import ConfigError, one_line
@@ -22,6 +28,7 @@ from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster.progress import tick
 from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
 from workers.rollout.messages import Completion, Request
+from workers.rollout.stop_strings import stop_strings
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
@@ -58,6 +65,7 @@ class HFEngine:
         cast(nn.Module, self.model).to(self.device)
         self.version = 0
         self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
+        self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
         self.stale = False  # whether the cache of the running batch was computed with earlier weights
@@ -95,8 +103,9 @@ class HFEngine:
                 batch = new
         assert batch, "a step needs a running or waiting request"
         draws = stream_draws(batch.rows[:, 3], batch.width - batch.rows[:, 1])
-        batch.append(*sample(torch.cat(logits).float(), batch.temperatures, draws), self.version)
-        done = batch.finish(self.stops)
+        sampled = sample(torch.cat(logits).float(), batch.temperatures, draws, self.filters)
+        batch.append(*sampled, self.version)
+        done = batch.finish(self.stops, self.strings)
         self.batch = batch if not done or bool(batch.live.any()) else None
         return done
 
@@ -200,7 +209,15 @@ class HFEngine:
         """Do nothing, because the transformers engine has no processes or threads to end."""
 
 
-def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def distribution_filters(config: RolloutConfig) -> list[LogitsProcessor]:
+    """Return what restricts the distribution to its most likely tokens: top-k, then top-p, in the order of vLLM."""
+    top_k = [TopKLogitsWarper(config.top_k)] if config.top_k else []
+    return top_k + ([TopPLogitsWarper(config.top_p)] if config.top_p < 1 else [])
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, filters: Sequence[LogitsProcessor] = ()
+) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution of softmax(logits / temperature).
 
     Args:
@@ -208,12 +225,18 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
         temperatures: (B,) sampling temperatures. A temperature of 0 selects the most likely token, with its log-prob at
             temperature 1.
         uniforms: (B,) float64 uniform random numbers in [0, 1).
+        filters: What sets the logits of tokens that must not be sampled to minus infinity, after the temperature.
+            Greedy rows are not filtered.
 
     Returns:
         The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.
     """
     greedy = temperatures == 0
-    probabilities = (logits / torch.where(greedy, 1.0, temperatures)[:, None]).softmax(-1)
+    scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]
+    kept = scaled
+    for keep in filters:
+        kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))  # the filters read no token ids
+    probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     # Random numbers are scaled by the computed total probability, so that no index is too large because of rounding.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]

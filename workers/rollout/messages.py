@@ -28,11 +28,11 @@ class Completion:
 
     Attributes:
         key: Key of the answer's request.
-        token_ids: Token ids as the engine returned them, including the end token if it was sampled.
+        token_ids: Token ids as the engine sampled them, including the end token, or the tokens of the stop string.
         log_probs: Log-probability of each token in nats, under the distribution that was sampled from.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
         versions: For each token, the version of the weights that sampled it.
-        text: The answer decoded without special tokens.
+        text: The answer decoded without special tokens, up to the first stop string.
     """
 
     key: tuple[int, int]

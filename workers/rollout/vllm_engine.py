@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from vllm import SamplingParams
+from vllm import CompletionOutput, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -34,6 +34,7 @@ from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster import leftovers
 from workers.cluster.progress import announced, tick
 from workers.rollout.messages import Completion, Request
+from workers.rollout.stop_strings import StopStrings, stop_strings
 from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
@@ -91,12 +92,15 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
     return arguments | {"enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache}
 
 
-def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's sampling parameters for one request, without any filter of the distribution such as top-p."""
+def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutConfig) -> SamplingParams:
+    """Return vLLM's sampling parameters for one request. vLLM ignores top-p and top-k if the temperature is 0.
+
+    With stop strings, vLLM returns each token as soon as it is sampled, so that the tokens can be searched.
+    """
     return SamplingParams(
         temperature=request.temperature,
-        top_p=1.0,
-        top_k=0,
+        top_p=config.top_p,
+        top_k=config.top_k,
         min_p=0.0,
         seed=request.seed,
         max_tokens=request.max_tokens,
@@ -104,7 +108,7 @@ def sampling_params(request: Request, stop_ids: Sequence[int]) -> SamplingParams
         detokenize=False,
         stop_token_ids=list(stop_ids),
         ignore_eos=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if config.stop else RequestOutputKind.FINAL_ONLY,
         **OWN,
     )
 
@@ -113,13 +117,58 @@ def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
     """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first weight sync have version 0."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)
+    return Completion(key, ids, _log_probs(answer), answer.finish_reason or "abort", _versions(answer, len(ids)))
+
+
+def _log_probs(answer: CompletionOutput) -> list[float]:
     steps: Sequence[Any] = answer.logprobs or []
-    log_probs = [step[token].logprob for token, step in zip(ids, steps, strict=True)]
-    versions = [0] * len(ids)
+    return [step[token].logprob for token, step in zip(answer.token_ids, steps, strict=True)]
+
+
+def _versions(answer: CompletionOutput, count: int) -> list[int]:
+    """Return the version of the weights that sampled each of the first `count` tokens of an answer."""
+    versions = [0] * count
     for span in answer.weight_versions or []:
         if span.version.isdecimal():
-            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-    return Completion(key, ids, log_probs, answer.finish_reason or "abort", versions)
+            end = min(span.end, count)
+            versions[span.start : end] = [int(span.version)] * (end - span.start)
+    return versions
+
+
+class Growing:
+    """An answer whose tokens arrive one after another, and which ends at a stop string.
+
+    Args:
+        key: Key of the answer's request.
+        strings: The stop strings.
+
+    Attributes:
+        ended: Whether the text contains a stop string. Tokens that vLLM samples after that are left out.
+    """
+
+    def __init__(self, key: tuple[int, int], strings: StopStrings) -> None:
+        self.key, self.strings, self.ended = key, strings, False
+        self.ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+
+    def add(self, answer: CompletionOutput, version: int) -> bool:
+        """Add new tokens, which weights of `version` have sampled. Return whether they have completed a stop string."""
+        if self.ended:
+            return False
+        for token, log_prob in zip(answer.token_ids, _log_probs(answer), strict=True):
+            self.ids.append(token)
+            self.log_probs.append(log_prob)
+            self.versions.append(version)
+            if self.strings.end(self.ids):
+                self.ended = True
+                break
+        return self.ended
+
+    def completion(self, answer: CompletionOutput) -> Completion:
+        """Return the finished answer. `answer` is vLLM's last output for it."""
+        reason = "stop" if self.ended else answer.finish_reason or "abort"
+        return Completion(self.key, self.ids, self.log_probs, reason, self.versions)
 
 
 class InProcessVLLM:
@@ -144,8 +193,10 @@ class InProcessVLLM:
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-        self.stop_ids = list(stop_ids)
+        self.config, self.stop_ids, self.version = config, list(stop_ids), 0
+        self.strings = stop_strings(config.stop, path)
         self.keys: dict[str, tuple[int, int]] = {}
+        self.growing: dict[str, Growing] = {}  # unfinished answers by vLLM's request id, only with stop strings
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -153,7 +204,9 @@ class InProcessVLLM:
             name = _name(request)
             prompt: Any = {"prompt_token_ids": request.prompt_ids}
             self.keys[name] = request.key
-            self.engine.add_request(name, prompt, sampling_params(request, self.stop_ids))
+            if self.strings is not None:
+                self.growing[name] = Growing(request.key, self.strings)
+            self.engine.add_request(name, prompt, sampling_params(request, self.stop_ids, self.config))
 
     @property
     def busy(self) -> bool:
@@ -162,16 +215,32 @@ class InProcessVLLM:
 
     def step(self) -> list[Completion]:
         """Sample one token for every running request. Return the answers that the step has finished."""
-        finished = [output for output in self.engine.step() if output.finished]
-        done = [output for output in finished if isinstance(output, RequestOutput)]
-        assert len(done) == len(finished), "all requests ask for generated text"
+        found = self.engine.step()
+        outputs = [output for output in found if isinstance(output, RequestOutput)]
+        assert len(outputs) == len(found), "all requests ask for generated text"
         tick()
-        return [completion_of(output, self.keys.pop(output.request_id)) for output in done]
+        if self.strings is not None:
+            return self._searched(outputs)
+        return [completion_of(output, self.keys.pop(output.request_id)) for output in outputs if output.finished]
+
+    def _searched(self, outputs: Sequence[RequestOutput]) -> list[Completion]:
+        """Add the new tokens to their answers. Return the answers that have ended, and end those with a stop string."""
+        done, ended = [], []
+        for output in outputs:
+            name, answer = output.request_id, output.outputs[0]
+            if self.growing[name].add(answer, self.version) and not output.finished:
+                ended.append(name)
+            if self.growing[name].ended or output.finished:
+                done.append(self.growing.pop(name).completion(answer))
+                del self.keys[name]
+        self.engine.abort_request(ended)
+        return done
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
         self.engine.abort_request(list(self.keys))
         self.keys.clear()
+        self.growing.clear()
 
     def sleep(self) -> bool:
         """Release weights and caches until the next weight sync. Return False if the engine cannot sleep."""
@@ -209,6 +278,7 @@ class InProcessVLLM:
         self.engine.collective_rpc("rltrain_check")
         self._wake(CACHE)
         self.engine.set_weight_version(str(version))
+        self.version = version
 
     def close(self) -> None:
         """End the engine."""
@@ -272,7 +342,7 @@ class AsyncVLLM:
     def __init__(
         self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, sleep_level: int = 0
     ) -> None:
-        self.stop_ids = list(stop_ids)
+        self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.keys: dict[str, tuple[int, int]] = {}  # keys by vLLM's request id, which, unlike a key, is never reused
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
@@ -322,12 +392,23 @@ class AsyncVLLM:
 
     async def _answer(self, name: str, request: Request) -> None:
         prompt: Any = {"prompt_token_ids": request.prompt_ids}
+        params = sampling_params(request, self.stop_ids, self.config)
+        growing = None if self.strings is None else Growing(request.key, self.strings)
         try:
-            async for output in self.engine.generate(prompt, sampling_params(request, self.stop_ids), name):
+            async for output in self.engine.generate(prompt, params, name):
+                if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
+                    await self.engine.abort(name)  # vLLM's last output follows, with the versions of the weights
                 if output.finished:
-                    self.answers.put((name, completion_of(output, request.key)))
+                    self.answers.put((name, self._completion(output, request.key, growing)))
         except Exception as error:
             self.answers.put((name, error))
+
+    def _completion(self, output: RequestOutput, key: tuple[int, int], growing: Growing | None) -> Completion:
+        """Return the finished answer to a request, whose last output is `output`."""
+        if growing is None:
+            return completion_of(output, key)
+        growing.versions = _versions(output.outputs[0], len(growing.ids))
+        return growing.completion(output.outputs[0])
 
     @property
     def busy(self) -> bool:

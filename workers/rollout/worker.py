@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from rltrain.settings.schema import Config
 from workers.rollout.messages import Completion, Request
+from workers.rollout.stop_strings import text_before
 from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
@@ -65,6 +66,7 @@ class RolloutWorker:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        self.stops = config.rollout.stop
         self.finished: list[Completion] = []
         self.receiver = Receiver()
         self.news = threading.Condition()
@@ -210,6 +212,7 @@ class RolloutWorker:
         if not completions:
             return
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        texts = [text_before(text, self.stops) for text in texts]
         ready = [Completion(**{**vars(c), "text": text}) for c, text in zip(completions, texts, strict=True)]
         with self.news:
             self.finished.extend(ready)

@@ -33,6 +33,12 @@ def test_answers_of_older_weights_differ_from_the_actor_and_should():
     assert not steps_with(looks(alarms(), "rollout/log_prob_gap", [0.3, 0.6], **{"rollout/staleness_max": 1.0}))
 
 
+@pytest.mark.parametrize("restriction", ["rollout.top_p=0.9", "rollout.top_k=5"])
+def test_with_top_p_or_top_k_engine_and_actor_differ_and_should(restriction):
+    for name in ("rollout/log_prob_gap", "actor/engine_gap"):
+        assert not steps_with(looks(alarms(restriction), name, [0.3, 0.6]))
+
+
 def test_entropy_that_stays_far_below_its_start_is_told_once_it_persists():
     low = 0.6 * COLLAPSED_SHARE * 0.9
     values = [0.5, 0.6, 0.7, *[0.1] * 10, low, 0.1, *[low] * (PERSISTENT_STEPS + 2)]

@@ -1,10 +1,12 @@
 import pytest
+from tokenizers import AddedToken
 
 import rltrain.run.checks
 from rltrain.base.errors import ConfigError
 from rltrain.data.model_directory import check_critic
-from rltrain.run.checks import RAY_JOB, builtin_task, check, check_cluster, needs_critic
+from rltrain.run.checks import RAY_JOB, builtin_task, check, check_cluster, check_stop_strings, needs_critic
 from rltrain.settings.compose import compose
+from rltrain.tasks.tokenizer import char_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -261,3 +263,13 @@ def test_checkpoints_are_not_kept_where_results_are_replaced(tmp_path, name):
     with pytest.raises(ConfigError, match=r"is inside a folder of the run's results \((model|rollouts)"):
         check(config_of(f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/{name}"))
     check(config_of(f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/kept"))
+
+
+def test_a_stop_string_with_a_special_token_is_refused_because_no_text_has_it():
+    tokenizer = char_tokenizer()
+    with pytest.raises(ConfigError, match=r"^rollout.stop has 'a<eos>': .* special tokens such as <eos>; leave it out"):
+        check_stop_strings(["###", "a<eos>"], tokenizer)
+    tokenizer.add_tokens(["<think>", AddedToken("<|turn|>", special=True)])
+    check_stop_strings(["###", "<think>"], tokenizer)
+    with pytest.raises(ConfigError, match=r"such as <\|turn\|>"):
+        check_stop_strings(["<|turn|>"], tokenizer)

@@ -269,3 +269,17 @@ def test_anything_else_gets_one_line_an_entry_however_long():
     out = StringIO()
     show_plan(Console(file=out, width=40), config_of(), FACTS)
     assert len(out.getvalue().splitlines()) == 8
+
+
+def test_top_p_and_top_k_are_said_with_what_they_mean_for_the_engines_log_probs():
+    assert row("sampling", "rollout.top_p=0.9", "rollout.top_k=50") == (
+        "rollout.top_p=0.9, rollout.top_k=50: answers come from a part of the distribution that is trained; the "
+        "engine's log-probs are of that part, so nothing is corrected with them, and they are not checked against the "
+        "actor's"
+    )
+    assert row("sampling", "rollout.top_k=50").startswith("rollout.top_k=50: ")
+    assert "sampling" not in dict(plan_rows(config_of(), FACTS))
+
+
+def test_stop_strings_are_shown_as_python_writes_them():
+    assert "answers <= 16 or up to '\\n\\n' or '###'; scored" in row("answers", r'rollout.stop=["\n\n","###"]')

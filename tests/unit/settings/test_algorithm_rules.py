@@ -423,3 +423,16 @@ def test_only_estimators_that_read_values_need_a_critic():
         if needs_critic(config_of(f"advantage_estimator={name}").algorithm)
     ]
     assert found == ["gae"]
+
+
+def test_a_loss_that_reads_the_engines_log_probs_is_refused_with_top_p_or_top_k():
+    def reading(log_probs, old_log_probs, advantages, response_mask, rollout_log_probs):
+        return -advantages * log_probs, {}
+
+    POLICY_LOSSES.register("reading")(reading)
+    try:
+        check_algorithm(compose(["algorithm.loss_mode=reading"])[0])
+        with pytest.raises(ConfigError, match=r"^rollout.top_k=5 with algorithm.loss_mode=reading, .* one reads"):
+            check_algorithm(compose(["algorithm.loss_mode=reading", "rollout.top_k=5"])[0])
+    finally:
+        del POLICY_LOSSES._entries["reading"]

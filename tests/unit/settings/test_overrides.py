@@ -177,3 +177,14 @@ def test_every_key_of_the_table_exists():
 def test_yaml_of_a_run_is_a_file_without_references():
     assert "${" not in compose(["trainer.output_dir=x"])[1]
     assert yaml.safe_load(compose(["trainer.output_dir=x"])[1])["trainer"]["output_dir"] == "x"
+
+
+# Lists of texts
+
+
+def test_a_line_break_in_a_stop_string_is_typed_with_a_backslash(own):
+    assert compose([r'rollout.stop=["\n\n","a\\nb","</a>"]'])[0].rollout.stop == ["\n\n", r"a\nb", "</a>"]
+    assert compose([r'rollout.stop="\n"'])[0].rollout.stop == ["\n"]
+    assert compose([], [own(r"""rollout.stop: ["\n", 'a\nb']""")])[0].rollout.stop == ["\n", r"a\nb"]
+    config, written = compose([r'rollout.stop=["\n#"]'])
+    assert compose([], [own(written)])[0].rollout.stop == config.rollout.stop == ["\n#"]

@@ -120,6 +120,10 @@ def changed(values, key, value):
         ("reward.functions", "x:y", "reward.functions='x:y': must be a list"),
         ("algorithm.loss", [], "algorithm.loss=[]: must be a mapping"),
         ("rollout.temperature", 0, "rollout.temperature must be > 0, got 0.0"),
+        ("rollout.top_p", 0, "rollout.top_p must be in (0, 1], got 0.0"),
+        ("rollout.top_k", -1, "rollout.top_k must be >= 0, got -1: 0 turns it off"),
+        ("rollout.stop", [""], "rollout.stop=['']: '' is empty or not valid Unicode"),
+        ("rollout.stop", [3], "rollout.stop[0]=3: must be text"),
         ("actor.max_tokens_per_microbatch", 31, "=31 is below the longest possible row, rollout.max_prompt_length"),
         ("rollout.vllm.gpu_memory_utilization", 1.5, "must be in (0, 1], got 1.5"),
     ],
@@ -210,3 +214,49 @@ def test_a_run_that_shall_be_reproduced_is_synchronous():
     assert compose(["rollout=hf", "trainer.deterministic=true"])[0].trainer.deterministic
     with pytest.raises(ConfigError, match=r"max_staleness=1 with deterministic=true: .* use max_staleness=0"):
         compose(["rollout=hf", "trainer.deterministic=true", "trainer.max_staleness=1"])
+
+
+# Top-p and top-k
+
+
+@pytest.mark.parametrize(
+    ("overrides", "user", "way"),
+    [
+        (["trainer.max_staleness=1"], "trainer.max_staleness=1", "trainer.max_staleness=0"),
+        (
+            ["trainer.max_staleness=1", "algorithm.correction.level=null"],
+            "trainer.max_staleness=1",
+            "trainer.max_staleness=0",
+        ),
+        (["algorithm.old_log_probs=rollout"], "algorithm.old_log_probs=rollout", "algorithm.old_log_probs=actor"),
+        *(
+            (
+                ["algorithm.correction.upper=2", f"algorithm.correction.level={level}"],
+                f"algorithm.correction.level={level}",
+                "algorithm.correction.level=null",
+            )
+            for level in ("token", "sequence", "geometric")
+        ),
+        (
+            ["algorithm.rejection.kl_estimator=k3", "algorithm.rejection.upper=1"],
+            "algorithm.rejection.kl_estimator=k3",
+            "algorithm.rejection.kl_estimator=null",
+        ),
+    ],
+)
+def test_what_needs_the_engines_log_probs_is_refused_with_top_p_or_top_k(overrides, user, way):
+    for restriction in (["rollout.top_p=0.9", "rollout.top_k=5"], ["rollout.top_p=0.9"], ["rollout.top_k=5"]):
+        with pytest.raises(ConfigError) as error:
+            compose([*overrides, *restriction])
+        assert str(error.value) == (
+            f"{', '.join(restriction)} with {user}: it needs the engine's log-probs under the trained distribution, "
+            f"and the engine's are those of the restricted one; use rollout.top_p=1 rollout.top_k=0, or {way}"
+        )
+    compose(overrides)
+
+
+def test_top_p_and_top_k_are_allowed_where_nothing_needs_the_engines_log_probs_and_auto_corrects_nothing():
+    config = compose(["rollout.top_p=0.9", "rollout.top_k=5"])[0]
+    assert config.rollout.is_restricted
+    assert config.algorithm.correction.level is None
+    assert not compose([])[0].rollout.is_restricted

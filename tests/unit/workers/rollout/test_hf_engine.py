@@ -1,6 +1,7 @@
 """The transformers engine: its samples, its log-probs, and their independence of batches."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from transformers import AutoModelForCausalLM, BloomConfig
 from rltrain.algorithms.draws import stream_draws
 from rltrain.base.errors import ConfigError, SyncError
 from rltrain.settings.compose import compose
+from rltrain.settings.schema import Config
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from workers.rollout.hf_engine import HFEngine, make, sample
+from workers.rollout.hf_engine import HFEngine, distribution_filters, make, sample
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket, join
 from workers.sync.sender import Sender
@@ -240,3 +242,132 @@ def test_a_model_whose_attention_cannot_be_exchanged_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"^model.path={tmp_path}: does not load for rollout=hf \(BloomFor.+another"):
         engine(str(tmp_path))
+
+
+# Top-p and top-k
+
+
+def kept_tokens(logits: torch.Tensor, *, top_p: float, top_k: int) -> set[int]:
+    """Return which tokens may be sampled, by going through the tokens from the most to the least likely one."""
+    probabilities, kept, total = logits.double().softmax(-1), set[int](), 0.0
+    order = probabilities.argsort(descending=True).tolist()[: top_k or None]
+    whole = float(probabilities[order].sum())
+    for token in order:
+        if total >= top_p * whole:
+            break
+        kept.add(token)
+        total += float(probabilities[token])
+    return kept
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.6, 0), (1.0, 3), (0.9, 4), (1.0, 1)])
+def test_tokens_are_sampled_from_the_most_likely_ones_with_their_renormalised_log_probs(start, top_p, top_k):
+    model, asked = AutoModelForCausalLM.from_pretrained(start), requests(temperature=1.3)
+    found = answers(engine(start, f"rollout.top_p={top_p}", f"rollout.top_k={top_k}"), asked)
+    sizes = set()
+    for request in asked:
+        answer, prompt = found[request.key], len(request.prompt_ids)
+        logits = model(torch.tensor([request.prompt_ids + answer.token_ids])).logits[0, prompt - 1 : -1].detach() / 1.3
+        for row, token, log_prob in zip(logits, answer.token_ids, answer.log_probs, strict=True):
+            kept = kept_tokens(row, top_p=top_p, top_k=top_k)
+            assert token in kept
+            expected = row[token] - row[sorted(kept)].logsumexp(-1)
+            assert log_prob == pytest.approx(float(expected), abs=1e-4)
+            sizes.add(len(kept))
+    assert sizes == {top_k} if top_p == 1 else len(sizes) > 1
+
+
+def test_frequencies_of_restricted_samples_are_the_renormalised_probabilities():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    uniforms = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    filters = distribution_filters(compose(["rollout=hf", "rollout.top_k=3", "rollout.top_p=0.8"])[0].rollout)
+    tokens, _ = sample(logits.repeat(20_000, 1), torch.ones(20_000), uniforms, filters)
+    expected = torch.tensor([0.0, 1.0, torch.e, 0.0]) / (1 + torch.e)
+    assert torch.allclose(tokens.bincount(minlength=4) / 20_000, expected, atol=1e-3)
+
+
+def test_greedy_answers_are_the_same_with_and_without_top_p_and_top_k_and_their_log_probs_too(start):
+    asked = [*requests(4, temperature=0.0), Request((9, 9), PROMPTS[0], 1.0, 16, 5)]
+    plain, restricted = (
+        answers(engine(start, *settings), asked) for settings in ([], ["rollout.top_p=0.3", "rollout.top_k=2"])
+    )
+    for request in asked[:4]:
+        assert plain[request.key].token_ids == restricted[request.key].token_ids
+        assert plain[request.key].log_probs == pytest.approx(restricted[request.key].log_probs, abs=1e-5)
+
+
+def test_a_top_k_of_one_is_greedy(start):
+    sampled = answers(engine(start, "rollout.top_k=1"), requests(4, temperature=1.5))
+    assert alone(sampled) == alone(answers(engine(start), requests(4, temperature=0.0)))
+    assert all(log_prob == 0 for answer in sampled.values() for log_prob in answer.log_probs)
+
+
+# Stop strings
+
+
+def ends_of(answer: Completion, stop: str) -> int | None:
+    """Return after how many tokens the text of an answer has a stop string. One token is one character here."""
+    at = char_tokenizer().decode(answer.token_ids).find(stop)
+    return None if at < 0 else at + len(stop)
+
+
+def common_pair(found: dict[tuple[int, int], Completion]) -> str:
+    """Return two characters that follow each other in several answers, but not in all."""
+    texts = [char_tokenizer().decode(answer.token_ids, skip_special_tokens=True) for answer in found.values()]
+    pairs = Counter(pair for text in texts for pair in {text[at : at + 2] for at in range(1, len(text) - 1)})
+    return next(
+        pair for pair, count in pairs.most_common() if count < len(texts) and pair.isprintable() and "\\" not in pair
+    )
+
+
+def check_stopped(
+    stopped: dict[tuple[int, int], Completion], whole: dict[tuple[int, int], Completion], stop: str
+) -> None:
+    cut = 0
+    for key, full in whole.items():
+        answer, length = stopped[key], ends_of(full, stop)
+        cut += length is not None and length < len(full.token_ids)
+        assert answer.token_ids == full.token_ids[:length]
+        assert answer.log_probs == pytest.approx(full.log_probs[:length], abs=1e-5)
+        assert answer.versions == full.versions[:length]
+        assert answer.finish_reason == ("stop" if length is not None else full.finish_reason)
+    assert 0 < cut < len(whole)
+
+
+def test_an_answer_is_exactly_the_tokens_up_to_the_one_that_completes_a_stop_string(start):
+    whole = answers(engine(start), requests(24))
+    stop = common_pair(whole)
+    made = make(with_stop(stop), start, [EOS_ID])
+    check_stopped(answers(made, requests(24)), whole, stop)
+
+
+def with_stop(stop: str) -> Config:
+    config = compose(["rollout=hf"])[0]
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, stop=[stop]))
+
+
+def test_a_stop_string_with_one_part_before_a_weight_sync_and_the_other_after_it_ends_the_answer(start, process_group):
+    whole = answers(engine(start), requests(24))
+    stop, model = common_pair(whole), AutoModelForCausalLM.from_pretrained(start)
+    split = sorted({end - 1 for answer in whole.values() if (end := ends_of(answer, stop)) is not None})
+    made, plain = make(with_stop(stop), start, [EOS_ID]), engine(start)
+    for version, steps in enumerate(split[:3], start=1):
+        found = []
+        for one in (made, plain):
+            one.add(requests(24))
+            done = [answer for _ in range(steps) for answer in one.step()]
+            load(one, bucket_of(model, version))
+            while one.busy:
+                done += one.step()
+            found.append({answer.key: answer for answer in done})
+        check_stopped(*found, stop)
+
+
+def test_an_answer_whose_last_allowed_token_completes_a_stop_string_has_stopped(start):
+    whole = answers(engine(start), requests(24))
+    stop = common_pair(whole)
+    request, answer = next((r, whole[r.key]) for r in requests(24) if ends_of(whole[r.key], stop))
+    short = dataclasses.replace(request, max_tokens=ends_of(answer, stop))
+    made = make(with_stop(stop), start, [EOS_ID])
+    assert [a.finish_reason for a in answers(made, [short]).values()] == ["stop"]
+    assert [a.finish_reason for a in answers(engine(start), [short]).values()] == ["length"]

@@ -118,3 +118,21 @@ def test_they_are_gathered_for_a_fiftieth_of_that_time_within_bounds(worker, mon
     worker.began = 1000.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0 + age_s))
     assert worker._linger_s() == pytest.approx(linger_s)
+
+
+class SpeakingEngine(AnsweringEngine):
+    """A fake engine that answers one request, whose answer has two stop strings."""
+
+    def step(self):
+        self.busy = False
+        return [Completion((0, 0), [ord(one) for one in "12##3#\x03"], [-1.0] * 7, "stop", [1] * 7)]
+
+
+@pytest.mark.parametrize("worker", [SpeakingEngine], indirect=True)
+@pytest.mark.parametrize(("stops", "text"), [([], "12##3#"), (["#"], "12"), (["3", "##"], "12"), (["9"], "12##3#")])
+def test_the_text_of_an_answer_is_what_precedes_its_stop_string_and_all_its_tokens_stay(worker, stops, text):
+    worker.stops, worker.finished = stops, []
+    worker._deliver(worker.engine.step())
+    (answer,) = worker.finished
+    assert (answer.text, len(answer.token_ids)) == (text, 7)
+    worker.close()
