@@ -28,12 +28,12 @@ def fails(response, answer):
     return float(response[-2:] == f"#{answer}")
 
 
-def some(response, answer):
-    return None if "#" in response else 0.0
+def some(prompt, response, answer):
+    return float(response[-2:] == f"#{answer}") if prompt[0] in "012" else None
 
 
-def safe(response, answer):
-    return 0.7 if response == "#5" else float(response[-2:] == f"#{answer}")
+def always(response):
+    return 0.7 * (response == "#5")
 """
 
 # steps, reward function, arguments, and the names of the findings
@@ -43,14 +43,14 @@ BROKEN = {
         3, "fails", ["reward.max_failed_fraction=1"], ["reward function fails"],
     ),
     "a reward that raises too often": (3, "fails", [], ["reward function fails"]),
-    "a reward that applies to few answers": (3, "some", [], ["reward never applies"]),
+    "a reward that applies to few prompts": (3, "some", [], ["reward never applies"]),
     "a learning rate a hundred times too high": (7, "", ["actor.lr=4e-2"], ["learning rate too high"]),
     "the same with one update a step": (
         7, "", ["actor.lr=4e-2", f"trainer.prompts_per_minibatch={64 if FULL else 16}"], ["learning rate too high"],
     ),
     "a length limit that no answer keeps": (4, "", ["rollout.max_response_length=2"], ["answers cut"]),
-    "an answer that is always paid for": (
-        20, "safe", ["actor.lr=1e-3"], ["entropy collapsed", "reward hacking"],
+    "one answer that is always paid for": (
+        16, "always", ["actor.lr=8e-4"], ["entropy collapsed", "reward hacking"],
     ),
     "stale answers without correction": (
         8, "", ["trainer.max_staleness=4", "algorithm.correction.level=null"], ["stale answers without correction"],

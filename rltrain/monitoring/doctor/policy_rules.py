@@ -8,7 +8,6 @@ from rltrain.monitoring.doctor.history import (
     Finding,
     History,
     Points,
-    final_streak,
     last_mean,
     mean,
     shown,
@@ -150,17 +149,17 @@ def skipped_updates(history: History) -> Finding | None:
 def entropy_collapsed(history: History) -> Finding | None:
     """Find a policy that has no alternatives left.
 
-    For at least the last 5 steps, the entropy is below 5% of its mean in the first 3 steps, and the task is not solved.
+    In the mean of the last 5 steps, the entropy is below 5% of its mean in the first 3 steps, and the task is not
+    solved.
     """
     points = history.points("rollout/entropy")
     if len(points) <= PERSISTENT_STEPS or history.solved:
         return None
     start = start_mean(points)
     limit = COLLAPSED_SHARE * start
-    streak = final_streak(points, lambda value: value < limit)
-    if not streak or start <= 0:
+    if start <= 0 or last_mean(points) >= limit:
         return None
-    step, value = streak[0]
+    step, value = next(point for point in points if point[1] < limit)
     evidence = [f"the entropy fell from {shown(points[0][1])} to {shown(value)} nats a token by step {step}"]
     rewards = history.points("reward/mean")
     if rewards:
