@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm test check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test clean
+.PHONY: help setup demo demo-llm test check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -125,6 +125,9 @@ $(TRACKERS)/.ready: $(READY) docker/requirements-trackers.txt
 
 tracker-test: setup $(TRACKERS)/.ready  ## Tests of the trackers, with W&B, MLflow and trackio, which write and are read back
 	@$(TEST_ENV) $(TRACKERS)/bin/python -m pytest tests/unit/monitoring/trackers tests/e2e/test_trackers.py
+
+doctor-test: setup  ## Runs of 40 steps that are broken on purpose, and healthy ones: the doctor names the cause (20 minutes)
+	@$(TEST_ENV) RLTRAIN_DOCTOR_TEST=full $(BIN)/python -m pytest tests/e2e/test_doctor.py $(ARGS)
 
 clean:  ## Remove .venv, caches and builds; results in outputs/ stay
 	rm -rf $(VENV) $(TRACKERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

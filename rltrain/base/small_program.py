@@ -1,4 +1,4 @@
-"""Shared parts of the programs `rltrain.export` and `rltrain.report`: usage text, one-line errors and exit statuses."""
+"""Shared parts of `rltrain.doctor`, `rltrain.export` and `rltrain.report`: usage, one-line errors and exit statuses."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,14 +10,18 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
 
 
 def run_program(
-    program: Callable[[list[str]], None], usage: str, argv: Sequence[str] | None, *, remedy: Callable[[OSError], str]
+    program: Callable[[list[str]], int | None],
+    usage: str,
+    argv: Sequence[str] | None,
+    *,
+    remedy: Callable[[OSError], str],
 ) -> int:
     """Run a program with command-line arguments, and return the exit status.
 
     Errors are printed as one line on stderr. If `--help` is the only argument, the program's usage is printed.
 
     Args:
-        program: function that gets the arguments, and prints its results.
+        program: function that gets the arguments, prints its results, and returns the exit status; None: 0.
         usage: text of `--help`.
         argv: the command-line arguments; None: the arguments of the process. remedy: function that returns the error
             message for an OSError.
@@ -27,8 +31,7 @@ def run_program(
         print(usage)  # noqa: T201
         return 0
     try:
-        program(words)
-        return 0
+        return program(words) or 0
     except RLTrainError as error:
         return _fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED)
     except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rltrain import report
+from rltrain import doctor, report
 from rltrain.main import main
 from rltrain.monitoring.catalogue import METRICS
 from rltrain.settings.algorithm_rules import check_algorithm
@@ -105,6 +105,12 @@ def test_a_command_that_writes_a_report_is_accepted():
     lines = [line.partition(command)[2] for name in DOCUMENTS for line in bash_lines(name) if command in line]
     parsed = [report.parse(shlex.split(line, comments=True)) for line in lines]
     assert [len(folders) for folders, _ in parsed] == [1, 2]
+
+
+def test_the_commands_that_examine_a_run_are_accepted():
+    command = "python -m rltrain.doctor"
+    lines = [line.partition(command)[2] for name in DOCUMENTS for line in bash_lines(name) if command in line]
+    assert [len(doctor.parse(shlex.split(line, comments=True))) for line in lines] == [1, 2]
 
 
 def test_a_command_of_the_readme_goes_through_main(capsys):

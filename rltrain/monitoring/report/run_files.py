@@ -70,8 +70,13 @@ class RunFiles:
     notes: list[str] = field(default_factory=list)
 
 
-def read_run(folder: Path, name: str = "") -> RunFiles:
+def read_run(folder: Path, name: str = "", *, texts: bool = True) -> RunFiles:
     """Read the output folder of a run.
+
+    Args:
+        folder: output folder of the run.
+        name: name of the run; "": the name of the folder.
+        texts: whether to read what only a page needs: the text of each token, and a note if there is nothing to draw.
 
     Raises:
         ConfigError: the folder does not exist, or it is not the output folder of a run.
@@ -84,8 +89,9 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
     _read_config(run)
     run.command = _command(run)
     run.samples = sample_files(folder)
-    _read_token_texts(run)
-    if not run.steps:
+    if texts:
+        _read_token_texts(run)
+    if texts and not run.steps:
         run.notes.append("no training step has ended yet, so there are no curves")
     return run
 

@@ -1,0 +1,102 @@
+"""The diagnosis of a run: all rules, worst first, and which findings explain others.
+
+This command prints the table of rules in `docs/when-a-run-goes-wrong.md`:
+
+    python -m rltrain.monitoring.doctor.diagnosis
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+
+from rltrain.monitoring.doctor import engine_rules, policy_rules, reward_rules
+from rltrain.monitoring.doctor.history import Finding, History
+from rltrain.monitoring.report.run_files import RunFiles
+
+# Weights that an update changes are used from the next step on, so effects of an update appear at least one step later.
+NEXT_STEP = 1
+# Hardly any answer differs before the entropy is below its threshold, so effects may seem to come before their cause.
+ANY_STEP = -inf
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A cause that the doctor recognises.
+
+    Attributes:
+        name: name of the cause.
+        check: function that returns a finding if the cause is there.
+        explains: names of causes that this one brings with it, so that they are no findings of their own.
+        after: smallest number of steps from the beginning of this cause to the beginning of such an effect.
+    """
+
+    name: str
+    check: Callable[[History], Finding | None]
+    explains: tuple[str, ...] = ()
+    after: float = 0
+
+
+COLLAPSES = ("dead reward", "answers cut", "entropy collapsed", "entropy grows", "reward fell", "too few groups")
+LOSSES = (*COLLAPSES, "critic explains nothing", "far from the reference", "skipped updates", "evaluation got worse")
+RULES = (
+    Rule("reward function fails", reward_rules.reward_fails, ("reward never applies", "dead reward", "too few groups")),
+    Rule("reward never applies", reward_rules.reward_never_applies, ("dead reward", "too few groups")),
+    Rule("stale weights", engine_rules.stale_weights, ("learning rate too high", *LOSSES)),
+    Rule("learning rate too high", policy_rules.learning_rate_too_high, LOSSES, NEXT_STEP),
+    Rule("skipped updates", policy_rules.skipped_updates),
+    Rule("answers cut", engine_rules.answers_cut, ("dead reward", "too few groups", "reward fell")),
+    Rule("dead reward", reward_rules.dead_reward, ("too few groups", "critic explains nothing")),
+    Rule("entropy collapsed", policy_rules.entropy_collapsed, COLLAPSES, ANY_STEP),
+    Rule("entropy grows", policy_rules.entropy_grows, ("reward fell",)),
+    Rule("reward fell", reward_rules.reward_fell),
+    Rule("reward hacking", reward_rules.reward_hacking),
+    Rule("evaluation got worse", reward_rules.worse_evaluation),
+    Rule("engine and actor differ", engine_rules.engine_differs),
+    Rule("stale answers without correction", engine_rules.stale_answers, ("answers too old",)),
+    Rule("answers too old", engine_rules.answers_too_old),
+    Rule("far from the reference", policy_rules.far_from_reference),
+    Rule("too few groups", reward_rules.too_few_groups),
+    Rule("critic explains nothing", policy_rules.critic_explains_nothing),
+)
+
+
+def diagnose(run: RunFiles) -> list[Finding]:
+    """Return what went wrong in a run, the worst first.
+
+    A finding that another one explains is not a finding of its own: the other one names it among its effects. An effect
+    that is there from the first step of the run has no cause that begins later.
+    """
+    history = History(run)
+    found = {rule.name: finding for rule in RULES if (finding := rule.check(history)) is not None}
+    kept = {name: replace(finding, name=name, effects=[]) for name, finding in found.items()}
+    for rule in RULES:
+        if rule.name not in kept:
+            continue
+        for name in _effects(rule, kept, history):
+            kept[rule.name].effects += [f"{name} (from step {kept[name].step})", *kept[name].effects]
+            del kept[name]
+    return list(kept.values())
+
+
+def _effects(rule: Rule, found: dict[str, Finding], history: History) -> list[str]:
+    """Return the names of the findings that the finding of a rule explains."""
+    step = found[rule.name].step
+    names = [
+        name for name in rule.explains if name in found and name != rule.name and found[name].step - step >= rule.after
+    ]
+    return [name for name in names if rule.after >= 0 or found[name].step > history.first_step]
+
+
+def table() -> str:
+    """Return the table of rules as Markdown, with the condition from the docstring of each rule's function."""
+    lines = ["| finding | when |", "|---|---|"]
+    for rule in RULES:
+        _, _, condition = (inspect.getdoc(rule.check) or "").partition("\n\n")
+        lines.append(f"| {rule.name} | {' '.join(condition.split()).rstrip('.')} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

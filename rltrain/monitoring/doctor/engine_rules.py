@@ -1,0 +1,156 @@
+"""Rules about the engine and its answers: weights that are not the trainer's, and answers that are cut."""
+
+from rltrain.monitoring.alarms import WINDOW_STEPS
+from rltrain.monitoring.doctor.history import (
+    ENOUGH_STEPS,
+    Finding,
+    History,
+    Points,
+    final_streak,
+    last_mean,
+    mean,
+    shown,
+)
+
+DEFAULT_GAP = 0.02  # nats a token: default of rollout.max_log_prob_gap, for a run without a config
+GROWN_GAP = 10.0  # ratio to the gap of the first step, which no difference in arithmetic reaches
+CUT_SHARE = 0.5  # share of cut answers from which the length limit decides what is learnt
+SMALL_SAMPLE = 0.5  # share of tokens that remain after weighting below which most of a batch is lost
+
+
+def _gaps(history: History) -> Points:
+    """Return the distance between engine and actor in each step, from the metric that the run has."""
+    return history.points("rollout/log_prob_gap") or history.points("actor/engine_gap")
+
+
+def _asynchronous(history: History) -> bool:
+    return any(value > 0 for _, value in history.points("rollout/staleness_max"))
+
+
+def _above(history: History) -> Points:
+    """Return the last steps whose gap is above the limit; [] if they are fewer than 3."""
+    limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
+    return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)
+
+
+def stale_weights(history: History) -> Finding | None:
+    """Find an engine that does not use the trainer's weights.
+
+    For at least the last 3 steps, the gap between the log-probs of engine and actor is above
+    `rollout.max_log_prob_gap`, its mean over the last 5 steps is at least ten times that of the first step, and the
+    answers count as answers of the current weights (`rollout/staleness_max` is 0).
+    """
+    gaps, above = _gaps(history), _above(history)
+    if not above or _asynchronous(history) or last_mean(gaps) < GROWN_GAP * gaps[0][1]:
+        return None
+    worst = max(gaps, key=lambda point: point[1])
+    limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
+    evidence = [
+        f"engine and actor differ by {shown(worst[1])} nats a token in step {worst[0]}, and by {shown(gaps[0][1])} in "
+        f"step {gaps[0][0]} (rollout.max_log_prob_gap={limit:g})",
+        "the answers count as answers of the current weights (rollout/staleness_max=0)",
+    ]
+    checked = history.setting("rollout.verify_sync", True)
+    if not checked:
+        evidence.append("rollout.verify_sync=false: nothing checked that new weights arrive")
+    return Finding(
+        above[0][0],
+        evidence,
+        ["the engine computes with old weights: a weight sync does not reach it, or it keeps a copy"],
+        ["rollout.verify_sync=true, which stops the run at the first sync that fails", "check an engine of your own"],
+    )
+
+
+def engine_differs(history: History) -> Finding | None:
+    """Find an engine that computes other log-probs than the actor.
+
+    The conditions of `stale weights` hold, except that the gap is less than ten times that of the first step.
+    """
+    gaps, above = _gaps(history), _above(history)
+    if not above or _asynchronous(history) or last_mean(gaps) >= GROWN_GAP * gaps[0][1]:
+        return None
+    limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
+    return Finding(
+        above[0][0],
+        [f"engine and actor differ by {shown(last_mean(gaps))} nats a token in the last steps, above {limit:g}"],
+        ["other kernels or another precision in the engine than in the actor"],
+        ["check model.dtype, or correct for the difference (algorithm=tis or algorithm.correction.level=token)"],
+    )
+
+
+def stale_answers(history: History) -> Finding | None:
+    """Find answers of older weights that nothing corrects for.
+
+    Answers are older than the weights (`rollout/staleness_max` is above 0), `algorithm.correction.level` and
+    `algorithm.rejection.kl_estimator` are null, `algorithm.old_log_probs` is `actor`, and the gap between the log-probs
+    of engine and actor is above `rollout.max_log_prob_gap` in the mean of all steps.
+    """
+    gaps = _gaps(history)
+    corrected = (
+        history.setting("algorithm.correction.level") is not None
+        or history.setting("algorithm.rejection.kl_estimator") is not None
+        or history.setting("algorithm.old_log_probs", "actor") != "actor"
+    )
+    limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
+    if corrected or len(gaps) < ENOUGH_STEPS or not _asynchronous(history) or mean(gaps) <= limit:
+        return None
+    oldest = max(value for _, value in history.points("rollout/staleness_max"))
+    return Finding(
+        next(step for step, value in gaps if value > limit),
+        [
+            f"answers are up to {oldest:.0f} versions older than the weights that are trained",
+            f"engine and actor differ by {shown(mean(gaps))} nats a token in the mean, above {limit:g}",
+            "algorithm.correction.level=null: the loss treats the answers as answers of the current policy",
+        ],
+        ["correction was switched off, or set by a preset for synchronous training"],
+        ["algorithm.correction.level=auto", "a lower trainer.max_staleness"],
+    )
+
+
+def answers_too_old(history: History) -> Finding | None:
+    """Find answers that are too old to learn from.
+
+    Answers are older than the weights, and the effective sample size of their importance weights is below 0.5 in the
+    mean of the last 5 steps.
+    """
+    sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
+    if len(sizes) < ENOUGH_STEPS or not _asynchronous(history) or last_mean(sizes) >= SMALL_SAMPLE:
+        return None
+    oldest = max(value for _, value in history.points("rollout/staleness_max"))
+    return Finding(
+        next(step for step, value in sizes if value < SMALL_SAMPLE),
+        [
+            f"the effective sample size is {last_mean(sizes):.0%} of the tokens in the last {WINDOW_STEPS} steps",
+            f"answers are up to {oldest:.0f} versions old",
+        ],
+        ["the policy changes faster than answers arrive"],
+        ["a lower trainer.max_staleness, or a lower actor.lr"],
+    )
+
+
+def answers_cut(history: History) -> Finding | None:
+    """Find answers that are cut at the length limit.
+
+    For at least the last 3 steps, at least half of the answers reach `rollout.max_response_length`.
+    """
+    streak = final_streak(history.points("rollout/truncated_fraction"), lambda value: value >= CUT_SHARE, ENOUGH_STEPS)
+    if not streak:
+        return None
+    step, limit = streak[0][0], history.number("rollout.max_response_length", 0)
+    evidence = [f"{mean(streak):.0%} of the answers were cut from step {step} to step {streak[-1][0]}"]
+    if limit:
+        evidence.append(f"rollout.max_response_length={limit:.0f}")
+    if step == history.first_step:
+        causes = ["the length limit is shorter than the answers of this model"]
+    else:
+        causes = ["the policy has learnt to go on, or has forgotten how to end an answer"]
+    return Finding(
+        step,
+        evidence,
+        [*causes, "the model does not end its answers: no end token in its chat template or data"],
+        [
+            "raise rollout.max_response_length",
+            "make long answers cost something (algorithm.reward_shaping.overlong_buffer=auto), or keep cut answers out "
+            "(algorithm.mask_truncated or algorithm.exclude_truncated)",
+        ],
+    )

@@ -1,0 +1,247 @@
+"""Rules about the policy and its updates: too large, skipped, collapsed, or far from the reference; and the critic."""
+
+from itertools import pairwise
+
+from rltrain.monitoring.alarms import COLLAPSED_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
+from rltrain.monitoring.doctor.history import (
+    ENOUGH_STEPS,
+    Finding,
+    History,
+    Points,
+    last_mean,
+    mean,
+    shown,
+    start_mean,
+)
+
+HEALTHY_KL = 0.1  # nats a token: KL of the updates of one step up to which they are of the usual size
+LARGE_KL = 0.3  # nats a token: KL of the updates of one step that is too large if it happens several times
+HUGE_KL = 0.5  # nats a token: KL of the updates of one step that is too large if the reward falls after it
+HEALTHY_CLIPPED = 0.3  # share of tokens
+EXPLODED = 10.0  # ratio of a gradient norm to that of the first step
+LOST_SPREADS = 0.5  # fall of the reward, in standard deviations of single rewards, that is no noise
+JUMP = 3.0  # ratio of the entropies of two steps that training does not cause at a usual learning rate
+FAR_KL = 1.0  # nats a token: KL to the reference of a policy whose text has little to do with the reference's
+GROWN_ENTROPY = 2.0  # ratio to the entropy at the start
+GROWN_BY = 0.5  # nats a token
+CRITIC_STEPS = 20  # steps that a critic gets to learn from nothing
+JUDGED_STEPS = 10  # last steps over which a critic is judged, because its explained variance is noisy
+
+
+def learning_rate_too_high(history: History) -> Finding | None:
+    """Find updates that are too large.
+
+    The updates of a step moved the policy by a KL of at least 0.5 nats a token and the mean reward of the (at most 5)
+    last steps is lower than before by half the standard deviation of single rewards; or by at least 0.3 nats a token
+    in at least 3 steps; or, without a KL because a step has one update, the entropy changed at least by a factor of 3
+    from one step to the next and the reward fell as far.
+    """
+    kl = history.points("actor/ppo_kl")
+    huge = [point for point in kl if point[1] >= HUGE_KL]
+    large = [point for point in kl if point[1] >= LARGE_KL]
+    if huge and _reward_after(history, huge[0][0]):
+        step = huge[0][0]
+    elif len(large) >= ENOUGH_STEPS:
+        step = large[0][0]
+    elif not any(value > 0 for _, value in kl) and (jump := _jump(history)) is not None:
+        step = jump
+    else:
+        return None
+    evidence = _signs(history, step)
+    if reward := _reward_after(history, step):
+        evidence.append(reward)
+    return Finding(
+        step,
+        evidence,
+        [_rate(history), "too many updates with the same answers (trainer.epochs_per_step, small mini-batches)"],
+        [
+            f"actor.lr={shown_rate(history)} or lower",
+            "lr warm-up (actor.lr_warmup_steps), a lower actor.max_grad_norm, or larger trainer.prompts_per_minibatch",
+        ],
+    )
+
+
+def shown_rate(history: History) -> str:
+    """Return the learning rate of the preset if it is a good deal lower, else a tenth of the run's."""
+    rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
+    lower = isinstance(preset, int | float) and 0 < preset <= rate / 2
+    return f"{preset if lower else rate / 10:g}"
+
+
+def _rate(history: History) -> str:
+    rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
+    if isinstance(preset, int | float) and 0 < preset <= rate / 2:
+        return f"actor.lr={rate:g} is {rate / preset:.0f} times the preset's {preset:g}"
+    return f"actor.lr={rate:g} is too high for this model and algorithm"
+
+
+def _jump(history: History) -> int | None:
+    """Return the step before the first jump of the entropy after which the reward is lower; None if there is none."""
+    entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
+    for (step, before), (_, after) in pairwise(entropy):
+        if max(before / after, after / before) >= JUMP and _reward_after(history, step):
+            return step
+    return None
+
+
+def _signs(history: History, step: int) -> list[str]:
+    """Return clauses about KL, clipping, gradients and entropy from a step on, with what is usual."""
+    kl, clipped, norms, entropy = (
+        [point for point in history.points(name) if point[0] >= step]
+        for name in ("actor/ppo_kl", "actor/clip_fraction", "actor/grad_norm_max", "rollout/entropy")
+    )
+    texts = []
+    if kl and (worst := max(kl, key=lambda point: point[1]))[1] >= HEALTHY_KL:
+        texts.append(
+            f"the updates of step {worst[0]} moved the policy by {shown(worst[1])} nats a token (healthy: below 0.1)"
+        )
+    if clipped and (worst := max(clipped, key=lambda point: point[1]))[1] >= HEALTHY_CLIPPED:
+        texts.append(f"{worst[1]:.0%} of the tokens of step {worst[0]} were clipped (healthy: below 30%)")
+    first = history.points("actor/grad_norm_max")[:1]
+    if first and norms and (worst := max(norms, key=lambda point: point[1]))[1] >= EXPLODED * first[0][1] > 0:
+        texts.append(f"the gradient norm grew from {shown(first[0][1])} to {shown(worst[1])} in step {worst[0]}")
+    if len(entropy) > 1 and max(entropy[0][1], entropy[1][1]) >= JUMP * max(min(entropy[0][1], entropy[1][1]), 1e-9):
+        texts.append(
+            f"the entropy went from {shown(entropy[0][1])} to {shown(entropy[1][1])} nats a token in the next step"
+        )
+    return texts
+
+
+def _reward_after(history: History, step: int) -> str:
+    """Return a clause if the reward of the last steps is clearly lower than up to a step; otherwise ""."""
+    points, spread = history.points("reward/mean"), dict(history.points("reward/std"))
+    before = [point for point in points if point[0] <= step][-WINDOW_STEPS:]
+    after = [point for point in points if point[0] > step][-WINDOW_STEPS:]
+    deviation = max((spread.get(one, 0.0) for one, _ in before), default=0.0)
+    if not before or len(after) < 2 or mean(before) - mean(after) < max(LOST_SPREADS * deviation, 1e-6):
+        return ""
+    return (
+        f"the mean reward fell from {shown(mean(before))} up to step {step} to {shown(mean(after))} in the last steps"
+    )
+
+
+def skipped_updates(history: History) -> Finding | None:
+    """Find updates that were skipped.
+
+    At least one update of the actor or the critic was skipped because its loss or gradient was not finite.
+    """
+    counts = {role: history.points(f"{role}/skipped_updates") for role in ("actor", "critic")}
+    skipped = {role: [point for point in points if point[1] > 0] for role, points in counts.items()}
+    if not any(skipped.values()):
+        return None
+    texts = [
+        f"{sum(value for _, value in points):.0f} updates of the {role} were skipped in {len(points)} steps, the first "
+        f"in step {points[0][0]}"
+        for role, points in skipped.items()
+        if points
+    ]
+    return Finding(
+        min(points[0][0] for points in skipped.values() if points),
+        texts,
+        ["rewards, advantages or log-probs that are not finite or are huge", "a learning rate that is too high"],
+        [
+            "look at the batch in failed/ (DataProto.load reads it)",
+            "lower actor.lr, or the clip ranges in algorithm.loss; use model.dtype=float32",
+        ],
+    )
+
+
+def entropy_collapsed(history: History) -> Finding | None:
+    """Find a policy that has no alternatives left.
+
+    In the mean of the last 5 steps, the entropy is below 5% of its mean in the first 3 steps, and the task is not
+    solved.
+    """
+    points = history.points("rollout/entropy")
+    if len(points) <= PERSISTENT_STEPS or history.solved:
+        return None
+    start = start_mean(points)
+    limit = COLLAPSED_SHARE * start
+    if start <= 0 or last_mean(points) >= limit:
+        return None
+    step, value = next(point for point in points if point[1] < limit)
+    evidence = [f"the entropy fell from {shown(points[0][1])} to {shown(value)} nats a token by step {step}"]
+    rewards = history.points("reward/mean")
+    if rewards:
+        evidence.append(f"the mean reward of the last steps is {shown(last_mean(rewards))}")
+    return Finding(
+        step,
+        evidence,
+        [
+            "updates that are too large or too many make one answer certain before others were tried "
+            f"(actor.lr={history.number('actor.lr', 0.0):g}, "
+            f"trainer.epochs_per_step={history.number('trainer.epochs_per_step', 1):g})",
+            f"answers that differ too little (rollout.temperature={history.number('rollout.temperature', 1.0):g})",
+        ],
+        [
+            "lower actor.lr or trainer.epochs_per_step",
+            "raise algorithm.entropy_coef, set algorithm.entropy_target, or raise algorithm.loss.clip_ratio_high "
+            "(algorithm=dapo)",
+            "rollout.temperature=1",
+        ],
+    )
+
+
+def entropy_grows(history: History) -> Finding | None:
+    """Find a policy that becomes random.
+
+    In the mean of the last 5 steps, the entropy is at least twice its mean in the first 3 steps and at least 0.5 nats a
+    token above it, and the mean reward is not above that of the first 3 steps.
+    """
+    points, rewards = history.points("rollout/entropy"), history.points("reward/mean")
+    if len(points) <= PERSISTENT_STEPS or not rewards:
+        return None
+    start, last = start_mean(points), last_mean(points)
+    if last < GROWN_ENTROPY * start or last < start + GROWN_BY or last_mean(rewards) > start_mean(rewards):
+        return None
+    step = next(step for step, value in points if value >= max(GROWN_ENTROPY * start, start + GROWN_BY))
+    return Finding(
+        step,
+        [
+            f"the entropy rose from {shown(start)} to {shown(last)} nats a token",
+            f"the mean reward went from {shown(start_mean(rewards))} to {shown(last_mean(rewards))}",
+        ],
+        ["the entropy bonus outweighs the reward", "updates that are too large, or advantages that are noise"],
+        ["lower algorithm.entropy_coef or algorithm.entropy_target", "lower actor.lr, or add a KL term"],
+    )
+
+
+def far_from_reference(history: History) -> Finding | None:
+    """Find a policy that left its reference.
+
+    In the mean of the last 5 steps, the KL to the reference (`actor/ref_kl` or `reward/kl`) is at least 1 nat a token.
+    """
+    names = ("actor/ref_kl", "reward/kl")
+    points: Points = next((found for name in names if (found := history.points(name))), [])
+    if len(points) < ENOUGH_STEPS or last_mean(points) < FAR_KL:
+        return None
+    return Finding(
+        next(step for step, value in points if value >= FAR_KL),
+        [f"the KL to the reference rose from {shown(points[0][1])} to {shown(last_mean(points))} nats a token"],
+        ["the KL term is too weak for this learning rate and reward"],
+        ["raise algorithm.kl_loss.kl_loss_coef or algorithm.kl_in_reward.kl_coef, or lower actor.lr"],
+    )
+
+
+def critic_explains_nothing(history: History) -> Finding | None:
+    """Find a critic that does not learn.
+
+    After at least 20 steps, the mean explained variance of the critic over the last 10 steps is 0 or less, while the
+    rewards have spread.
+    """
+    points, spread = history.points("critic/explained_variance"), history.points("reward/std")
+    judged = points[-JUDGED_STEPS:]
+    if len(points) < CRITIC_STEPS or mean(judged) > 0 or not spread or last_mean(spread) <= 1e-6:
+        return None
+    return Finding(
+        judged[0][0],
+        [
+            f"critic/explained_variance is {shown(mean(judged))} in the mean of the last {JUDGED_STEPS} steps "
+            "(1: values predict the returns, 0: no better than a constant)"
+        ],
+        [f"critic.lr={history.number('critic.lr', 0.0):g} is too low or far too high", "returns that are mostly noise"],
+        [
+            "change critic.lr, or critic.clip_range_value if critic/clip_fraction is high",
+            "use an algorithm without a critic (algorithm=grpo)",
+        ],
+    )

@@ -1,0 +1,284 @@
+"""Rules about rewards: functions that fail, rewards that teach nothing, and rewards that teach the wrong thing."""
+
+import re
+from collections import Counter
+from math import sqrt
+from typing import Any
+
+from rltrain.base.errors import one_line
+from rltrain.monitoring.alarms import LOST_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
+from rltrain.monitoring.doctor.history import Finding, History, Points, final_streak, last_mean, mean, shown, windows
+
+FAILED_SHARE = 0.01  # share of the answers of a run whose reward may fail, as the reward of a broken answer does
+UNSCORED_SHARE = 0.5  # share of answers from which most of a step is not trained on
+ENOUGH_FOR_TRENDS = 10  # steps: two windows of five steps that do not overlap
+GAINED_SPREADS = 0.5  # rise of the reward, in standard deviations of single rewards, that is no noise
+FLAT_SHARE = 0.02  # change of an accuracy that counts as none
+LOST_ACCURACY = 0.05  # fall of an accuracy between two evaluations that matters
+LOST_SPREADS = 0.25  # the same for a reward without accuracy, in standard deviations of single rewards
+UNCERTAIN = 2.0  # standard errors of the difference of two evaluations, within which it is chance
+_COUNTED = re.compile(r"eval/(?:[^/]+/)?(?:sampled|greedy)_(?:accuracy|reward)")
+
+
+def reward_fails(history: History) -> Finding | None:
+    """Find reward functions that fail.
+
+    At least 1% of the answers of the run have no reward because a reward function failed, or the run was stopped at a
+    step because too many rewards failed.
+    """
+    points = history.points("reward/failed_fraction")
+    stopped = [file for file in history.run.samples if file.failed]
+    if not stopped and (not points or mean(points) < FAILED_SHARE):
+        return None
+    evidence = []
+    step = stopped[-1].step if stopped else 0
+    if points and mean(points) > 0:
+        step = next(step for step, value in points if value > 0)
+        worst = max(points, key=lambda point: point[1])
+        evidence.append(f"{mean(points):.0%} of the rewards failed, {worst[1]:.0%} in step {worst[0]}")
+    if stopped:
+        evidence.append(f"the run stopped at step {stopped[-1].step} because too many rewards failed")
+    evidence += _messages(history, stopped[-1].step if stopped else worst[0])
+    return Finding(
+        step,
+        evidence,
+        ["the reward function raises an exception, takes longer than reward.timeout_s, or ends its process"],
+        [
+            "repair the function that reward.functions names; rollouts/ has the answers and the errors (reward_error)",
+            "if it is only slow, raise reward.timeout_s",
+        ],
+    )
+
+
+def _messages(history: History, step: int) -> list[str]:
+    """Return a clause with the most frequent error of the rewards of a step; [] if the samples do not have one."""
+    files = [file for file in history.run.samples if file.step == step]
+    rows = [row for file in files for row in history.rows(file, ["reward_error"])]
+    errors = Counter(str(row["reward_error"]) for row in rows if row.get("reward_error"))
+    if not errors:
+        return []
+    (text, count), failed = errors.most_common(1)[0], sum(errors.values())
+    return [f"in step {step}, {count} of {failed} failures: {one_line(text, 200)}"]
+
+
+def reward_never_applies(history: History) -> Finding | None:
+    """Find rewards that do not apply.
+
+    In the mean of the last 5 steps, at least half of the answers have no score although no reward function failed on
+    them, or a reward function returned None for each answer of the last step.
+    """
+    failed = dict(history.points("reward/failed_fraction"))
+    points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]
+    many = bool(points) and last_mean(points) >= UNSCORED_SHARE
+    silent = _silent(history)
+    if not many and not silent:
+        return None
+    evidence, step = [], history.first_step
+    if many:
+        evidence.append(f"{last_mean(points):.0%} of the answers of the last steps have no score, and none failed")
+        step = next(step for step, value in points if value >= UNSCORED_SHARE)
+    evidence += [f"'{name}' returned None for each answer of step {history.steps[-1]}" for name in silent]
+    return Finding(
+        step,
+        evidence,
+        ["the reward function returns None, which means that it does not judge this answer"],
+        ["return a number for the answers that the function in reward.functions should judge"],
+    )
+
+
+def _silent(history: History) -> list[str]:
+    """Return the names of the reward functions without any score in the last step, although none failed there."""
+    files = [file for file in history.run.samples if not file.failed]
+    if not files or not history.steps:
+        return []
+    rows = history.rows(files[-1], ["reward_components", "reward_error"])
+    scored = [row["reward_components"] or {} for row in rows if not row["reward_error"]]
+    return [name for name in (scored[0] if scored else {}) if all(row.get(name) is None for row in scored)]
+
+
+def dead_reward(history: History) -> Finding | None:
+    """Find a reward without spread.
+
+    For at least the last 5 steps, all answers to each prompt had the same outcome (or, with one answer a prompt or
+    advantages from a critic, all answers of the step had the same score), and the task is not solved.
+    """
+    grouped = history.number("rollout.samples_per_prompt", 2) > 1
+    grouped = grouped and history.setting("algorithm.advantage_estimator") != "gae"
+    same, spread = history.points("reward/same_outcome_fraction"), history.points("reward/std")
+    streak = final_streak(same, lambda value: value >= 1) if grouped else []
+    streak = streak or final_streak(spread, lambda value: value <= 1e-6)
+    if not streak or history.solved:
+        return None
+    step = streak[0][0]
+    rewards = [point for point in history.points("reward/mean") if point[0] >= step]
+    evidence = [f"all answers to each prompt had one outcome in {len(streak)} steps, from step {step} to the last"]
+    if rewards:
+        evidence.append(f"the mean reward of these steps is {shown(mean(rewards))}")
+    if step == history.first_step:
+        causes = [
+            "the reward function gives every answer the same score",
+            "the prompts are far too hard or far too easy for the model",
+        ]
+    else:
+        causes = ["the policy gives one kind of answer only since then", "the prompts became too hard or too easy"]
+    return Finding(
+        step,
+        evidence,
+        causes,
+        [
+            "look at the scores in rollouts/, and let the function of reward.functions give different answers "
+            "different scores",
+            "use easier or harder prompts in data.train, or raise rollout.samples_per_prompt",
+        ],
+    )
+
+
+def reward_hacking(history: History) -> Finding | None:
+    """Find a reward that rises without more correct answers.
+
+    From the first 5 to the last 5 steps (at least 10 in all), the mean reward rose by at least half the standard
+    deviation of single rewards, and the share of correct answers, or the score of the functions with `outcome: true`
+    beside others, rose by less than 0.02.
+    """
+    rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
+    right, what = _correctness(history)
+    if len(history.steps) < ENOUGH_FOR_TRENDS or len(rewards) < 2 or len(right) < 2 or not spread:
+        return None
+    gained, learnt = rewards[-1][1] - rewards[0][1], right[-1][1] - right[0][1]
+    if gained < GAINED_SPREADS * mean(spread[:WINDOW_STEPS]) or gained <= 0 or learnt >= FLAT_SHARE:
+        return None
+    lengths = windows(history.points("rollout/length_mean"))
+    evidence = [
+        f"the mean reward rose from {shown(rewards[0][1])} to {shown(rewards[-1][1])} by step {rewards[-1][0]}",
+        f"{what} went from {shown(right[0][1])} to {shown(right[-1][1])}",
+    ]
+    if lengths:
+        evidence.append(f"the mean length of answers went from {lengths[0][1]:.0f} to {lengths[-1][1]:.0f} tokens")
+    return Finding(
+        rewards[0][0],
+        evidence,
+        ["the policy collects the reward for the form of an answer, such as its length, instead of solving the task"],
+        [
+            "lower the weight of the functions with outcome: false in reward.functions, or set gate: true for the "
+            "function that says whether the answer is correct",
+            "read answers in rollouts/ that have a high score",
+        ],
+    )
+
+
+def _correctness(history: History) -> tuple[Points, str]:
+    """Return the windows of the share of correct answers, or of the score of the outcome, and what they are."""
+    accuracy = history.points("reward/accuracy")
+    if accuracy:
+        return windows(accuracy), "the share of correct answers"
+    outcome = [part["name"] for part in history.reward_parts if part.get("outcome", True)]
+    if not outcome or len(outcome) == len(history.reward_parts):
+        return [], ""
+    series = [dict(history.points(f"reward/{name}/mean")) for name in outcome]
+    steps = [step for step in history.steps if all(step in one for one in series)]
+    return windows([(step, sum(one[step] for one in series)) for step in steps]), f"the score of {', '.join(outcome)}"
+
+
+def worse_evaluation(history: History) -> Finding | None:
+    """Find evaluations that get worse while the training reward rises.
+
+    From its best to its last value, an evaluated accuracy fell by at least 0.05 and two standard errors, or an
+    evaluated reward without accuracy by at least a quarter of the standard deviation of single rewards and two
+    standard errors, and the mean training reward rose meanwhile.
+    """
+    names = [name for name in history.names() if _COUNTED.fullmatch(name)]
+    names = [name for name in names if name.replace("_reward", "_accuracy") == name or not _has_accuracy(history, name)]
+    found = [one for name in names if (one := _lost(history, name)) is not None]
+    if not found:
+        return None
+    step, evidence = min(found)
+    return Finding(
+        step,
+        [*(text for _, texts in found for text in texts[:1]), evidence[1]],
+        [
+            "the policy learns the training prompts by heart",
+            "the training reward pays for what the evaluation does not",
+        ],
+        [
+            "stop earlier: trainer.keep_best keeps the best checkpoint, with trainer.eval_every and trainer.save_every",
+            "use more prompts in data.train, or a KL term (algorithm.kl_loss.kl_loss_coef)",
+            "make the functions in reward.functions stricter",
+        ],
+    )
+
+
+def _has_accuracy(history: History, name: str) -> bool:
+    return bool(history.evaluated(name.replace("_reward", "_accuracy")))
+
+
+def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
+    """Return since when an evaluated metric is worse, and clauses that say so; None if it is not worse."""
+    points, spread = history.evaluated(name), history.points("reward/std")
+    best = max(points, key=lambda point: point[1], default=None)
+    if best is None or not spread or points[-1][0] <= best[0]:
+        return None
+    before = [point for point in history.points("reward/mean") if point[0] <= best[0] + WINDOW_STEPS][-WINDOW_STEPS:]
+    after = history.points("reward/mean")[-WINDOW_STEPS:]
+    is_accuracy, lost = name.endswith("accuracy"), best[1] - points[-1][1]
+    deviation = sqrt(max(best[1] * (1 - best[1]), 0.0)) if is_accuracy else max(value for _, value in spread)
+    error = deviation * sqrt(2 / max(history.number("data.val_size", 100), 1))
+    limit = max(LOST_ACCURACY if is_accuracy else LOST_SPREADS * deviation, UNCERTAIN * error)
+    if lost < limit or not before or before[-1][0] >= after[-1][0] or mean(after) <= mean(before):
+        return None
+    return best[0], [
+        f"{name} fell from {shown(best[1])} after step {best[0]} to {shown(points[-1][1])} after step {points[-1][0]}",
+        f"the mean training reward rose from {shown(mean(before))} to {shown(mean(after))}",
+    ]
+
+
+def reward_fell(history: History) -> Finding | None:
+    """Find a reward that was lost again.
+
+    The mean reward of the last 5 steps is below the best mean of 5 steps by at least half of what was learnt, and by at
+    least the standard deviation of single rewards.
+    """
+    found, spread = windows(history.points("reward/mean")), dict(windows(history.points("reward/std")))
+    best = max(found, key=lambda point: point[1], default=None)
+    if best is None or best[0] == found[-1][0]:
+        return None
+    limit = best[1] - max(LOST_SHARE * (best[1] - found[0][1]), spread.get(best[0], 0.0))
+    if found[-1][1] >= limit:
+        return None
+    step = next(step for step, value in found if step > best[0] and value < limit)
+    return Finding(
+        step,
+        [
+            f"the mean reward of {WINDOW_STEPS} steps fell from {shown(best[1])} in step {best[0]} to "
+            f"{shown(found[-1][1])} in step {found[-1][0]}"
+        ],
+        [
+            "the updates are too large for the policy at this point",
+            "the engine does not sample from the trained policy",
+        ],
+        [
+            "start a new run from the model of an earlier checkpoint (model.path=RUN/checkpoints/step_N/model) with a "
+            "lower actor.lr or a KL term (algorithm.kl_loss.kl_loss_coef)",
+            "trainer.save_every=10 trainer.keep_best=reward/mean keeps such a checkpoint",
+        ],
+    )
+
+
+def too_few_groups(history: History) -> Finding | None:
+    """Find dynamic sampling that does not fill its batches.
+
+    In the mean of the last 5 steps, at least half of the groups of a step are missing, and the task is not solved.
+    """
+    missing, wanted = history.points("rollout/groups_missing"), history.number("trainer.prompts_per_step", 0)
+    low = [(step, value / wanted) for step, value in missing] if wanted else []
+    if len(low) < PERSISTENT_STEPS or last_mean(low) < 0.5 or history.solved:
+        return None
+    first: Any = next(step for step, value in low if value >= 0.5)
+    return Finding(
+        first,
+        [f"{last_mean(low):.0%} of the {wanted:.0f} groups of a step are missing in the last {WINDOW_STEPS} steps"],
+        ["almost all prompts are too easy or too hard, so that the answers to a prompt have one outcome"],
+        [
+            "use easier or harder prompts in data.train",
+            "raise rollout.samples_per_prompt or algorithm.dynamic_sampling",
+        ],
+    )
