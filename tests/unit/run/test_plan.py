@@ -261,3 +261,12 @@ def test_anything_else_gets_one_line_an_entry_however_long():
     out = StringIO()
     show_plan(Console(file=out, width=40), config_of(), FACTS)
     assert len(out.getvalue().splitlines()) == 8
+
+
+def test_reward_functions_of_other_trainers_are_named():
+    facts = Facts(path="m", signatures={"accuracy": "TRL", "compute_score": "verl"})
+    assert row("rewards", facts=facts) == (
+        "reward function accuracy: taken with TRL's signature; reward function compute_score: taken with verl's "
+        "signature"
+    )
+    assert "rewards" not in dict(plan_rows(config_of(), FACTS))
