@@ -236,7 +236,7 @@ def _verl_result(result: Any) -> Any:
             f"returned a dict without 'score' (it has {', '.join(map(str, result)) or 'no keys'}); verl's signature "
             "takes the score from that key"
         )
-    correct = result.get("acc")
+    correct: Any = result.get("acc")
     correct = correct.item() if hasattr(correct, "item") else correct
     decided = isinstance(correct, int | float) and correct in (0, 1)
     return RewardResult(result["score"], success=bool(correct) if decided else None)

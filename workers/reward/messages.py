@@ -48,4 +48,4 @@ class SampleScores:
     error: str = ""
     failed_function: int = -1
     success: bool | None = None
-    printed: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    printed: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)

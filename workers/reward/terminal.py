@@ -65,7 +65,8 @@ class _Stream(io.TextIOWrapper):
     """Standard stream of a process whose output is dropped; it keeps the first lines."""
 
     def __init__(self, descriptor: int, lines: FirstLines) -> None:
-        super().__init__(open(descriptor, "wb", closefd=False), encoding="utf-8", errors="backslashreplace")
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        super().__init__(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace")
         self._lines = lines
 
     def write(self, text: str) -> int:
